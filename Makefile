@@ -1,0 +1,44 @@
+# `make help` lists the targets. Everything runs in .venv, which is made on first use.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+C_SOURCES := $(wildcard src/stormtorch/native/csrc/*.[ch])
+# One stamp per compiler: `make test CC=false` after `make test` installs anew, without the native kernels.
+STAMP := $(VENV)/.installed-$(subst /,_,$(firstword $(CC)))
+
+.PHONY: help install demo test check bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
+
+install: $(STAMP)  ## make the virtual environment and install STORM into it, with the development tools
+
+$(STAMP): pyproject.toml setup.py constraints.txt $(C_SOURCES)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"STORM needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12")'
+	@test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }; }
+	@rm -rf $(VENV)/.installed-* src/stormtorch/native/*.so build
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -c 'from stormtorch.native.library import describe; print(describe())'
+	@touch $@
+
+demo: $(STAMP)  ## stream data larger than its device budget through all tiers, and check it
+	@$(BIN)/storm demo
+
+test: $(STAMP)  ## run the whole suite; GPU tests are skipped where there is no GPU
+	@$(BIN)/python -m pytest
+
+check: $(STAMP)  ## lint, format, types, import layers, C warnings
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(CC) -std=gnu11 -O2 -fsyntax-only -ffp-contract=off -Wall -Wextra -Wconversion -Wshadow -Werror src/stormtorch/native/csrc/*.c
+
+bench: $(STAMP)  ## run the micro benchmarks of this machine and print their table
+	@$(BIN)/python -m benchmarks.micro
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist src/*.egg-info src/stormtorch/native/*.so

@@ -1,0 +1,1 @@
+"""The ``storm`` command, one file per sub-command."""

@@ -1,0 +1,69 @@
+"""``storm doctor``: what this machine offers, and what is missing with the way to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="directory to look at for the disk tier")
+
+
+def run(options: argparse.Namespace) -> int:
+    import platform
+
+    import torch
+
+    from .. import __version__
+    from ..core.errors import SettingError
+    from ..core.sizes import format_bytes
+    from ..memory import limits
+    from ..native.library import describe
+
+    if not options.disk.is_dir():
+        raise SettingError(f"--disk {options.disk} is not a directory. Name one that exists.")
+    print(f"storm {__version__}, torch {torch.__version__}, Python {platform.python_version()} on {platform.machine()}")
+    print(describe())
+    cgroup = limits.cgroup_limit_bytes()
+    under = f", of which the cgroup allows {format_bytes(cgroup)}" if cgroup is not None else ""
+    print(f"host: {format_bytes(limits.host_available_bytes())} RAM free of {format_bytes(limits.host_total_bytes())}{under}")
+    for index in range(torch.cuda.device_count()):
+        free, total = limits.device_memory_bytes(torch.device("cuda", index))
+        name = torch.cuda.get_device_name(index)
+        print(f"device cuda:{index}: {name}, {format_bytes(free)} free of {format_bytes(total)}; {_signals(index)}")
+    if not torch.cuda.is_available():
+        print("device: no CUDA device that torch can use; STORM runs on the CPU device")
+    free_disk, kind = limits.disk_free_bytes(options.disk), limits.filesystem_type(options.disk)
+    print(f"disk: {format_bytes(free_disk)} free in {options.disk} ({kind}); {_io_mode(options.disk)}")
+    return 0
+
+
+def _signals(index: int) -> str:
+    """Page-lock a word and pass it through a stream: says in one phrase what works."""
+    import torch
+
+    from ..core.budget import Budget
+    from ..core.tags import Tier
+    from ..memory.flags import Flags
+    from ..memory.ledger import Ledger
+    from ..memory.page_lock import page_lock_for
+
+    device = torch.device("cuda", index)
+    ledger = Ledger(Budget(tier=Tier.HOST, limit_bytes=1 << 20, given="storm doctor"))
+    flags = Flags(1, ledger=ledger, device=device, page_lock=page_lock_for(device))
+    on_stream = flags.on_stream
+    flags.close()
+    return "page-lock and stream flags work" if on_stream else "no stream flags: copies and the optimizer use the slower fallback"
+
+
+def _io_mode(directory: Path) -> str:
+    from ..core.budget import Budget
+    from ..core.tags import Tag, Tier
+    from ..memory.scratch_file import create_scratch
+    from ..memory.ledger import Ledger
+
+    ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 20, given="storm doctor"))
+    with create_scratch(directory, 1 << 16, ledger=ledger, tag=Tag.STAGING) as file:
+        return f"{file.mode} I/O ({file.mode_reason})"

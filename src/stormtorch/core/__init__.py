@@ -1,0 +1,1 @@
+"""The words of STORM: sizes, tiers, tags, budgets, records, errors. Pure data; imports nothing else of ours."""

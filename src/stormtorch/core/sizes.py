@@ -1,0 +1,79 @@
+"""Byte sizes as people write them: ``"8GiB"``, ``"1.5 GB"`` or a plain number of bytes."""
+
+from __future__ import annotations
+
+import operator
+import re
+from decimal import Decimal
+
+from .errors import SettingError
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+_ACCEPTED = (
+    "Accepted: a whole number of bytes, or a number with one of B, KB, MB, GB, TB (powers of 1000) "
+    "or KiB, MiB, GiB, TiB (powers of 1024), such as '8GiB' or '1.5 GB'."
+)
+
+
+def parse_bytes(value: object, *, setting: str = "size") -> int:
+    """The number of bytes that ``value`` means; fractions of a byte are dropped.
+
+    ``setting`` is the name the user knows the value by; it opens the error message.
+    A bare suffix such as "8G" is refused, because half of all users read it as 10^9 and the other half as 2^30.
+    """
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        unit = _UNITS.get((match[2] or "b").lower()) if match else None
+        if match is None or unit is None or (not match[2] and "." in match[1]):
+            raise SettingError(f"{setting}={value!r} is not a byte size. {_ACCEPTED}")
+        return int(Decimal(match[1]) * unit)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)  # type: ignore[arg-type]  # the except answers for everything else
+    except TypeError:
+        raise SettingError(f"{setting}={value!r} is not a byte size. {_ACCEPTED}") from None
+    if count < 0:
+        raise SettingError(f"{setting}={value!r} is negative. {_ACCEPTED}")
+    return count
+
+
+def format_bytes(count: int) -> str:
+    """``count`` in the binary unit that reads best: 0 B, 512 B, 1.5 KiB, 20.0 GiB."""
+    sign, size = ("-", -count) if count < 0 else ("", count)
+    if size < KiB:
+        return f"{sign}{size} B"
+    scaled = float(size)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        scaled /= 1024
+        if scaled < 1023.95 or unit == "TiB":
+            break
+    return f"{sign}{scaled:.1f} {unit}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A rate in GB/s, the unit that links, memories and disks are sold in."""
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def round_up(count: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` that is at least ``count``."""
+    return -(-count // alignment) * alignment
+
+
+def round_down(count: int, alignment: int) -> int:
+    """The largest multiple of ``alignment`` that is at most ``count``."""
+    return count // alignment * alignment

@@ -1,0 +1,143 @@
+"""Lanes that are CUDA streams. The host only enqueues; ordering, reuse and signals happen on the GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+
+import torch
+
+from ..core.errors import LaneError
+from ..core.records import Copied, Sink
+from ..core.tags import Tag
+from .cuda_driver import Driver, driver
+from .flags import Flag
+from .lanes import Delay, Event, Lane, check_copy
+
+
+class CudaEvent(Event):
+    """A CUDA event. Lanes that are fed by a thread override ``enqueued``, since their event may not be recorded yet."""
+
+    def __init__(self, *, timing: bool = False) -> None:
+        self.cuda = torch.cuda.Event(enable_timing=timing)
+
+    def done(self) -> bool:
+        return bool(self.cuda.query())
+
+    def synchronize(self) -> None:
+        self.cuda.synchronize()
+
+    def enqueued(self) -> None:
+        """Block until the event stands in its stream. A wait for an event that does not would pass at once."""
+
+
+class CudaLane(Lane):
+    """A stream of its own, or with ``stream=None`` whatever stream is current at each call."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        sink: Sink | None = None,
+        delay: Delay | None = None,
+    ) -> None:
+        self.name, self.device = name, device
+        self._own_stream = stream
+        self._delay = delay
+        self._timer = None if sink is None else CopyTimer(name, sink)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._own_stream or torch.cuda.current_stream(self.device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+        size = check_copy(target, source)
+        with self._on_stream(), torch.no_grad():
+            start = self._timer.start() if self._timer is not None else None
+            target.copy_(source, non_blocking=True)
+            if self._timer is not None and start is not None:
+                self._timer.finish(start, tag, size)
+
+    def fill(self, target: torch.Tensor, byte: int) -> None:
+        with self._on_stream():
+            target.detach().view(torch.uint8).fill_(byte)
+
+    def record(self) -> Event:
+        event = CudaEvent()
+        event.cuda.record(self.stream)
+        return event
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, CudaEvent):
+            event.enqueued()
+            self.stream.wait_event(event.cuda)
+        else:  # an event of the CPU's: the host is the only one who can wait for it
+            event.synchronize()
+
+    def write_flag(self, flag: Flag, value: int) -> None:
+        if flag.device_address is None:  # the driver cannot: the host waits and writes
+            self.stream.synchronize()
+            flag.set(value)
+        else:
+            _driver().write_value(self.stream.cuda_stream, flag.device_address, value)
+
+    def wait_flag(self, flag: Flag, value: int) -> None:
+        if flag.device_address is None:
+            flag.wait(value)
+        else:
+            flag.expect(value)
+            _driver().wait_value(self.stream.cuda_stream, flag.device_address, value)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+        if self._timer is not None:
+            self._timer.emit()
+
+    def close(self) -> None:
+        self.synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = torch.cuda.stream(self.stream)
+        if self._delay is not None:
+            with context:
+                self._delay()
+        return context
+
+
+class CopyTimer:
+    """Times copies with events on the stream and emits their records once they are done, never by waiting."""
+
+    def __init__(self, lane: str, sink: Sink) -> None:
+        self._lane, self._sink = lane, sink
+        self._origin: torch.cuda.Event | None = None
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int]] = deque()
+
+    def start(self) -> torch.cuda.Event:
+        """Call on the lane's stream just before the copy."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._origin = self._origin or event
+        return event
+
+    def finish(self, start: torch.cuda.Event, tag: Tag, size: int) -> None:
+        """Call on the lane's stream just after it."""
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        self._pending.append((start, end, tag, size))
+        self.emit()
+
+    def emit(self) -> None:
+        """Send the records of the copies that have ended."""
+        while self._pending and self._pending[0][1].query():
+            start, end, tag, size = self._pending.popleft()
+            assert self._origin is not None
+            start_s, seconds = self._origin.elapsed_time(start) / 1e3, start.elapsed_time(end) / 1e3
+            self._sink(Copied(self._lane, tag, size, start_s, seconds))
+
+
+def _driver() -> Driver:
+    cuda = driver()
+    if cuda is None:
+        raise LaneError("The CUDA driver library is gone.")
+    return cuda

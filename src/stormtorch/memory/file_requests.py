@@ -1,0 +1,313 @@
+"""Requests: bytes on their way between a buffer and a range of an open file.
+
+A request is cut into blocks. Up to ``threads`` runners of the file's pool each take the next block that nobody has
+taken, until none is left or one has failed; the last runner to leave resolves the one future of the whole. So a request
+is never half resolved: while its future is pending a thread may still touch the buffer, and once it is done none will.
+
+Short transfers. The kernel may move less than it was asked to. The loop goes on from where it stopped; with direct I/O
+from the alignment boundary before that place, moving a few bytes twice, because the kernel takes no other offset. Only
+a call that reaches no further than an earlier one counts as a stall. End of file is a stall that will not pass, and
+some look like one that might (a file cut inside a sector returns the same few bytes for ever), so stalls are counted
+and end in an error with the numbers.
+
+The tail. Direct I/O also takes no unaligned length. What a request has beyond the last whole alignment unit goes
+through a bounce block of one unit. A write reads that unit first and keeps what lies behind the request, unless the
+caller says that nothing does. No lock is needed for that: starts are aligned, so two requests that share a unit overlap
+anyway.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from ..core.errors import SettingError, StorageError
+from ..core.records import FileAccess, Sink
+from ..core.sizes import round_down
+from .file_calls import ELSEWHERE, SystemCalls, storage_error
+
+Buffer: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | bytes | bytearray | memoryview | mmap.mmap"
+
+_STALLS = 8
+
+
+def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
+    """The bytes of ``buffer``, without a copy. The view keeps its memory alive."""
+    if isinstance(buffer, torch.Tensor):
+        if buffer.device.type != "cpu":
+            raise SettingError(
+                f"A file needs a buffer in host memory, not on {buffer.device}. Copy it to the CPU first."
+            )
+        if buffer.layout is not torch.strided or not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
+            raise SettingError("A file needs a contiguous buffer, not a strided or lazy view. Use .contiguous().")
+        return buffer.detach().reshape(-1).view(torch.uint8).numpy().data
+    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
+    if not view.contiguous:
+        raise SettingError("A file needs a contiguous buffer, this one has gaps. Copy it first.")
+    if writable and view.readonly:
+        raise SettingError("A read needs a writable buffer, this one is read-only. Use a tensor or a bytearray.")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())  # cast refuses shapes with a zero in them
+
+
+class RequestQueue:
+    """One descriptor, which it owns, with the threads that serve it; they start when first needed."""
+
+    def __init__(
+        self,
+        fd: int,
+        name: str,
+        size_bytes: int,
+        *,
+        alignment: int,
+        threads: int,
+        block_bytes: int,
+        sink: Sink | None,
+        calls: SystemCalls,
+    ) -> None:
+        self.fd, self.name, self.size_bytes, self.alignment = fd, name, size_bytes, alignment
+        self.block_bytes, self.sink, self.calls = block_bytes, sink, calls
+        self.closed = False
+        self.cancelled = False
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="storm-file")
+
+    def submit(
+        self, view: memoryview, offset: int, *, write: bool, padded: bool, ended: Callable[[], None] | None
+    ) -> Request:
+        """Start one request, or raise before anything moved. ``ended`` is called just before its future resolves.
+
+        ``padded``: nothing of value lies between the end of this write and the next alignment boundary.
+        """
+        if self.alignment > 1 and len(view):
+            address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+            if offset % self.alignment or address % self.alignment:
+                raise SettingError(
+                    f"Direct I/O on {self.name} needs offset and address at multiples of {self.alignment}: "
+                    f"offset {offset} is {offset % self.alignment} past one, address {address:#x} is "
+                    f"{address % self.alignment} past one. Take a page-aligned buffer, such as "
+                    "torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), or open the file with direct=False."
+                )
+        request = Request(self, view, offset, write=write, padded=padded, ended=ended)
+        with self._lock:
+            self._refuse_if_closed()
+            request.start(self._pool, min(self._threads, -(-len(view) // self.block_bytes)))
+        if not len(view):
+            request.resolve()
+        return request
+
+    def flush(self) -> None:
+        """Block until the kernel has made every finished write durable."""
+        with self._lock:
+            self._refuse_if_closed()
+            done = self._pool.submit(self.calls.sync, self.fd)  # on the pool: close waits for it, Ctrl-C need not
+        try:
+            done.result()
+        except OSError as error:
+            raise storage_error(f"flush {self.name}", error) from error
+
+    def close(self, *, cancel: bool) -> None:
+        """Refuse new requests, wait for the accepted ones (with ``cancel`` only for blocks under way), close."""
+        with self._lock:
+            self.closed = True
+            self.cancelled |= cancel
+        self._pool.shutdown(wait=True)
+        with self._lock:
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            try:
+                self.calls.close(fd)
+            except OSError as error:
+                raise storage_error(f"close {self.name}", error) from error
+
+    def _refuse_if_closed(self) -> None:
+        if self.closed:
+            raise StorageError(f"Cannot use {self.name}: it is closed. Open it again.")
+
+    def __del__(self) -> None:
+        # Requests hold the queue, so none is under way here, and the pool's threads end by themselves once it is gone.
+        # No lock is taken: the garbage collector may have come here while this very thread holds it.
+        if self.fd >= 0:
+            warnings.warn(f"{self.name} was not closed", ResourceWarning, source=self, stacklevel=2)
+            self.calls.close(self.fd)
+
+
+class Request:
+    """Bytes between one buffer and ``[offset, offset + size)`` of a file. ``future`` gives their number or raises.
+
+    The future cannot be cancelled, since a block that the kernel is filling cannot be; ``abandon`` skips the others.
+    """
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        view: memoryview,
+        offset: int,
+        *,
+        write: bool,
+        padded: bool,
+        ended: Callable[[], None] | None,
+    ) -> None:
+        self.future: Future[int] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._queue, self._write, self._padded, self._ended = queue, write, padded, ended
+        self._view: memoryview | None = view
+        self._offset, self._end = offset, offset + len(view)
+        self._next = offset  # the first byte of the next block
+        self._lock = threading.Lock()
+        self._waiting: set[int] = set()  # runners that the pool has not begun
+        self._running = 0
+        self._abandoned = False
+        self._error: BaseException | None = None
+        self._start_s = time.perf_counter()
+
+    def start(self, pool: ThreadPoolExecutor, runners: int) -> None:
+        """Queue ``runners`` of them; does not block. Whatever happens, the future will resolve."""
+        self._waiting = set(range(runners))
+        for runner in range(runners):
+            try:
+                pool.submit(self._run, runner)
+            except RuntimeError as error:  # no thread could be started, or the interpreter is going down
+                failure = StorageError(
+                    f"Cannot {self._words(self._offset)}: {error}. Raise ulimit -u, or use fewer threads."
+                )
+                failure.__cause__ = error
+                self._leave(failure, range(runner, runners))
+                return
+
+    def abandon(self) -> None:
+        """Begin no further block; the future raises once those under way have ended. Nothing happens if all have."""
+        self._abandoned = True
+
+    def wait(self) -> int:
+        """The blocking form. What interrupts it, such as Ctrl-C, abandons the request and gets through."""
+        try:
+            return self.future.result()
+        finally:
+            self.abandon()
+
+    def resolve(self) -> None:
+        """Called once, after the last runner has left: forget the buffer, tell the sink, then the future."""
+        error, self._error, self._view = self._error, None, None
+        if isinstance(error, StorageError):
+            # Tracebacks hold frames that hold the buffer; a future that someone keeps must not keep gigabytes.
+            error.__traceback__ = None
+            if error.__cause__ is not None:
+                error.__cause__.__traceback__ = None
+        if error is None and self._next < self._end:
+            why = "its file was closed" if self._queue.cancelled else "its caller was interrupted"
+            error = StorageError(
+                f"Cannot {self._words(self._next)}: cancelled, because {why}. Ask again if still wanted."
+            )
+            error.errno = errno.ECANCELED
+        if self._ended is not None:
+            self._ended()
+        if error is None and self._queue.sink is not None:
+            size, seconds = self._end - self._offset, time.perf_counter() - self._start_s
+            try:
+                self._queue.sink(FileAccess(self._queue.name, self._write, size, self._start_s, seconds))
+            except (
+                Exception
+            ) as broken:  # a sink must not raise; if one does, be loud rather than leave a caller waiting
+                error = broken
+        if error is None:
+            self.future.set_result(self._end - self._offset)
+        else:
+            self.future.set_exception(error)
+
+    def _run(self, runner: int) -> None:
+        with self._lock:
+            if runner not in self._waiting:  # the pool queued it, then raised for want of a thread
+                return
+            self._waiting.remove(runner)
+            self._running += 1
+        error: BaseException | None = None
+        try:
+            while (block := self._next_block()) is not None:
+                self._move_block(*block)
+        except BaseException as failure:
+            error = failure
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None, withdrawn: range | None = None) -> None:
+        """One running runner ends, or ``withdrawn`` ones never begin; the last of all resolves the future."""
+        with self._lock:
+            self._error = self._error or error
+            if withdrawn is None:
+                self._running -= 1
+            else:
+                self._waiting.difference_update(withdrawn)
+            last = not self._running and not self._waiting
+        if last:
+            self.resolve()
+
+    def _next_block(self) -> tuple[memoryview, int] | None:
+        with self._lock:
+            begin = self._next
+            if begin == self._offset:
+                self._start_s = time.perf_counter()  # time in the queue is not time of the disk
+            if self._abandoned or self._queue.cancelled or self._error is not None or begin == self._end:
+                return None
+            self._next = min(begin + self._queue.block_bytes, self._end)
+            assert self._view is not None
+            return self._view[begin - self._offset : self._next - self._offset], begin
+
+    def _move_block(self, view: memoryview, offset: int) -> None:
+        queue, unit = self._queue, self._queue.alignment
+        whole = round_down(len(view), unit)
+        self._move(view[:whole], offset, whole, write=self._write)
+        tail, offset = view[whole:], offset + whole
+        if not len(tail):
+            return
+        bounce = memoryview(mmap.mmap(-1, unit))
+        if not self._write:
+            self._move(bounce, offset, len(tail), write=False)
+            tail[:] = bounce[: len(tail)]
+            return
+        if not self._padded:
+            self._move(bounce, offset, min(unit, queue.size_bytes - offset), write=False)
+        bounce[: len(tail)] = tail
+        self._move(bounce, offset, unit, write=True)
+        if offset + unit > queue.size_bytes:  # the file ends inside this unit: undo its growth
+            try:
+                queue.calls.truncate(queue.fd, queue.size_bytes)
+            except OSError as error:
+                raise storage_error(f"set the end of {queue.name} to {queue.size_bytes}", error) from error
+
+    def _move(self, view: memoryview, offset: int, wanted: int, *, write: bool) -> None:
+        """Move at least the first ``wanted`` bytes of ``view``; the essay explains short transfers."""
+        queue = self._queue
+        call = queue.calls.pwrite if write else queue.calls.pread
+        position = got = stalls = 0
+        while got < wanted:
+            try:
+                count = call(queue.fd, view[position:], offset + position)
+            except OSError as error:
+                raise storage_error(self._words(offset + position, offset + wanted, write=write), error) from error
+            if position + count > got:
+                got, stalls = position + count, 0
+            else:
+                stalls += 1
+            if count == 0 or stalls == _STALLS:
+                what = f"{self._words(offset, offset + wanted, write=write)}: wanted {wanted} bytes, got {got}"
+                size = os.fstat(queue.fd).st_size
+                if not write and offset + got >= size:
+                    what += f". The file is truncated: it has {size} bytes now. Restore it, or read less of it."
+                else:
+                    what += f", and no call moves more. Look at dmesg and the health of the disk, {ELSEWHERE}"
+                raise StorageError(f"Cannot {what}")
+            position = round_down(got, queue.alignment)
+
+    def _words(self, begin: int, end: int | None = None, *, write: bool | None = None) -> str:
+        verb = "write" if (self._write if write is None else write) else "read"
+        return f"{verb} bytes {begin} to {self._end if end is None else end} of {self._queue.name}"

@@ -1,0 +1,258 @@
+"""Files: existing ones to read, new ones that stay, and the ground that scratch files stand on.
+
+How it works. A file is opened once and serves requests (``file_requests``) from a few threads of its own, which sit in
+``preadv`` and ``pwritev`` without the GIL. Large blocks are what makes Python threads good enough: a block of 8 MiB
+lasts milliseconds, and one hand-over of the GIL is lost in it; at 1 MiB it is not.
+
+Direct I/O is taken where it is real. The page cache would hold every byte a second time, in the RAM that offloading is
+short of, and would write it back at moments of its own choosing. ``open`` proves nothing, because tmpfs accepts the
+flag and ignores it: so the filesystem's type is asked first, and an aligned transfer is tried after that. The flag is
+set on the open descriptor, hence a refusal needs no second open, which a file without a name could not have.
+
+Roads not taken. *mmap*: page faults move 4 KiB at a time, errors arrive as SIGBUS, and dirty pages follow the kernel's
+schedule instead of ours. *io_uring*: four blocking threads already reach the device's limit with a tenth of a core,
+while it is forbidden in many containers and needs native code. *O_SYNC*: scratch need not survive a power cut, and what
+must does so by one ``flush`` at its end instead of one per write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypedDict, Unpack
+
+from ..core.errors import SettingError, StorageError
+from ..core.notices import say_once
+from ..core.records import Sink
+from ..core.sizes import MiB, format_bytes
+from . import limits
+from .file_calls import SystemCalls, storage_error
+from .file_requests import Buffer, Request, RequestQueue, bytes_of
+
+ALIGNMENT = 4096  # of addresses, offsets and extents: a multiple of every sector size in use
+Mode = Literal["direct", "buffered"]
+_IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+class FileOptions(TypedDict, total=False):
+    """What every kind of file accepts."""
+
+    direct: bool | Literal["auto"]  # "auto": where it is real
+    threads: int  # blocks in flight at most; 4
+    block_bytes: int  # moved by one system call; 8 MiB
+    sink: Sink | None  # gets one FileAccess per request that succeeded, timed from its first block
+    calls: SystemCalls  # for tests
+
+
+class File:
+    """An open file of ``size_bytes``. ``mode`` and ``mode_reason`` say how it is accessed.
+
+    Addresses and offsets of requests must be multiples of ``alignment``; lengths need not. Any thread may use it.
+    Requests run at the same time and in no order: who reads what another wrote waits for that future first.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        name: str,
+        *,
+        where: Path,
+        size_bytes: int,
+        writable: bool,
+        direct: bool | Literal["auto"] = "auto",
+        threads: int = 4,
+        block_bytes: int = 8 * MiB,
+        sink: Sink | None = None,
+        calls: SystemCalls | None = None,
+    ) -> None:
+        """Takes ``fd`` over, unless it raises. ``where`` tells the filesystem. Users call ``open_file`` etc."""
+        if threads < 1 or block_bytes < ALIGNMENT or block_bytes % ALIGNMENT:
+            raise SettingError(
+                f"threads={threads}, block_bytes={block_bytes}: accepted are at least one thread, and blocks of a "
+                f"positive multiple of {ALIGNMENT} bytes."
+            )
+        self.name, self.size_bytes, self.writable = name, size_bytes, writable
+        calls = calls or SystemCalls()
+        self.mode, self.mode_reason = _choose_mode(fd, self, where, direct, calls)
+        self.alignment = ALIGNMENT if self.mode == "direct" else 1
+        self._requests = RequestQueue(
+            fd,
+            name,
+            size_bytes,
+            alignment=self.alignment,
+            threads=threads,
+            block_bytes=block_bytes,
+            sink=sink,
+            calls=calls,
+        )
+
+    def pread(self, buffer: Buffer, offset: int) -> Future[int]:
+        """Start to fill ``buffer`` from ``offset``; does not block. Leave the buffer alone until the future is done.
+
+        The buffer, a contiguous CPU tensor or anything with a writable buffer, is kept alive until then. The future
+        gives the number of bytes or raises StorageError. It may be dropped unread, and it cannot be cancelled.
+        """
+        return self._submit(bytes_of(buffer, writable=True), offset, write=False).future
+
+    def pwrite(self, buffer: Buffer, offset: int) -> Future[int]:
+        """Start to write ``buffer`` at ``offset``, inside the size of the file; does not block. Else as ``pread``."""
+        return self._submit(bytes_of(buffer, writable=False), offset, write=True).future
+
+    def read(self, buffer: Buffer, offset: int) -> int:
+        """``pread`` that blocks. Ctrl-C gets through; blocks under way then still arrive in the buffer."""
+        return self._submit(bytes_of(buffer, writable=True), offset, write=False).wait()
+
+    def write(self, buffer: Buffer, offset: int) -> int:
+        """``pwrite`` that blocks. Ctrl-C gets through; blocks under way are then still written."""
+        return self._submit(bytes_of(buffer, writable=False), offset, write=True).wait()
+
+    def flush(self) -> None:
+        """Block until finished writes would survive a power cut; wait for their futures first.
+
+        This says nothing of the file's name: who renames a file to publish it syncs the directory too.
+        """
+        self._requests.flush()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called; requests are refused from then on."""
+        return self._requests.closed
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Refuse new requests, finish the accepted ones, end the threads, close the descriptor. Idempotent.
+
+        With ``cancel`` only the blocks under way are finished, and the futures of requests that lack others raise
+        StorageError (ECANCELED); leaving a ``with`` block by an exception does that. Blocks; if interrupted, call it
+        again. Not to be called from a future's callback, which runs on one of the threads that it waits for.
+        """
+        self._requests.close(cancel=cancel)
+
+    def _submit(
+        self,
+        view: memoryview,
+        offset: int,
+        *,
+        write: bool,
+        padded: bool = False,
+        ended: Callable[[], None] | None = None,
+    ) -> Request:
+        end = offset + len(view)
+        if write and not self.writable:
+            raise SettingError(f"Cannot write to {self.name}: it was opened to read. Make a new one with create_file.")
+        # Where someone else's file ends is for the kernel to say; the size of ours was fixed at its creation.
+        if offset < 0 or (self.writable and end > self.size_bytes):
+            raise SettingError(
+                f"Bytes {offset} to {end} are not inside {self.name}, which has {self.size_bytes} bytes."
+            )
+        return self._requests.submit(view, offset, write=write, padded=padded or end == self.size_bytes, ended=ended)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=kind is not None)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}, {format_bytes(self.size_bytes)}, {self.mode}: {self.mode_reason}>"
+
+
+def open_file(path: Path | str, **options: Unpack[FileOptions]) -> File:
+    """An existing regular file of any size, to read. Changes nothing."""
+    path, calls = Path(path), options.setdefault("calls", SystemCalls())
+    try:
+        fd = calls.open(str(path), os.O_RDONLY | os.O_NONBLOCK, 0)  # NONBLOCK: a named pipe would wait for its writer
+    except OSError as error:
+        raise storage_error(f"open {path} to read", error) from error
+    with closed_on_error(fd, calls):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise StorageError(f"Cannot open {path} to read: it is not a regular file. Name a file.")
+        return File(fd, str(path), where=path, size_bytes=status.st_size, writable=False, **options)
+
+
+def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> File:
+    """A new file of exactly ``size`` bytes, preallocated, to read and write; it stays after ``close``.
+
+    Never replaces a file; if it cannot be made in full, nothing is left. No ledger is charged: it is the user's file.
+    """
+    path, calls = Path(path), options.setdefault("calls", SystemCalls())
+    try:
+        fd = calls.open(str(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    except OSError as error:
+        raise storage_error(f"create {path}", error) from error
+    try:
+        with closed_on_error(fd, calls):
+            preallocate(fd, size, str(path), path.parent, calls)
+            return File(fd, str(path), where=path, size_bytes=size, writable=True, **options)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong first is what the user must hear
+            calls.unlink(str(path))
+        raise
+
+
+@contextlib.contextmanager
+def closed_on_error(fd: int, calls: SystemCalls) -> Iterator[None]:
+    """Closes ``fd`` if the block raises, for the time until a ``File`` owns it."""
+    try:
+        yield
+    except BaseException:
+        calls.close(fd)
+        raise
+
+
+def preallocate(fd: int, size: int, name: str, directory: Path, calls: SystemCalls) -> None:
+    """Give ``[0, size)`` of a new file its place on the disk, so that a full one is noticed now, not hours later."""
+    free = limits.disk_free_bytes(directory)  # asked before, since a failed attempt may keep what it got for a while
+    try:
+        if size:
+            calls.fallocate(fd, 0, size)
+    except OSError as error:
+        numbers = f"{format_bytes(free)} were free"
+        raise storage_error(f"preallocate {format_bytes(size)} for {name}", error, numbers=numbers) from error
+
+
+def _choose_mode(
+    fd: int, file: File, where: Path, direct: bool | Literal["auto"], calls: SystemCalls
+) -> tuple[Mode, str]:
+    """The mode and its reason; leaves O_DIRECT on ``fd`` accordingly."""
+    if not isinstance(direct, bool) and direct != "auto":
+        raise SettingError(f"direct={direct!r} is not accepted. Accepted: 'auto', True, False.")
+    if direct is False:
+        return "buffered", "direct=False"
+    kind = calls.filesystem_type(where)
+    obstacle = f"{kind} lives in RAM" if kind in _IN_RAM else _try_direct(fd, file, kind, calls)
+    if obstacle is None:
+        return "direct", f"{kind} passed an aligned trial"
+    if direct is True:
+        raise SettingError(f"direct=True is impossible for {file.name}: {obstacle}. Use 'auto', or another directory.")
+    say_once(
+        f"No direct I/O for {file.name}: {obstacle}. Buffered I/O is used; its bytes take RAM that no budget counts.",
+        key=f"no direct I/O: {obstacle}",
+    )
+    return "buffered", obstacle
+
+
+def _try_direct(fd: int, file: File, kind: str, calls: SystemCalls) -> str | None:
+    """Set O_DIRECT and move one unit; what is in the way, or None. A writable file is new: zeros replace zeros."""
+    block = memoryview(mmap.mmap(-1, ALIGNMENT))
+    try:
+        calls.set_direct(fd, True)
+        if file.writable and file.size_bytes >= ALIGNMENT:
+            calls.pwrite(fd, block, 0)
+        calls.pread(fd, block, 0)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise storage_error(f"try direct I/O on {file.name}", error) from error
+        calls.set_direct(fd, False)
+        return f"{kind} refuses it here"
+    return None

@@ -1,0 +1,258 @@
+"""The book of every byte: reservations are charged to a tier and a tag *before* anything is allocated.
+
+A refusal therefore leaves nothing to undo, and comes with the numbers instead of a kill -9. Two limits are held: the budget that the
+user allowed, and what the machine has free at that moment, because a budget of 64 GiB means little once a browser took 40 of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from ..core.budget import Budget
+from ..core.errors import OutOfBudget, SettingError
+from ..core.sizes import GiB, MiB, format_bytes, parse_bytes
+from ..core.tags import Tag, Tier
+from . import limits
+
+Available = Callable[[], int]
+
+
+class Reservation:
+    """Bytes charged to one tier and tag until ``release``. As a context manager it releases on exit."""
+
+    __slots__ = ("_ledger", "bytes", "pinned", "tag", "tier")
+
+    def __init__(self, ledger: Ledger, tier: Tier, tag: Tag, size: int) -> None:
+        self._ledger: Ledger | None = ledger
+        self.tier, self.tag, self.bytes = tier, tag, size
+        self.pinned = False
+
+    def mark_pinned(self) -> None:
+        """Note that these host bytes are page-locked now. They count as such until released."""
+        if self._ledger is not None:
+            self._ledger._mark_pinned(self)
+
+    def release(self) -> None:
+        """Give the bytes back to the ledger. A second call does nothing."""
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger._release(self)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """One line of the ledger: what a tag holds on a tier now, and the most it ever held."""
+
+    tier: Tier
+    tag: Tag
+    used_bytes: int
+    peak_bytes: int
+
+
+class Ledger:
+    """Budgets of all tiers and the reservations charged to them. Thread-safe; never allocates."""
+
+    def __init__(self, *budgets: Budget, available: Mapping[Tier, Available] | None = None) -> None:
+        """``available`` tells what the machine has free on a tier right now; tiers without an entry are held by budget alone."""
+        self.budgets: dict[Tier, Budget] = {budget.tier: budget for budget in budgets}
+        self._available = dict(available or {})
+        self._lock = threading.Lock()
+        self._live: dict[int, Reservation] = {}
+        self._used: dict[tuple[Tier, Tag], int] = {}
+        self._peak: dict[tuple[Tier, Tag], int] = {}
+        self._tier_used = dict.fromkeys(Tier, 0)
+        self._tier_peak = dict.fromkeys(Tier, 0)
+        self._pinned = 0
+
+    def reserve(self, tier: Tier, tag: Tag, size: int) -> Reservation:
+        """Charge ``size`` bytes or raise OutOfBudget; allocates nothing itself."""
+        assert size >= 0
+        budget = self.budgets.get(tier)
+        if budget is None:
+            raise OutOfBudget(
+                f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
+                "no budget for it",
+                f"{tier.setting} was not given.",
+                f"Give {tier.setting}= a size.",
+            )
+        free = self._available[tier]() if tier in self._available and size else None
+        with self._lock:
+            used = self._tier_used[tier]
+            if used + size > budget.limit_bytes:
+                raise OutOfBudget(
+                    f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
+                    f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used",
+                    f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
+                    _REMEDY[tier],
+                )
+            if free is not None and size > free:
+                raise OutOfBudget(
+                    f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
+                    f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used, but only {format_bytes(free)} are free now",
+                    f"The limit is what other programs leave, not {budget.given}.",
+                    _REMEDY_FREE[tier],
+                )
+            reservation = Reservation(self, tier, tag, size)
+            self._live[id(reservation)] = reservation
+            self._charge(reservation, size)
+        return reservation
+
+    def used_bytes(self, tier: Tier) -> int:
+        return self._tier_used[tier]
+
+    def peak_bytes(self, tier: Tier) -> int:
+        return self._tier_peak[tier]
+
+    def free_bytes(self, tier: Tier) -> int:
+        """What the budget of ``tier`` still allows; 0 without a budget."""
+        budget = self.budgets.get(tier)
+        return 0 if budget is None else budget.limit_bytes - self._tier_used[tier]
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host bytes charged as page-locked."""
+        return self._pinned
+
+    def balances(self) -> list[Balance]:
+        """Every tag that was ever charged, in the order of tiers and tags."""
+        with self._lock:
+            return [
+                Balance(tier, tag, self._used[tier, tag], self._peak[tier, tag])
+                for tier in Tier
+                for tag in Tag
+                if (tier, tag) in self._peak
+            ]
+
+    def check(self) -> None:
+        """Assert conservation: the sums by tag and by tier equal the live reservations, and no budget is exceeded."""
+        with self._lock:
+            sums: dict[tuple[Tier, Tag], int] = {}
+            for live in self._live.values():
+                sums[live.tier, live.tag] = sums.get((live.tier, live.tag), 0) + live.bytes
+            assert {key: used for key, used in self._used.items() if used} == {k: s for k, s in sums.items() if s}
+            for tier in Tier:
+                assert self._tier_used[tier] == sum(s for (t, _), s in sums.items() if t is tier)
+                assert self._tier_used[tier] <= self._tier_peak[tier]
+            for tier, budget in self.budgets.items():
+                assert self._tier_peak[tier] <= budget.limit_bytes
+            assert self._pinned == sum(live.bytes for live in self._live.values() if live.pinned)
+
+    def table(self) -> str:
+        """Tiers, tags, bytes now and at the peak, against the limits; plain text."""
+        lines = [f"{'tier':<8}{'tag':<14}{'now':>12}{'peak':>12}{'limit':>12}"]
+        balances = self.balances()
+        for tier, budget in self.budgets.items():
+            numbers = (self._tier_used[tier], self._tier_peak[tier], budget.limit_bytes)
+            lines.append(f"{tier.value:<8}{'all':<14}" + "".join(f"{format_bytes(n):>12}" for n in numbers))
+            for line in balances:
+                if line.tier is tier:
+                    numbers_of_tag = f"{format_bytes(line.used_bytes):>12}{format_bytes(line.peak_bytes):>12}"
+                    lines.append(f"{'':<8}{line.tag.value:<14}{numbers_of_tag}")
+        lines.append(f"page-locked {format_bytes(self._pinned)} of host RAM")
+        lines.extend(f"{budget.given}: {budget.reason}" for budget in self.budgets.values() if budget.reason)
+        return "\n".join(lines)
+
+    def _charge(self, reservation: Reservation, change: int) -> None:
+        key = (reservation.tier, reservation.tag)
+        self._used[key] = self._used.get(key, 0) + change
+        self._peak[key] = max(self._peak.get(key, 0), self._used[key])
+        self._tier_used[reservation.tier] += change
+        self._tier_peak[reservation.tier] = max(self._tier_peak[reservation.tier], self._tier_used[reservation.tier])
+
+    def _mark_pinned(self, reservation: Reservation) -> None:
+        with self._lock:
+            assert reservation.tier is Tier.HOST
+            self._pinned += 0 if reservation.pinned else reservation.bytes
+            reservation.pinned = True
+
+    def _release(self, reservation: Reservation) -> None:
+        with self._lock:
+            del self._live[id(reservation)]
+            self._charge(reservation, -reservation.bytes)
+            self._pinned -= reservation.bytes if reservation.pinned else 0
+
+
+_THE = {Tier.DEVICE: "the device", Tier.HOST: "the host", Tier.DISK: "the disk"}
+_REMEDY = {
+    Tier.DEVICE: "Raise it, or make the batch or the model smaller.",
+    Tier.HOST: "Raise it, or give a disk to spill to.",
+    Tier.DISK: "Raise it, or free space there.",
+}
+_REMEDY_FREE = {
+    Tier.DEVICE: "End other programs on the GPU, or lower vram.",
+    Tier.HOST: "End other programs, lower ram, or give a disk to spill to.",
+    Tier.DISK: "Free space there, or name a directory on another disk.",
+}
+
+
+def open_ledger(
+    device: torch.device, *, vram: object = "auto", ram: object = "auto", disk: Path | None = None
+) -> Ledger:
+    """A ledger for this machine from the user's settings; refuses budgets that the machine can never meet."""
+    free, total = limits.device_memory_bytes(device)
+    budgets = [
+        _budget(
+            Tier.DEVICE,
+            vram,
+            free=free,
+            total=total,
+            headroom=max(512 * MiB, total // 50),
+            reserve_for="the driver, cuBLAS and fragmentation",
+        ),
+        _budget(
+            Tier.HOST,
+            ram,
+            free=limits.host_available_bytes(),
+            total=limits.host_total_bytes(),
+            headroom=max(2 * GiB, limits.host_total_bytes() // 20),
+            reserve_for="the system, the page cache and your own program",
+        ),
+    ]
+    available: dict[Tier, Available] = {Tier.HOST: limits.host_available_bytes}
+    if device.type == "cuda":
+        available[Tier.DEVICE] = lambda: limits.device_memory_bytes(device)[0]
+    if disk is not None:
+        directory = disk
+        free = limits.disk_free_bytes(directory)
+        budgets.append(
+            _budget(
+                Tier.DISK,
+                "auto",
+                free=free,
+                total=free,
+                headroom=max(GiB, free // 20),
+                reserve_for=f"others on {directory}",
+            )
+        )
+        available[Tier.DISK] = lambda: limits.disk_free_bytes(directory)
+    return Ledger(*budgets, available=available)
+
+
+def _budget(tier: Tier, value: object, *, free: int, total: int, headroom: int, reserve_for: str) -> Budget:
+    name = tier.setting
+    if value != "auto":
+        limit = parse_bytes(value, setting=name)
+        if limit > total:
+            raise SettingError(
+                f"{name}={value!r} is {format_bytes(limit)}, but {_THE[tier]} has {format_bytes(total)} in all. "
+                f"Give at most that, or {name}='auto'."
+            )
+        return Budget(tier=tier, limit_bytes=limit, given=f"{name}={value!r}")
+    # On a small machine a fixed head-room could leave nothing: never keep back more than half.
+    kept = min(headroom, free // 2)
+    reason = f"{format_bytes(free)} free of {format_bytes(total)}, less {format_bytes(kept)} for {reserve_for}"
+    return Budget(tier=tier, limit_bytes=free - kept, given=f"{name}='auto'", reason=reason)

@@ -1,0 +1,61 @@
+/* First touch of fresh memory, and flag words seen from the host: what would hold the GIL, or needs memory order. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+
+#include "clock.h"
+#include "storm.h"
+
+/* Threads take whole blocks of this size, so that no two fault on one huge page. */
+#define BLOCK ((size_t)2 << 20)
+
+typedef struct {
+    volatile char *address;
+    size_t bytes;
+    size_t next; /* first byte that no thread has taken; atomic */
+} span;
+
+static void *touch_blocks(void *argument) {
+    span *s = argument;
+    for (;;) {
+        size_t first = __atomic_fetch_add(&s->next, BLOCK, __ATOMIC_RELAXED);
+        if (first >= s->bytes)
+            return NULL;
+        size_t last = s->bytes - first < BLOCK ? s->bytes : first + BLOCK;
+        for (size_t at = first; at < last; at += 4096)
+            s->address[at] = 0;
+    }
+}
+
+int32_t storm_touch(void *address, size_t bytes, int32_t threads) {
+    enum { MOST = 64 };
+    if (threads < 1)
+        return -EINVAL;
+    span s = {address, bytes, 0};
+    pthread_t others[MOST];
+    int32_t started = 0;
+    while (started < threads - 1 && started < MOST && (size_t)started < bytes / (4 * BLOCK) &&
+           pthread_create(&others[started], NULL, touch_blocks, &s) == 0)
+        started++;
+    touch_blocks(&s);
+    for (int32_t i = 0; i < started; i++)
+        pthread_join(others[i], NULL);
+    if (bytes > 0)
+        s.address[bytes - 1] = 0; /* its page, where the range does not begin at a page's start */
+    return 0;
+}
+
+void storm_set_flag(storm_flag flag) { __atomic_store_n(flag.address, flag.value, __ATOMIC_RELEASE); }
+
+int32_t storm_wait_flag(storm_flag flag, double timeout_s) {
+    const int64_t start = storm_now_ns(), until = storm_deadline_ns(timeout_s);
+    for (;;) {
+        if ((int32_t)(__atomic_load_n(flag.address, __ATOMIC_ACQUIRE) - flag.value) >= 0)
+            return 1;
+        int64_t now = storm_now_ns();
+        if (now >= until)
+            return 0;
+        if (now - start > 50000) /* what comes soon is met at once, what does not costs no core */
+            storm_sleep_ns(20000);
+    }
+}

@@ -1,0 +1,379 @@
+/* Threads that run updates as their gradients arrive.
+ *
+ * A job waits for its ready flag, a word in pinned memory that a GPU writes and that no signal announces. When it is
+ * ready it competes by (priority, order of submission), lowest first. All threads work on the best ready job, chunk by
+ * chunk, and choose again after each chunk: a more urgent job that becomes ready takes over within a chunk's time, and
+ * a job is finished as early as it can be, which matters because its unit's next load waits for exactly that.
+ *
+ * Where a job is, and what occupies a thread:
+ *   waiting   its flag is not reached. One thread, the poller, looks every 20 us; threads that work look between chunks.
+ *   ready     in the heap. Its top is what every free thread works on; `next` counts the elements already handed out.
+ *   running   all handed out, off the heap, some chunks still in flight.
+ *   over      done flag written, ticket in `reaped` until the owner collects it and lets go of the memory.
+ * No jobs: every thread sleeps on a condition. All waiting: every thread but the poller does.
+ *
+ * A GPU that waits for a done flag waits for ever, so every job that was accepted gets its flag written, on every path:
+ * finished, or abandoned by stop. Stop abandons what never began, and finishes what did: a half-updated job would leave
+ * weights of two different steps. Nothing allocates memory after a job was accepted, so nothing can fail there.
+ *
+ * Roads not taken. One job per thread: the first result comes threads-times later, and the tail of a step runs on one
+ * core. Lock-free queues: a lock per 0.1 ms chunk does not show. An eventfd or a futex instead of polling: a GPU can only
+ * write memory. OpenMP: its runtime clashes with torch's, and launchers set it to one thread. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fenv.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+
+#include "clock.h"
+#include "storm.h"
+
+#define POLL_NS 20000
+
+typedef struct {
+    storm_update update;
+    storm_kernel *kernel;
+    storm_flag ready, done;
+    int64_t ticket;
+    int32_t priority;
+    int64_t next;      /* elements handed out */
+    int64_t in_flight; /* chunks being worked on */
+} job;
+
+typedef struct {
+    job **items;
+    int64_t count;
+} job_list;
+
+struct storm_pool {
+    pthread_mutex_t lock; /* guards everything below */
+    pthread_cond_t work;  /* a thread should look again */
+    pthread_cond_t idle;  /* no job is left */
+    pthread_t *threads;
+    int32_t thread_count;
+    int32_t isa;
+    job_list waiting;   /* in no order */
+    job_list ready;     /* binary heap, most urgent first */
+    int64_t *reaped;    /* tickets of jobs that are over */
+    int64_t reap_count;
+    int64_t capacity;   /* of each of the three; never less than the accepted jobs whose tickets are not collected */
+    int64_t held;       /* that number */
+    int64_t last_ticket;
+    int64_t last_poll_ns;
+    int polling; /* some thread is the poller */
+    int stopping;
+    storm_pool_stats stats;
+};
+
+static int reached(storm_flag flag) {
+    return !flag.address || (int32_t)(__atomic_load_n(flag.address, __ATOMIC_ACQUIRE) - flag.value) >= 0;
+}
+
+static int more_urgent(const job *a, const job *b) {
+    return a->priority != b->priority ? a->priority < b->priority : a->ticket < b->ticket;
+}
+
+static void push_ready(job_list *heap, job *added) {
+    int64_t hole = heap->count++;
+    while (hole > 0 && more_urgent(added, heap->items[(hole - 1) / 2])) {
+        heap->items[hole] = heap->items[(hole - 1) / 2];
+        hole = (hole - 1) / 2;
+    }
+    heap->items[hole] = added;
+}
+
+static void pop_ready(job_list *heap) {
+    job *last = heap->items[--heap->count];
+    int64_t hole = 0;
+    for (;;) {
+        int64_t child = 2 * hole + 1;
+        if (child >= heap->count)
+            break;
+        if (child + 1 < heap->count && more_urgent(heap->items[child + 1], heap->items[child]))
+            child++;
+        if (!more_urgent(heap->items[child], last))
+            break;
+        heap->items[hole] = heap->items[child];
+        hole = child;
+    }
+    heap->items[hole] = last;
+}
+
+static void end_job(storm_pool *pool, job *over) {
+    if (over->done.address)
+        __atomic_store_n(over->done.address, over->done.value, __ATOMIC_RELEASE);
+    pool->reaped[pool->reap_count++] = over->ticket;
+    pool->stats.pending--;
+    free(over);
+    if (pool->stats.pending == 0) {
+        pthread_cond_broadcast(&pool->idle);
+        if (pool->stopping)
+            pthread_cond_broadcast(&pool->work);
+    }
+}
+
+/* Moves waiting jobs whose flag was reached to the heap; at most once per poll interval. */
+static void poll_waiting(storm_pool *pool) {
+    if (pool->waiting.count == 0)
+        return;
+    int64_t now = storm_now_ns();
+    if (now - pool->last_poll_ns < POLL_NS)
+        return;
+    pool->last_poll_ns = now;
+    int64_t kept = 0, before = pool->waiting.count;
+    for (int64_t i = 0; i < before; i++) {
+        job *candidate = pool->waiting.items[i];
+        if (reached(candidate->ready))
+            push_ready(&pool->ready, candidate);
+        else
+            pool->waiting.items[kept++] = candidate;
+    }
+    pool->waiting.count = kept;
+    if (kept < before)
+        pthread_cond_broadcast(&pool->work);
+}
+
+/* Takes the next chunk of the most urgent ready job and runs it with the lock released. */
+static void run_chunk(storm_pool *pool) {
+    job *current = pool->ready.items[0];
+    int64_t first = current->next, last = first + STORM_CHUNK;
+    if (last >= current->update.count) {
+        last = current->update.count;
+        pop_ready(&pool->ready);
+    }
+    current->next = last;
+    current->in_flight++;
+    pthread_mutex_unlock(&pool->lock);
+
+    int64_t start = storm_now_ns();
+    current->kernel(&current->update, first, last);
+    int64_t spent = storm_now_ns() - start;
+
+    pthread_mutex_lock(&pool->lock);
+    pool->stats.busy_s += (double)spent * 1e-9;
+    pool->stats.elements += last - first;
+    if (--current->in_flight == 0 && current->next == current->update.count) {
+        pool->stats.finished++;
+        end_job(pool, current);
+    }
+}
+
+static void *work(void *argument) {
+    storm_pool *pool = argument;
+    fesetenv(FE_DFL_ENV);               /* inherited from a thread that may flush subnormals */
+    prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0); /* otherwise the kernel stretches a sleep of 20 us to 70 */
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        poll_waiting(pool);
+        if (pool->ready.count > 0) {
+            run_chunk(pool);
+        } else if (pool->stopping && pool->stats.pending == 0) {
+            break;
+        } else if (pool->waiting.count > 0 && !pool->polling) {
+            pool->polling = 1;
+            pthread_mutex_unlock(&pool->lock);
+            storm_sleep_ns(POLL_NS);
+            pthread_mutex_lock(&pool->lock);
+            pool->polling = 0;
+            poll_waiting(pool);
+            /* If this thread now works, another must poll: it may sleep, and only this one knows. */
+            if (pool->ready.count > 0 && pool->waiting.count > 0)
+                pthread_cond_signal(&pool->work);
+        } else {
+            pthread_cond_wait(&pool->work, &pool->lock);
+        }
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+static int32_t start_threads(storm_pool *pool, const int32_t *cores, int32_t core_count, int32_t threads) {
+    pthread_attr_t attributes;
+    cpu_set_t *mask = NULL;
+    int error = pthread_attr_init(&attributes);
+    if (error)
+        return -error;
+    if (core_count > 0) {
+        int32_t highest = 0;
+        for (int32_t i = 0; i < core_count; i++) {
+            if (cores[i] < 0)
+                error = EINVAL;
+            highest = cores[i] > highest ? cores[i] : highest;
+        }
+        size_t bytes = CPU_ALLOC_SIZE((size_t)highest + 1);
+        mask = CPU_ALLOC((size_t)highest + 1);
+        if (!mask)
+            error = ENOMEM;
+        if (!error) {
+            CPU_ZERO_S(bytes, mask);
+            for (int32_t i = 0; i < core_count; i++)
+                CPU_SET_S((size_t)cores[i], bytes, mask);
+            error = pthread_attr_setaffinity_np(&attributes, bytes, mask);
+        }
+    }
+    /* Signals, Ctrl-C first of all, belong to the threads of the interpreter. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (!error && pool->thread_count < threads) {
+        error = pthread_create(&pool->threads[pool->thread_count], &attributes, work, pool);
+        if (!error) {
+            char name[16];
+            snprintf(name, sizeof name, "storm-adam-%d", (int)pool->thread_count % 1000);
+            pthread_setname_np(pool->threads[pool->thread_count++], name);
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (mask)
+        CPU_FREE(mask);
+    pthread_attr_destroy(&attributes);
+    return -error;
+}
+
+int32_t storm_pool_open(const int32_t *cores, int32_t core_count, int32_t threads, int32_t isa, storm_pool **opened) {
+    if (threads < 1 || !storm_isa_name(isa) || !storm_isa_supported(isa))
+        return -EINVAL;
+    storm_pool *pool = calloc(1, sizeof *pool);
+    if (!pool)
+        return -ENOMEM;
+    pool->isa = isa;
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->idle, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    pool->threads = calloc((size_t)threads, sizeof *pool->threads);
+    int32_t error = pool->threads ? start_threads(pool, cores, core_count, threads) : -ENOMEM;
+    if (error) {
+        storm_pool_stop(pool);
+        storm_pool_free(pool);
+        return error;
+    }
+    *opened = pool;
+    return 0;
+}
+
+/* Room for one more job in all three lists. A failure leaves them as they are. */
+static int grow(storm_pool *pool) {
+    if (pool->held < pool->capacity)
+        return 0;
+    size_t wanted = pool->capacity ? 2 * (size_t)pool->capacity : 64;
+    job **waiting = realloc(pool->waiting.items, wanted * sizeof *waiting);
+    if (waiting)
+        pool->waiting.items = waiting;
+    job **ready = realloc(pool->ready.items, wanted * sizeof *ready);
+    if (ready)
+        pool->ready.items = ready;
+    int64_t *reaped = realloc(pool->reaped, wanted * sizeof *reaped);
+    if (reaped)
+        pool->reaped = reaped;
+    if (!waiting || !ready || !reaped)
+        return ENOMEM;
+    pool->capacity = (int64_t)wanted;
+    return 0;
+}
+
+int64_t storm_pool_submit(storm_pool *pool, const storm_update *update, int32_t priority, storm_flag ready,
+                          storm_flag done) {
+    storm_kernel *kernel = storm_find_kernel(update, pool->isa);
+    if (!kernel)
+        return -EINVAL;
+    job *added = calloc(1, sizeof *added);
+    if (!added)
+        return -ENOMEM;
+    pthread_mutex_lock(&pool->lock);
+    int error = pool->stopping ? ESHUTDOWN : grow(pool);
+    if (error) {
+        pthread_mutex_unlock(&pool->lock);
+        free(added);
+        return -error;
+    }
+    int64_t ticket = ++pool->last_ticket;
+    added->update = *update;
+    added->kernel = kernel;
+    added->ready = ready;
+    added->done = done;
+    added->ticket = ticket;
+    added->priority = priority;
+    pool->held++;
+    pool->stats.pending++;
+    if (!reached(ready)) {
+        pool->waiting.items[pool->waiting.count++] = added;
+        pthread_cond_signal(&pool->work);
+    } else {
+        push_ready(&pool->ready, added);
+        if (update->count > STORM_CHUNK)
+            pthread_cond_broadcast(&pool->work);
+        else
+            pthread_cond_signal(&pool->work);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return ticket;
+}
+
+int64_t storm_pool_reap(storm_pool *pool, int64_t *tickets, int64_t capacity) {
+    pthread_mutex_lock(&pool->lock);
+    int64_t moved = 0;
+    while (moved < capacity && pool->reap_count > 0)
+        tickets[moved++] = pool->reaped[--pool->reap_count];
+    pool->held -= moved;
+    pthread_mutex_unlock(&pool->lock);
+    return moved;
+}
+
+int32_t storm_pool_drain(storm_pool *pool, double timeout_s) {
+    struct timespec until = storm_deadline(timeout_s);
+    int error = 0;
+    pthread_mutex_lock(&pool->lock);
+    while (pool->stats.pending > 0 && error != ETIMEDOUT)
+        error = pthread_cond_timedwait(&pool->idle, &pool->lock, &until);
+    int32_t drained = pool->stats.pending == 0;
+    pthread_mutex_unlock(&pool->lock);
+    return drained;
+}
+
+void storm_pool_read_stats(storm_pool *pool, storm_pool_stats *stats) {
+    pthread_mutex_lock(&pool->lock);
+    *stats = pool->stats;
+    pthread_mutex_unlock(&pool->lock);
+}
+
+int64_t storm_pool_stop(storm_pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    pool->stopping = 1;
+    job_list lists[] = {pool->waiting, pool->ready};
+    pool->waiting.count = pool->ready.count = 0;
+    for (int list = 0; list < 2; list++)
+        for (int64_t i = 0; i < lists[list].count; i++) {
+            job *candidate = lists[list].items[i];
+            if (candidate->next > 0) { /* begun: put back to be finished; lands at or before its own place */
+                push_ready(&pool->ready, candidate);
+                continue;
+            }
+            pool->stats.abandoned++;
+            end_job(pool, candidate);
+        }
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->lock);
+    for (int32_t i = 0; i < pool->thread_count; i++)
+        pthread_join(pool->threads[i], NULL);
+    pool->thread_count = 0;
+    return pool->stats.abandoned;
+}
+
+void storm_pool_free(storm_pool *pool) {
+    pthread_cond_destroy(&pool->idle);
+    pthread_cond_destroy(&pool->work);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool->waiting.items);
+    free(pool->ready.items);
+    free(pool->reaped);
+    free(pool->threads);
+    free(pool);
+}

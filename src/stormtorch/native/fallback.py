@@ -1,0 +1,61 @@
+"""The update of csrc/adamw.h in torch operations, for machines where the C library could not be built.
+
+It follows the specification operation by operation. Only fma has no counterpart: it is computed in float64, where the
+product is exact, so that a result can differ from the native one by a single rounding, and hardly ever does. The work
+goes in chunks, because each operation needs a temporary and the tensors here are as large as models.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .split import join, split
+
+if TYPE_CHECKING:
+    from .adamw import AdamTensors
+    from .library import Scalars
+
+CHUNK = 1 << 18  # elements; about 10 MiB of temporaries
+
+
+def _fma(a: torch.Tensor | float, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return b.double().mul_(a).add_(c).float()
+
+
+@torch.no_grad()
+def update_(tensors: AdamTensors, scalars: Scalars, first: int, last: int) -> None:
+    """Updates elements ``[first, last)`` in place, on the calling thread and torch's own."""
+    for start in range(first, last, CHUNK):
+        _update_chunk(tensors, scalars, slice(start, min(start + CHUNK, last)))
+
+
+def _update_chunk(tensors: AdamTensors, s: Scalars, chunk: slice) -> None:
+    weight, m, v = (t.view(-1)[chunk] for t in (tensors.weight, tensors.exp_avg, tensors.exp_avg_sq))
+    master = None if tensors.master is None else tensors.master.view(-1)[chunk]
+    g = tensors.grad.view(-1)[chunk].float() * s.grad_scale
+    if master is None:
+        p = weight
+    elif weight.dtype == torch.bfloat16:
+        p = join(weight, master)
+    else:
+        p = master
+
+    if s.flags & 1:  # L2
+        g = _fma(s.l2, p, g)
+    p = p * s.decay
+    m.copy_(_fma(s.lerp_weight, g - m, g if s.flags & 2 else m))  # 2: FROM_GRAD
+    square = g * s.grad_sq_weight
+    v.copy_(_fma(square, g, v * s.beta2) if s.flags & 4 else _fma(s.beta2, v, square.mul_(g)))  # 4: SQUARE_FUSED
+    p += m.mul(s.minus_step_size).div_(v.sqrt().div_(s.root_bias2).add_(s.eps))
+
+    if master is None:
+        weight.copy_(p)
+    elif weight.dtype == torch.bfloat16:
+        image, remainder = split(p)
+        weight.copy_(image)
+        master.copy_(remainder)
+    else:
+        master.copy_(p)
+        weight.copy_(p)

@@ -1,0 +1,88 @@
+"""What a worker is, whichever way it runs: it takes updates, waits for their gradients, tells when they are done."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from . import flag_words
+from .adamw import AdamStep, AdamTensors
+
+
+class FlagValue(NamedTuple):
+    """The address of a 32-bit flag word, and the value it must reach.
+
+    Reached means ``(int32)(word - value) >= 0``, the cyclic rule of ``cuStreamWaitValue32`` with GEQ: counters may
+    wrap, as long as they are never 2^31 apart. The word must live until whoever uses it is done.
+    """
+
+    address: int
+    value: int
+
+    def reached(self) -> bool:
+        return (flag_words.load(self.address) - self.value) & 0xFFFFFFFF < 1 << 31
+
+    def write(self) -> None:
+        flag_words.store(self.address, self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStats:
+    """Counted since the worker was opened. ``busy_s`` adds up all threads, so its limit is threads × time."""
+
+    busy_s: float
+    elements: int
+    finished: int
+    abandoned: int
+    pending: int
+
+
+class Worker(abc.ABC):
+    """Updates tensors off the caller's thread, most urgent first.
+
+    A job is *waiting* until its ready flag is reached, then *ready*: it competes by (priority, order of submission),
+    lowest first, and one that becomes ready overtakes a less urgent one between two chunks. It is *over* when its
+    done flag is written, which happens to every accepted job: after it was finished, or when it was abandoned.
+    """
+
+    threads: int
+    cores: list[int]
+
+    @abc.abstractmethod
+    def submit(
+        self,
+        tensors: AdamTensors,
+        step: AdamStep,
+        *,
+        priority: int = 0,
+        ready: FlagValue | None = None,
+        done: FlagValue | None = None,
+    ) -> int:
+        """Queues one update and returns its ticket, counted from 1. Does not block.
+
+        The tensors are kept alive until the job is over and a later call on the worker notices it. Raises LaneError
+        when the worker is closed, has failed, or belongs to the process this one was forked from.
+        """
+
+    @abc.abstractmethod
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Blocks until no job is left; False when the time ran out first. Can be interrupted by Ctrl-C."""
+
+    @abc.abstractmethod
+    def stats(self) -> WorkerStats:
+        """What was done so far. Stays readable after ``close``."""
+
+    @abc.abstractmethod
+    def close(self) -> int:
+        """Ends the threads and returns how many jobs were abandoned in all. May be called again.
+
+        A job that has begun is finished, the others are abandoned, their done flags written. Drain first to keep them.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

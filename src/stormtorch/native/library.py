@@ -1,0 +1,131 @@
+"""Finds and loads the C library. It was built when the package was installed; nothing is compiled at run time."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+ABI = 1  # STORM_ABI in csrc/storm.h
+_FALLBACK_SLOWDOWN = 8  # fp32, 16M elements, 2 cores; other kinds and more cores are worse
+
+
+class Scalars(ctypes.Structure):
+    """``storm_scalars`` of csrc/adamw.h, field by field."""
+
+    _fields_ = (
+        ("grad_scale", ctypes.c_float),
+        ("l2", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("lerp_weight", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("grad_sq_weight", ctypes.c_float),
+        ("root_bias2", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("minus_step_size", ctypes.c_float),
+        ("flags", ctypes.c_uint32),
+    )
+
+
+class Update(ctypes.Structure):
+    """``storm_update`` of csrc/adamw.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("exp_avg", ctypes.c_void_p),
+        ("exp_avg_sq", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("weight_kind", ctypes.c_uint32),
+        ("grad_kind", ctypes.c_uint32),
+        ("scalars", Scalars),
+    )
+
+
+class FlagWord(ctypes.Structure):
+    """``storm_flag`` of csrc/storm.h. A null address is no flag."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("value", ctypes.c_uint32))
+
+
+class PoolStats(ctypes.Structure):
+    """``storm_pool_stats`` of csrc/storm.h."""
+
+    _fields_ = (
+        ("busy_s", ctypes.c_double),
+        ("elements", ctypes.c_int64),
+        ("finished", ctypes.c_int64),
+        ("abandoned", ctypes.c_int64),
+        ("pending", ctypes.c_int64),
+    )
+
+
+_P, _I32, _I64, _F64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+_SIGNATURES = {
+    "storm_isa_count": (_I32, ()),
+    "storm_isa_name": (ctypes.c_char_p, (_I32,)),
+    "storm_isa_supported": (_I32, (_I32,)),
+    "storm_isa_best": (_I32, ()),
+    "storm_adamw": (_I32, (ctypes.POINTER(Update), _I32, _I32)),
+    "storm_pool_open": (_I32, (ctypes.POINTER(_I32), _I32, _I32, _I32, ctypes.POINTER(_P))),
+    "storm_pool_submit": (_I64, (_P, ctypes.POINTER(Update), _I32, FlagWord, FlagWord)),
+    "storm_pool_reap": (_I64, (_P, ctypes.POINTER(_I64), _I64)),
+    "storm_pool_drain": (_I32, (_P, _F64)),
+    "storm_pool_read_stats": (None, (_P, ctypes.POINTER(PoolStats))),
+    "storm_pool_stop": (_I64, (_P,)),
+    "storm_pool_free": (None, (_P,)),
+    "storm_touch": (_I32, (_P, ctypes.c_size_t, _I32)),
+    "storm_set_flag": (None, (FlagWord,)),
+    "storm_wait_flag": (_I32, (FlagWord, _F64)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """The loaded library. ``isas`` are those this CPU can run, by name; ``isa`` is the fastest of them."""
+
+    c: ctypes.CDLL
+    isas: dict[str, int]
+    isa: str
+
+
+def _open(path: Path) -> Library | str:
+    """The library at ``path``, or why it cannot be used."""
+    try:
+        c = ctypes.CDLL(str(path))
+        c.storm_abi.restype = ctypes.c_uint32
+        c.storm_update_size.restype = ctypes.c_size_t
+        if (found := c.storm_abi()) != ABI or c.storm_update_size() != ctypes.sizeof(Update):
+            return f"{path.name} has ABI {found}, this version needs {ABI}; install the package again"
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(c, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        return f"{path.name} does not load: {error}"
+    isas = {c.storm_isa_name(i).decode(): i for i in range(c.storm_isa_count()) if c.storm_isa_supported(i)}
+    return Library(c=c, isas=isas, isa=c.storm_isa_name(c.storm_isa_best()).decode())
+
+
+@functools.cache
+def _load() -> Library | str:
+    found = sorted(Path(__file__).parent.glob("_storm*.so"))
+    if not found:
+        return "no compiler was found when the package was installed"
+    outcomes = [_open(path) for path in found]
+    return next((outcome for outcome in outcomes if isinstance(outcome, Library)), outcomes[0])
+
+
+def library() -> Library | None:
+    """The C library, loaded at the first call, or None where there is none that can be used."""
+    loaded = _load()
+    return loaded if isinstance(loaded, Library) else None
+
+
+def describe() -> str:
+    """One line for reports: which kernels run, and if not the native ones, why and what it costs."""
+    loaded = _load()
+    if isinstance(loaded, Library):
+        return f"native kernels: {loaded.isa}"
+    return f"native kernels: not built ({loaded}); using the torch fallback, about {_FALLBACK_SLOWDOWN}× slower"

@@ -1,0 +1,148 @@
+"""The worker on the C pool (csrc/worker.c). Python only hands over jobs and keeps their tensors alive."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from ..core.errors import LaneError, SettingError
+from .jobs import FlagValue, Worker, WorkerStats
+from .library import FlagWord, Library, PoolStats
+
+if TYPE_CHECKING:
+    from .adamw import AdamStep, AdamTensors
+
+_SLICE_S = 0.1  # longest time inside C at once, so that Ctrl-C is noticed
+_REAP = 64
+
+
+def _word(flag: FlagValue | None) -> FlagWord:
+    if flag is None:
+        return FlagWord(None, 0)
+    assert flag.address > 0, "a flag without an address would never gate anything"
+    return FlagWord(flag.address, flag.value & 0xFFFFFFFF)
+
+
+class _Pool:
+    """The C object and what it needs alive. Apart from the worker, so that it can outlive it for its own ending."""
+
+    def __init__(self, library: Library, threads: int, cores: list[int]) -> None:
+        self.c = library.c
+        self.pid = os.getpid()
+        self.pointer = ctypes.c_void_p()
+        self.lock = threading.Lock()
+        self.held: dict[int, AdamTensors] = {}  # ticket → tensors of a job that may still be running
+        self.inside = 0  # threads inside a C call without the lock
+        self.final: WorkerStats | None = None  # set once the threads have ended
+        mask = (ctypes.c_int32 * len(cores))(*cores)
+        isa = library.isas[library.isa]
+        status = self.c.storm_pool_open(mask, len(cores), threads, isa, ctypes.byref(self.pointer))
+        if status != 0:
+            raise SettingError(
+                f"Cannot start {threads} threads on cores {cores}: {os.strerror(-status)}. "
+                f"Accepted: CPU ids out of {sorted(os.sched_getaffinity(0))}, and as many threads as the system allows."
+            )
+
+    def reap(self) -> None:
+        """Lets go of the tensors of jobs that are over. Needs the lock."""
+        if not self.pointer:
+            return
+        tickets = (ctypes.c_int64 * _REAP)()
+        while (count := self.c.storm_pool_reap(self.pointer, tickets, _REAP)) > 0:
+            for ticket in tickets[:count]:
+                del self.held[ticket]
+
+    def stats(self) -> WorkerStats:
+        """Needs the lock."""
+        if self.final is not None:
+            return self.final
+        counted = PoolStats()
+        self.c.storm_pool_read_stats(self.pointer, ctypes.byref(counted))
+        return WorkerStats(**{name: getattr(counted, name) for name, _ in PoolStats._fields_})
+
+    def stop(self) -> int:
+        if os.getpid() != self.pid:  # the threads stayed with the parent, and so did its jobs
+            return 0
+        with self.lock:
+            if self.final is None:
+                self.c.storm_pool_stop(self.pointer)
+                self.reap()
+                self.final = self.stats()
+            return self.final.abandoned
+
+    def end(self) -> None:
+        """For when nobody can use the worker any more: it was collected, or the interpreter exits."""
+        if os.getpid() == self.pid:
+            self.stop()
+            if self.inside == 0:  # at exit a daemon thread may still be in drain; its memory then goes with the process
+                self.c.storm_pool_free(self.pointer)
+                self.pointer = ctypes.c_void_p()
+
+
+class PoolWorker(Worker):
+    """Native threads that never need the GIL."""
+
+    def __init__(self, library: Library, *, threads: int, cores: list[int]) -> None:
+        self.threads, self.cores = threads, cores
+        self._pool = _Pool(library, threads, cores)
+        self._finalizer = weakref.finalize(self, self._pool.end)
+
+    def _own(self) -> _Pool:
+        if os.getpid() != self._pool.pid:
+            raise LaneError(
+                f"This worker belongs to process {self._pool.pid}, and its threads did not follow the fork "
+                f"into {os.getpid()}. Open another one there."
+            )
+        return self._pool
+
+    def submit(
+        self,
+        tensors: AdamTensors,
+        step: AdamStep,
+        *,
+        priority: int = 0,
+        ready: FlagValue | None = None,
+        done: FlagValue | None = None,
+    ) -> int:
+        pool, update = self._own(), tensors.bind(step.scalars)
+        with pool.lock:
+            if pool.final is not None:
+                raise LaneError("Cannot submit to a worker that was closed. Open another one.")
+            ticket: int = pool.c.storm_pool_submit(pool.pointer, update, priority, _word(ready), _word(done))
+            if ticket < 0:
+                raise LaneError(f"The worker did not take the job: {os.strerror(-ticket)}.")
+            pool.held[ticket] = tensors
+            pool.reap()
+        return ticket
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        pool = self._own()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        with pool.lock:
+            if pool.final is not None:
+                return True
+            pool.inside += 1
+        try:
+            while True:
+                left = _SLICE_S if until is None else max(0.0, until - time.monotonic())
+                if pool.c.storm_pool_drain(pool.pointer, min(left, _SLICE_S)):
+                    return True
+                if until is not None and time.monotonic() >= until:
+                    return False
+        finally:
+            with pool.lock:
+                pool.inside -= 1
+                pool.reap()
+
+    def stats(self) -> WorkerStats:
+        pool = self._own()
+        with pool.lock:
+            pool.reap()
+            return pool.stats()
+
+    def close(self) -> int:
+        return self._pool.stop()

@@ -1,0 +1,501 @@
+"""Files: what is written comes back, in the mode that is said, until the file is closed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stormtorch.core.errors import SettingError, StorageError
+from stormtorch.core.records import FileAccess, Record
+from stormtorch.memory import limits
+from stormtorch.memory.file_calls import SystemCalls
+from stormtorch.memory.files import ALIGNMENT, File, create_file, open_file
+
+SHM = Path("/dev/shm")
+SIZE = 70_001  # not a multiple of anything
+REAL = SystemCalls()
+
+
+def aligned(size: int) -> torch.Tensor:
+    """``size`` bytes of zeros at a page boundary."""
+    return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+
+
+def noise(size: int, seed: int = 0) -> torch.Tensor:
+    buffer = aligned(size)
+    buffer.copy_(torch.frombuffer(bytearray(random.Random(seed).randbytes(max(size, 1))), dtype=torch.uint8)[:size])
+    return buffer
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # Path.iterdir would itself hold a descriptor longer
+
+
+def needs_direct(file: File) -> None:
+    if file.mode != "direct":
+        reason = file.mode_reason
+        file.close()
+        pytest.skip(f"no direct I/O in the temporary directory: {reason}")
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def direct(request: pytest.FixtureRequest, tmp_path: Path) -> bool:
+    wish = bool(request.param)
+    if wish:
+        with create_file(tmp_path / "probe", ALIGNMENT) as probe:
+            needs_direct(probe)
+        (tmp_path / "probe").unlink()
+    return wish
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Callable[[], Path]:
+    counter = iter(range(1_000_000))
+    return lambda: tmp_path / f"file{next(counter)}"
+
+
+class Gate:
+    """Reads and writes that wait until the gate opens; counts those that came."""
+
+    def __init__(self) -> None:
+        self.opened, self.arrived, self.count = threading.Event(), threading.Semaphore(0), 0
+        self.armed = False
+
+    def _pass(self) -> None:
+        if self.armed:
+            self.count += 1
+            self.arrived.release()
+            assert self.opened.wait(20)
+
+    def pread(self, fd: int, view: memoryview, offset: int) -> int:
+        self._pass()
+        return REAL.pread(fd, view, offset)
+
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        self._pass()
+        return REAL.pwrite(fd, view, offset)
+
+    @property
+    def calls(self) -> SystemCalls:
+        return SystemCalls(pread=self.pread, pwrite=self.pwrite)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.opened.set()
+
+
+# --- what is written comes back ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.booleans(), st.integers(0, SIZE), st.integers(0, SIZE)), min_size=1, max_size=12),
+    buffered=st.booleans(),
+)
+def test_any_requests_agree_with_a_bytearray(
+    tmp_path_factory: pytest.TempPathFactory, requests: list[tuple[bool, int, int]], buffered: bool
+) -> None:
+    path = tmp_path_factory.mktemp("model") / "file"
+    model = bytearray(SIZE)
+    with create_file(path, SIZE, direct=False if buffered else "auto", block_bytes=2 * ALIGNMENT, threads=3) as file:
+        for seed, (write, place, most) in enumerate(requests):
+            offset = place // file.alignment * file.alignment
+            length = min(most, SIZE - offset)
+            if write:
+                data = noise(length, seed)
+                assert file.write(data, offset) == length
+                model[offset : offset + length] = data.numpy().tobytes()
+            else:
+                data = noise(length, seed + 100)
+                assert file.read(data, offset) == length
+                assert data.numpy().tobytes() == model[offset : offset + length]
+    assert path.read_bytes() == model  # its exact size too, although direct writes end at a multiple of 4096
+
+
+def test_requests_in_flight_together_do_not_mix(paths: Callable[[], Path], direct: bool) -> None:
+    share, users = 40 * ALIGNMENT, 8
+    with create_file(paths(), share * users, direct=direct, block_bytes=4 * ALIGNMENT) as file:
+
+        def use(user: int) -> None:
+            for turn in range(5):
+                data = noise(share - user * 100, seed=user * 10 + turn)
+                assert file.pwrite(data, user * share).result(20) == data.nbytes
+                back = aligned(data.nbytes)
+                file.pread(back, user * share).result(20)
+                assert torch.equal(back, data)
+
+        with ThreadPoolExecutor(users) as pool:
+            list(pool.map(use, range(users)))
+
+
+def test_an_existing_file_of_any_size_is_read_whole(paths: Callable[[], Path], direct: bool) -> None:
+    for size in (0, 1, 4095, 4096, 4097, 3 * 8192 + 17):
+        path = paths()
+        content = random.Random(size).randbytes(size)
+        path.write_bytes(content)
+        with open_file(path, direct=direct, block_bytes=8192) as file:
+            assert file.size_bytes == size
+            back = aligned(size)
+            assert file.read(back, 0) == size
+            assert back.numpy().tobytes() == content
+            if size > 4096:
+                assert file.read(back[: size - 4096], 4096) == size - 4096
+                assert back[: size - 4096].numpy().tobytes() == content[4096:]
+        assert path.read_bytes() == content
+
+
+def test_reading_past_the_end_is_told_as_truncation(paths: Callable[[], Path], direct: bool) -> None:
+    path = paths()
+    path.write_bytes(bytes(10_000))
+    with open_file(path, direct=direct) as file, pytest.raises(StorageError, match="truncated: it has 10000") as told:
+        file.read(aligned(12_000), 0)
+    assert str(path) in str(told.value)
+
+
+def test_tensors_of_every_dtype_and_plain_buffers(paths: Callable[[], Path]) -> None:
+    with create_file(paths(), 1000, direct=False) as file:
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64):
+            data = (torch.rand(3, 5) * 2).to(dtype)
+            assert file.write(data, 7) == data.nbytes
+            back = torch.zeros_like(data)
+            file.read(back, 7)
+            assert torch.equal(back.view(torch.uint8), data.view(torch.uint8))
+        assert file.write(torch.nn.Parameter(torch.tensor(3.0)), 0) == 4
+        array = np.zeros((1, 1), dtype=np.float32)
+        assert file.read(array, 0) == 4
+        assert array[0, 0] == 3.0
+        assert file.write(b"storm", 0) == 5
+        back_bytes = bytearray(5)
+        file.read(memoryview(back_bytes), 0)
+        assert back_bytes == b"storm"
+        for empty in (torch.empty(0), np.empty((0, 3)), bytearray()):
+            assert file.read(empty, 3) == 0
+
+
+def test_buffers_that_cannot_serve_are_refused(paths: Callable[[], Path]) -> None:
+    with create_file(paths(), 1000, direct=False) as file:
+        with pytest.raises(SettingError, match="contiguous"):
+            file.pread(torch.zeros(4, 4).t(), 0)
+        with pytest.raises(SettingError, match="contiguous"):
+            file.pwrite(torch.zeros(4, dtype=torch.complex64).conj(), 0)
+        with pytest.raises(SettingError, match="gaps"):
+            file.pread(np.zeros(10)[::2], 0)
+        with pytest.raises(SettingError, match="on meta"):
+            file.pread(torch.zeros(4, device="meta"), 0)
+        with pytest.raises(SettingError, match="read-only"):
+            file.pread(b"1234", 0)
+        for offset in (-1, 997):
+            with pytest.raises(SettingError, match=r"not inside .* 1000 bytes"):
+                file.pwrite(bytearray(4), offset)
+
+
+def test_a_file_opened_to_read_refuses_writes(paths: Callable[[], Path]) -> None:
+    path = paths()
+    path.write_bytes(b"mine")
+    with open_file(path, direct=False) as file, pytest.raises(SettingError, match="create_file"):
+        file.write(b"ours", 0)
+    assert path.read_bytes() == b"mine"
+
+
+def test_create_file_never_replaces_one(paths: Callable[[], Path]) -> None:
+    path = paths()
+    path.write_bytes(b"mine")
+    with pytest.raises(StorageError, match="exists already") as told:
+        create_file(path, 10)
+    assert told.value.errno == errno.EEXIST
+    assert path.read_bytes() == b"mine"
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+def test_direct_mode_sets_the_flag_and_names_its_alignment(tmp_path: Path) -> None:
+    flags: list[int] = []
+
+    def look(fd: int, view: memoryview, offset: int) -> int:
+        flags.append(fcntl.fcntl(fd, fcntl.F_GETFL))
+        return REAL.pread(fd, view, offset)
+
+    for wish in (True, False):
+        with create_file(
+            tmp_path / str(wish), 8192, direct="auto" if wish else False, calls=SystemCalls(pread=look)
+        ) as f:
+            if wish:
+                needs_direct(f)
+            f.read(aligned(8192), 0)
+            assert bool(flags[-1] & os.O_DIRECT) is wish
+            assert (f.mode, f.alignment) == (("direct", 4096) if wish else ("buffered", 1))
+    assert "direct=False" in f.mode_reason
+
+
+def test_direct_mode_refuses_misaligned_requests_with_the_numbers(tmp_path: Path) -> None:
+    with create_file(tmp_path / "f", 3 * 4096) as file:
+        needs_direct(file)
+        with pytest.raises(SettingError, match=r"offset 100 is 100 past one.*mmap"):
+            file.pread(aligned(4096), 100)
+        with pytest.raises(SettingError, match=r"offset 4096 is 0 past one, address 0x[0-9a-f]+ is 64 past one"):
+            file.pwrite(aligned(8192)[64:], 4096)
+        assert file.read(aligned(5000), 4096) == 5000  # a length may be anything
+
+
+@pytest.mark.skipif(limits.filesystem_type(SHM) != "tmpfs", reason="needs a tmpfs at /dev/shm")
+def test_tmpfs_falls_back_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    path = SHM / f"storm-test-{os.getpid()}"
+    try:
+        with create_file(path, 5000) as file:
+            assert (file.mode, file.mode_reason) == ("buffered", "tmpfs lives in RAM")
+            file.write(b"unaligned", 3)
+        with open_file(path) as file:
+            assert file.mode == "buffered"
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "tmpfs lives in RAM" in caplog.text
+        caplog.clear()
+        with open_file(path, direct=False):
+            assert not caplog.records
+        before = descriptors()
+        with pytest.raises(SettingError, match="direct=True is impossible"):
+            open_file(path, direct=True)
+        assert descriptors() == before
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("place", ["flag", "write", "read"])
+def test_a_filesystem_that_refuses_the_trial_is_used_buffered(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(fd: int, on: bool) -> None:
+        if on and place == "flag":
+            raise OSError(errno.EINVAL, "no")
+        REAL.set_direct(fd, on)
+
+    def pread(fd: int, view: memoryview, offset: int) -> int:
+        if place == "read" and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no")
+        return REAL.pread(fd, view, offset)
+
+    def pwrite(fd: int, view: memoryview, offset: int) -> int:
+        if place == "write" and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no")
+        return REAL.pwrite(fd, view, offset)
+
+    calls = SystemCalls(set_direct=refuse, pread=pread, pwrite=pwrite, filesystem_type=lambda _: "oddfs")
+    with create_file(tmp_path / "f", 10_000, calls=calls) as file:
+        assert (file.mode, file.mode_reason, file.alignment) == ("buffered", "oddfs refuses it here", 1)
+        assert file.write(b"anywhere", 13) == 8
+    assert "oddfs refuses it here" in caplog.text
+    with pytest.raises(SettingError, match="oddfs refuses"):
+        create_file(tmp_path / "g", 10_000, direct=True, calls=calls)
+    assert not (tmp_path / "g").exists()
+
+
+def test_settings_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+    for bad in ({"direct": "yes"}, {"threads": 0}, {"block_bytes": 1000}, {"block_bytes": 0}):
+        with pytest.raises(SettingError, match="ccepted"):
+            create_file(tmp_path / "f", 10, **bad)
+    assert not list(tmp_path.iterdir())
+
+
+# --- records, flush ---------------------------------------------------------------------------------------------------
+
+
+def test_one_record_per_request_however_many_calls(paths: Callable[[], Path]) -> None:
+    records: list[Record] = []
+    path = paths()
+    with create_file(path, 10 * 4096, direct=False, block_bytes=4096, sink=records.append) as file:
+        begin = time.perf_counter()
+        file.write(noise(10 * 4096), 0)
+        assert len(records) == 1  # before the future resolved, not some time after
+        file.read(bytearray(5000), 1)
+    shapes = [(r.path, r.write, r.bytes) for r in records if isinstance(r, FileAccess)]
+    assert shapes == [(str(path), True, 40960), (str(path), False, 5000)]
+    assert all(r.seconds > 0 and begin <= r.start_s <= time.perf_counter() for r in records)
+
+
+def test_a_sink_that_raises_is_heard_and_stops_nothing(paths: Callable[[], Path]) -> None:
+    def sink(record: Record) -> None:
+        raise KeyError(record)
+
+    with create_file(paths(), 100, direct=False, sink=sink) as file:
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                file.pwrite(b"x", 0).result(10)
+
+
+def test_flush_syncs_and_reports_failure(paths: Callable[[], Path]) -> None:
+    synced: list[int] = []
+
+    def sync(fd: int) -> None:
+        synced.append(fd)
+        if len(synced) == 2:
+            raise OSError(errno.EIO, "bad")
+
+    with create_file(paths(), 100, direct=False, calls=SystemCalls(sync=sync)) as file:
+        file.flush()
+        assert len(synced) == 1
+        with pytest.raises(StorageError, match="Cannot flush"):
+            file.flush()
+    with pytest.raises(StorageError, match="closed"):
+        file.flush()
+
+
+# --- closing, interrupting, lifetime ----------------------------------------------------------------------------------
+
+
+def test_close_finishes_what_was_accepted(paths: Callable[[], Path], gate: Gate) -> None:
+    path, data = paths(), noise(20 * 4096)
+    file = create_file(path, data.nbytes, direct=False, block_bytes=4096, threads=2, calls=gate.calls)
+    gate.armed = True
+    future = file.pwrite(data, 0)
+    closer = threading.Thread(target=file.close)
+    closer.start()
+    gate.arrived.acquire(timeout=10)
+    closer.join(0.05)
+    assert closer.is_alive(), "close returned with a write in flight"
+    with pytest.raises(StorageError, match="is closed"):
+        file.pread(bytearray(1), 0)
+    gate.opened.set()
+    closer.join(10)
+    assert future.result(0) == data.nbytes
+    assert path.read_bytes() == data.numpy().tobytes()
+    file.close()
+    assert file.closed
+
+
+def test_close_with_cancel_skips_blocks_not_begun(paths: Callable[[], Path], gate: Gate) -> None:
+    file = create_file(paths(), 50 * 4096, direct=False, block_bytes=4096, threads=2, calls=gate.calls)
+    gate.armed = True
+    futures = [file.pwrite(noise(25 * 4096), place) for place in (0, 25 * 4096)]
+    for _ in range(2):
+        assert gate.arrived.acquire(timeout=10)
+    closer = threading.Thread(target=file.close, kwargs={"cancel": True})
+    closer.start()
+    while not file.closed:
+        time.sleep(0.001)
+    gate.opened.set()
+    closer.join(10)
+    for future in futures:
+        with pytest.raises(StorageError, match="its file was closed") as told:
+            future.result(0)
+        assert told.value.errno == errno.ECANCELED
+    assert gate.count == 2
+
+
+def test_leaving_a_with_block_by_an_exception_cancels(paths: Callable[[], Path], gate: Gate) -> None:
+    futures: list[Future[int]] = []
+
+    def use(file: File) -> None:
+        with file:
+            gate.armed = True
+            futures.extend(file.pwrite(bytearray(4096), 0) for _ in range(2))  # the second waits for the only thread
+            assert gate.arrived.acquire(timeout=10)
+            threading.Timer(0.05, gate.opened.set).start()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use(create_file(paths(), 4096, direct=False, threads=1, calls=gate.calls))
+    assert futures[0].result(0) == 4096
+    with pytest.raises(StorageError, match="cancelled"):
+        futures[1].result(0)
+
+
+def test_ctrl_c_gets_through_a_blocked_read(paths: Callable[[], Path], gate: Gate) -> None:
+    with create_file(paths(), 8 * 4096, direct=False, block_bytes=4096, threads=1, calls=gate.calls) as file:
+        gate.armed = True
+
+        def interrupt() -> None:
+            gate.arrived.acquire(timeout=10)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        begin = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            file.read(bytearray(8 * 4096), 0)
+        assert time.perf_counter() - begin < 5
+        gate.opened.set()
+        gate.armed = False
+        assert file.write(b"alive", 0) == 5
+    assert gate.count == 1, "blocks of the interrupted read went on"
+
+
+def test_a_buffer_lives_until_its_request_ends_and_no_longer(paths: Callable[[], Path], gate: Gate) -> None:
+    path = paths()
+    with create_file(path, 4096, direct=False, calls=gate.calls) as file:
+        gate.armed = True
+        array = np.full(4096, 7, dtype=np.uint8)
+        gone = weakref.ref(array)
+        future = file.pwrite(array, 0)
+        del array
+        assert gate.arrived.acquire(timeout=10)
+        gc.collect()
+        assert gone() is not None
+        gate.opened.set()
+        future.result(10)
+        assert path.read_bytes() == b"\x07" * 4096
+        deadline = time.monotonic() + 5  # the thread drops its own last reference a moment after the future resolves
+        while gone() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert gone() is None
+
+
+def test_a_kept_failed_future_does_not_keep_the_buffer(paths: Callable[[], Path]) -> None:
+    path = paths()
+    path.write_bytes(b"short")
+    with open_file(path, direct=False) as file:
+        buffer = bytearray(100)
+        future = file.pread(buffer, 0)
+        assert isinstance(future.exception(10), StorageError)
+    buffer.extend(b"x")  # raises BufferError while anything still exports the memory
+
+
+def test_futures_cannot_be_cancelled_under_the_kernel(paths: Callable[[], Path], gate: Gate) -> None:
+    with create_file(paths(), 4096, direct=False, calls=gate.calls) as file:
+        gate.armed = True
+        future = file.pread(bytearray(4096), 0)
+        assert not future.cancel()
+        gate.opened.set()
+        assert future.result(10) == 4096
+
+
+def test_fifty_files_leave_no_descriptor_and_no_thread(paths: Callable[[], Path]) -> None:
+    def use() -> None:
+        with create_file(paths(), 3 * 8192, block_bytes=4096) as file:
+            file.pwrite(noise(3 * 8192), 0)  # dropped unread
+            file.pread(aligned(10_000), 0).result(10)
+
+    use()
+    before = descriptors(), threading.active_count()
+    for _ in range(50):
+        use()
+    assert (descriptors(), threading.active_count()) == before
+
+
+def test_a_forgotten_file_is_closed_with_a_warning(paths: Callable[[], Path]) -> None:
+    before = descriptors()
+    file = create_file(paths(), 4096, direct=False)
+    file.pwrite(bytearray(4096), 0).result(10)
+    assert descriptors() == before + 1
+    time.sleep(0.05)  # let the pool's thread drop the request, so that the warning comes on this one
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del file
+    assert descriptors() == before

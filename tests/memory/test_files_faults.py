@@ -1,0 +1,316 @@
+"""Files on a disk that fails: one clear line, the errno, nothing left behind, and the next request works."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stormtorch.core.budget import Budget
+from stormtorch.core.errors import StorageError
+from stormtorch.core.records import Record
+from stormtorch.core.sizes import GiB, round_down
+from stormtorch.core.tags import Tag, Tier
+from stormtorch.memory.file_calls import SystemCalls
+from stormtorch.memory.files import File, create_file, open_file
+from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.scratch_file import create_scratch
+
+REAL = SystemCalls()
+Transfer = Callable[[int, memoryview, int], int]
+
+
+def aligned(size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+
+
+def noise(size: int, seed: int = 0) -> torch.Tensor:
+    return aligned(size).copy_(torch.frombuffer(bytearray(random.Random(seed).randbytes(size)), dtype=torch.uint8))
+
+
+def open_ledger(limit: int = GiB) -> Ledger:
+    return Ledger(Budget(tier=Tier.DISK, limit_bytes=limit, given="disk='test'"))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # Path.iterdir would itself hold a descriptor longer
+
+
+class Disk:
+    """System calls with a fault that is switched on after the file is open."""
+
+    def __init__(self) -> None:
+        self.read: Transfer = REAL.pread
+        self.write: Transfer = REAL.pwrite
+        self.calls = SystemCalls(pread=self._read, pwrite=self._write)
+
+    def _read(self, fd: int, view: memoryview, offset: int) -> int:
+        return self.read(fd, view, offset)
+
+    def _write(self, fd: int, view: memoryview, offset: int) -> int:
+        return self.write(fd, view, offset)
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def call(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@pytest.fixture(params=["auto", False], ids=["direct", "buffered"])
+def file(request: pytest.FixtureRequest, tmp_path: Path, disk: Disk) -> Iterator[File]:
+    """A file of 64 blocks whose disk can be made to fail."""
+    with create_file(tmp_path / "f", 64 * 4096, direct=request.param, block_bytes=4096, calls=disk.calls) as file:
+        if request.param == "auto" and file.mode != "direct":
+            pytest.skip(f"no direct I/O in the temporary directory: {file.mode_reason}")
+        yield file
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+# --- transfers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EXDEV])
+def test_a_failed_write_is_one_clear_line(file: File, disk: Disk, code: int) -> None:
+    disk.write = failing(code)
+    future = file.pwrite(noise(3 * 4096), 0)
+    with pytest.raises(
+        StorageError, match=rf"^Cannot write bytes 0 to 4096 of {file.name}: .+ \[{errno.errorcode[code]}\]\. .+\.$"
+    ) as told:
+        future.result(10)
+    assert told.value.errno == code
+    assert isinstance(told.value.__cause__, OSError)
+    assert told.value.__cause__.errno == code
+    assert "\n" not in str(told.value)
+    disk.write = REAL.pwrite
+    assert file.write(noise(3 * 4096), 0) == 3 * 4096
+
+
+def test_eio_in_the_middle_stops_that_request_alone(file: File, disk: Disk) -> None:
+    data = noise(64 * 4096)
+    file.write(data, 0)
+    begun: list[int] = []
+
+    def read(fd: int, view: memoryview, offset: int) -> int:
+        begun.append(offset)
+        if offset == 20 * 4096:
+            raise OSError(errno.EIO, "medium error")
+        if offset > 20 * 4096:
+            time.sleep(0.005)  # the rest would take 70 ms, the news of the failure less than one
+        return REAL.pread(fd, view, offset)
+
+    disk.read = read
+    back = aligned(8 * 4096)
+    bad, good = file.pread(aligned(64 * 4096), 0), file.pread(back, 40 * 4096)
+    with pytest.raises(StorageError, match=f"read bytes {20 * 4096} to {21 * 4096} of .*I/O error"):
+        bad.result(10)
+    assert good.result(10) == 8 * 4096
+    assert torch.equal(back, data[40 * 4096 : 48 * 4096])
+    assert 20 * 4096 in begun
+    assert 63 * 4096 not in begun, "blocks were read long after the request had failed"
+
+
+def test_a_failed_request_leaves_no_record(tmp_path: Path, disk: Disk) -> None:
+    records: list[Record] = []
+    with create_file(tmp_path / "f", 4096, direct=False, calls=disk.calls, sink=records.append) as file:
+        disk.read = failing(errno.EIO)
+        with pytest.raises(StorageError):
+            file.read(bytearray(10), 0)
+        assert not records
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_short_reads_and_writes_go_on_where_they_stopped(file: File, disk: Disk, seed: int) -> None:
+    """The kernel's count is the only truth: what lies beyond it is spoilt in memory and not written in the file."""
+    rng, unit, lock = random.Random(seed), file.alignment, threading.Lock()
+    tries: dict[int, int] = {}
+    shortened = 0
+
+    def count_for(offset: int, size: int) -> int:
+        nonlocal shortened
+        with lock:
+            tries[offset] = tries.get(offset, 0) + 1
+            count = size if tries[offset] > 4 else rng.randint(1, size)
+            shortened += count < size
+            return count
+
+    def read(fd: int, view: memoryview, offset: int) -> int:
+        count = min(REAL.pread(fd, view, offset), count_for(offset, len(view)))
+        view[count:] = b"\xaa" * (len(view) - count)
+        return count
+
+    def write(fd: int, view: memoryview, offset: int) -> int:
+        count = count_for(offset, len(view))
+        if whole := round_down(count, unit):
+            REAL.pwrite(fd, view[:whole], offset)
+        return count
+
+    disk.read, disk.write = read, write
+    size = 30 * 4096 + rng.randint(1, 4095)
+    data, back = noise(size, seed), aligned(size)
+    assert file.pwrite(data, 4096).result(20) == size
+    tries.clear()
+    assert file.pread(back, 4096).result(20) == size
+    assert torch.equal(back, data)
+    assert shortened > 10
+    disk.read = REAL.pread
+    assert file.read(back, 4096) == size
+    assert torch.equal(back, data), "the file itself is not what was written"
+
+
+@pytest.mark.parametrize("count", [0, 512])
+def test_a_call_that_never_gets_on_is_an_error_and_no_hang(file: File, disk: Disk, count: int) -> None:
+    if count and file.alignment == 1:
+        return  # 512 bytes are progress there
+    disk.write = disk.read = lambda _fd, _view, _offset: count
+    with pytest.raises(StorageError, match=f"write bytes 0 to 4096 of .*wanted 4096 bytes, got {count}, and no call"):
+        file.pwrite(noise(4096), 0).result(10)
+    with pytest.raises(StorageError, match=f"read bytes 0 to 4096 of .*wanted 4096 bytes, got {count}, and no call"):
+        file.pread(aligned(4096), 0).result(10)
+
+
+@pytest.mark.parametrize("left", [0, 8192, 10_000])
+def test_a_file_that_shrinks_under_us_is_truncated(tmp_path: Path, left: int) -> None:
+    for wish in ("auto", False):
+        path = tmp_path / str(wish)
+        path.write_bytes(random.Random(0).randbytes(20_000))
+        with open_file(path, direct=wish) as file:
+            assert file.read(aligned(20_000), 0) == 20_000
+            os.truncate(path, left)
+            with pytest.raises(StorageError, match=f"got {left}. The file is truncated: it has {left} bytes"):
+                file.read(aligned(16_384), 0)
+            assert file.read(aligned(max(left, 1))[:left], 0) == left
+
+
+def test_a_tail_that_cannot_be_cut_again_is_reported(tmp_path: Path) -> None:
+    with create_file(tmp_path / "f", 5000, calls=SystemCalls(truncate=failing(errno.EIO))) as file:
+        if file.mode != "direct":
+            pytest.skip(f"no direct I/O in the temporary directory: {file.mode_reason}")
+        with pytest.raises(StorageError, match=r"set the end of .* to 5000"):
+            file.write(aligned(5000), 0)
+
+
+def test_no_thread_to_be_had_fails_the_request_and_not_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with create_file(tmp_path / "f", 8 * 4096, direct=False, block_bytes=4096) as file:
+        file.write(noise(4096), 0)  # one thread exists, more would be started
+
+        def start(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            for _ in range(3):
+                with pytest.raises(StorageError, match="can't start new thread"):
+                    file.pread(aligned(8 * 4096), 0).result(10)
+        assert file.read(aligned(8 * 4096), 0) == 8 * 4096
+
+
+def test_a_failing_close_still_gives_everything_back(tmp_path: Path) -> None:
+    ledger, before = open_ledger(), descriptors()
+
+    def close(fd: int) -> None:
+        os.close(fd)
+        raise OSError(errno.EIO, "late write error")
+
+    file = create_scratch(tmp_path, 4096, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(close=close))
+    with pytest.raises(StorageError, match="Cannot close scratch file"):
+        file.close()
+    file.close()
+    assert ledger.used_bytes(Tier.DISK) == 0
+    assert descriptors() == before
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "words"),
+    [
+        (lambda p: open_file(p / "missing"), errno.ENOENT, "does not exist"),
+        (lambda p: open_file(p / "plain" / "x"), errno.ENOTDIR, "not a directory"),
+        (open_file, None, "not a regular file"),
+        (lambda p: open_file(p / "pipe"), None, "not a regular file"),
+        (lambda p: create_file(p / "missing" / "x", 10), errno.ENOENT, "does not exist"),
+        (lambda p: create_file(p / "plain" / "x", 10), errno.ENOTDIR, "not a directory"),
+        (lambda p: create_file(p / "huge", 1 << 62), (errno.EFBIG, errno.ENOSPC), "Cannot preallocate"),
+        (lambda p: create_scratch(p / "missing", 10, ledger=open_ledger(), tag=Tag.DATA), errno.ENOENT, "Create it"),
+        (
+            lambda p: create_scratch(p / "plain", 10, ledger=open_ledger(), tag=Tag.DATA),
+            errno.ENOTDIR,
+            "Correct the path",
+        ),
+        (lambda _: create_scratch("/proc", 10, ledger=open_ledger(), tag=Tag.DATA), None, "scratch file in /proc"),
+    ],
+)
+def test_real_paths_that_cannot_be_opened(
+    tmp_path: Path, make: Callable[[Path], File], code: int | tuple[int, ...] | None, words: str
+) -> None:
+    (tmp_path / "plain").write_bytes(b"x")
+    os.mkfifo(tmp_path / "pipe")
+    before = descriptors()
+    with pytest.raises(StorageError, match=words) as told:
+        make(tmp_path)
+    if code is not None:
+        assert told.value.errno in (code if isinstance(code, tuple) else (code,))
+    assert descriptors() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "plain"]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EMFILE])
+def test_a_directory_that_cannot_be_written(tmp_path: Path, code: int) -> None:
+    ledger = open_ledger()
+    with pytest.raises(
+        StorageError, match=f"Cannot create a scratch file in {tmp_path}: .*{errno.errorcode[code]}"
+    ) as told:
+        create_scratch(tmp_path, 4096, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=failing(code)))
+    assert told.value.errno == code
+    assert ledger.used_bytes(Tier.DISK) == 0
+
+
+def test_a_full_disk_is_told_with_the_numbers_before_anything_is_written(tmp_path: Path) -> None:
+    written: list[int] = []
+
+    def pwrite(fd: int, view: memoryview, offset: int) -> int:
+        written.append(offset)
+        return REAL.pwrite(fd, view, offset)
+
+    ledger, before = open_ledger(), descriptors()
+    calls = SystemCalls(fallocate=failing(errno.ENOSPC), pwrite=pwrite)
+    makers: list[Callable[[], File]] = [
+        lambda: create_scratch(tmp_path, 3 << 20, ledger=ledger, tag=Tag.OPTIMIZER, calls=calls),
+        lambda: create_file(tmp_path / "f", 3 << 20, calls=calls),
+    ]
+    words = r"preallocate 3\.0 MiB for .*ENOSPC\] \([0-9.]+ .iB were free\)\. Free"
+    for make in makers:
+        with pytest.raises(StorageError, match=words) as told:
+            make()
+        assert told.value.errno == errno.ENOSPC
+    assert not written
+    assert not list(tmp_path.iterdir())
+    assert ledger.used_bytes(Tier.DISK) == 0
+    assert descriptors() == before
+
+
+def test_eio_in_the_trial_is_an_error_and_no_fallback(tmp_path: Path) -> None:
+    before, ledger = descriptors(), open_ledger()
+    calls = SystemCalls(pwrite=failing(errno.EIO), filesystem_type=lambda _: "ext4", set_direct=lambda _fd, _on: None)
+    with pytest.raises(StorageError, match="try direct I/O on scratch file"):
+        create_scratch(tmp_path, 8192, ledger=ledger, tag=Tag.OPTIMIZER, calls=calls)
+    assert descriptors() == before
+    assert ledger.used_bytes(Tier.DISK) == 0

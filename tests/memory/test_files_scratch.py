@@ -1,0 +1,280 @@
+"""Scratch files: charged before they exist, divided without loss, gone with the process."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stormtorch.core.budget import Budget
+from stormtorch.core.errors import OutOfBudget, SettingError, StorageError
+from stormtorch.core.sizes import MiB, round_up
+from stormtorch.core.tags import Tag, Tier
+from stormtorch.memory.file_calls import SystemCalls
+from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.scratch_file import FileExtent, ScratchFile, create_scratch
+
+REAL = SystemCalls()
+
+
+def aligned(size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+
+
+def noise(size: int, seed: int) -> torch.Tensor:
+    content = bytearray(random.Random(seed).randbytes(max(size, 1)))
+    return aligned(size).copy_(torch.frombuffer(content, dtype=torch.uint8)[:size])
+
+
+def open_ledger(limit: int = 64 * MiB) -> Ledger:
+    return Ledger(Budget(tier=Tier.DISK, limit_bytes=limit, given="disk='test'"))
+
+
+def scratch(directory: Path, size: int, **options: object) -> ScratchFile:
+    return create_scratch(directory, size, ledger=open_ledger(), tag=Tag.OPTIMIZER, **options)  # type: ignore[arg-type]
+
+
+def no_tmpfile(path: str, flags: int, mode: int) -> int:
+    if flags & os.O_TMPFILE == os.O_TMPFILE:
+        raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE here")
+    return os.open(path, flags, mode)
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_refuses_before_a_file_exists(tmp_path: Path) -> None:
+    opened: list[str] = []
+
+    def record(path: str, flags: int, mode: int) -> int:
+        opened.append(path)
+        return os.open(path, flags, mode)
+
+    ledger = open_ledger(MiB)
+    with pytest.raises(OutOfBudget, match=r"2\.0 MiB on the disk for OPTIMIZER"):
+        create_scratch(tmp_path, 2 * MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=record))
+    assert not opened
+    with create_scratch(tmp_path, MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=record)):
+        assert opened
+
+
+def test_the_charge_is_the_space_on_disk_until_close(tmp_path: Path) -> None:
+    ledger = open_ledger()
+    fds: list[int] = []
+
+    def record(path: str, flags: int, mode: int) -> int:
+        fds.append(os.open(path, flags, mode))
+        return fds[-1]
+
+    file = create_scratch(tmp_path, MiB + 1, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=record))
+    assert ledger.used_bytes(Tier.DISK) == file.size_bytes == MiB + 4096
+    assert os.fstat(fds[0]).st_blocks * 512 >= MiB + 4096, "not preallocated"
+    file.close()
+    file.close()
+    assert ledger.used_bytes(Tier.DISK) == 0
+    ledger.check()
+
+
+# --- extents ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(actions=st.lists(st.tuples(st.integers(0, 60_000), st.integers(0, 3)), max_size=25), buffered=st.booleans())
+def test_extents_keep_their_content_and_lose_no_space(
+    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[int, int]], buffered: bool
+) -> None:
+    live: list[tuple[FileExtent, torch.Tensor]] = []
+    directory = tmp_path_factory.mktemp("extents")
+    with scratch(directory, 256 * 1024, direct=False if buffered else "auto", block_bytes=8192) as file:
+        for seed, (size, action) in enumerate(actions):
+            if action == 0 and live:
+                live.pop(seed % len(live))[0].give_back()
+            else:
+                try:
+                    extent = file.take(size)
+                except OutOfBudget:
+                    assert round_up(size, 4096) > file.free_bytes or "hole" in file_full(file, size)
+                    continue
+                content = noise(size, seed)
+                extent.write(content)
+                live.append((extent, content))
+                assert extent.offset % 4096 == 0
+            taken = sum(round_up(extent.size_bytes, 4096) for extent, _ in live)
+            assert file.free_bytes == file.size_bytes - taken
+            file.check()
+        for extent, content in live:
+            back = aligned(extent.size_bytes)
+            assert extent.read(back) == extent.size_bytes
+            assert torch.equal(back, content)
+            extent.give_back()
+        assert file.free_bytes == file.size_bytes
+        file.take(file.size_bytes)  # one hole again
+
+
+def file_full(file: ScratchFile, size: int) -> str:
+    with pytest.raises(OutOfBudget) as told:
+        file.take(size)
+    return str(told.value)
+
+
+def test_a_full_file_says_how_full(tmp_path: Path) -> None:
+    with scratch(tmp_path, 4 * 4096) as file:
+        first, middle, last = (file.take(size) for size in (4096, 8192, 4096))
+        assert "16.0 KiB of 16.0 KiB taken)" in file_full(file, 1)
+        first.give_back()
+        last.give_back()
+        assert "no hole is large enough" in file_full(file, 8192)
+        middle.give_back()
+        assert file.take(16_384).offset == 0
+
+
+def test_part_of_an_extent_is_written_without_harm_to_the_rest(tmp_path: Path) -> None:
+    with scratch(tmp_path, 64 * 1024) as file:
+        before, extent, after = file.take(4096), file.take(20_000), file.take(4096)
+        contents = [noise(size, seed) for seed, size in enumerate((4096, 20_000, 4096))]
+        for place, content in zip((before, extent, after), contents, strict=True):
+            place.write(content)
+        part = noise(5_000, 9)
+        extent.write(part, 4096)
+        contents[1][4096:9096] = part
+        for place, content in zip((before, extent, after), contents, strict=True):
+            back = aligned(content.nbytes)
+            place.read(back)
+            assert torch.equal(back, content)
+
+
+def test_a_whole_extent_is_written_without_reading(tmp_path: Path) -> None:
+    reads: list[int] = []
+
+    def pread(fd: int, view: memoryview, offset: int) -> int:
+        reads.append(offset)
+        return REAL.pread(fd, view, offset)
+
+    with scratch(tmp_path, 64 * 1024, calls=SystemCalls(pread=pread)) as file:
+        extent = file.take(5000)
+        reads.clear()
+        extent.write(aligned(5000))
+        assert not reads
+
+
+def test_requests_stay_inside_their_extent(tmp_path: Path) -> None:
+    with scratch(tmp_path, 64 * 1024, direct=False) as file:
+        extent = file.take(5000)
+        for offset, size in ((-1, 10), (4096, 905), (0, 5001)):
+            with pytest.raises(SettingError, match="not inside an extent of 5000 bytes"):
+                extent.pread(bytearray(size), offset)
+        with pytest.raises(SettingError, match="read-only"):
+            extent.pread(b"abc")
+        extent.give_back()
+        extent.give_back()
+        with pytest.raises(StorageError, match="given back"):
+            extent.pwrite(b"abc")
+        assert file.free_bytes == file.size_bytes
+
+
+def test_space_in_use_by_a_request_is_not_given_to_another(tmp_path: Path) -> None:
+    opened, armed = threading.Event(), False
+
+    def pwrite(fd: int, view: memoryview, offset: int) -> int:
+        assert not armed or opened.wait(10)
+        return REAL.pwrite(fd, view, offset)
+
+    with scratch(tmp_path, 2 * 4096, calls=SystemCalls(pwrite=pwrite)) as file:
+        extent = file.take(2 * 4096)
+        armed = True
+        future = extent.pwrite(aligned(2 * 4096))
+        extent.give_back()
+        assert file.free_bytes == 0
+        with pytest.raises(OutOfBudget):
+            file.take(4096)
+        opened.set()
+        future.result(10)
+        file.take(2 * 4096)  # at once: the space is back before the future resolves
+        file.check()
+
+
+def test_extents_of_a_closed_file_are_harmless(tmp_path: Path) -> None:
+    file = scratch(tmp_path, 8192)
+    extent, other = file.take(4096), file.take(100)
+    file.close()
+    with pytest.raises(StorageError, match="is closed"):
+        extent.read(aligned(4096))
+    extent.give_back()
+    other.give_back()
+    file.check()
+    assert file.free_bytes == file.size_bytes
+
+
+# --- nothing is left --------------------------------------------------------------------------------------------------
+
+
+def test_the_file_has_no_name_with_and_without_tmpfile(tmp_path: Path) -> None:
+    for calls in (SystemCalls(), SystemCalls(open=no_tmpfile)):
+        with scratch(tmp_path, MiB, calls=calls) as file:
+            extent = file.take(10_000)
+            extent.write(noise(10_000, 1))
+            assert not list(tmp_path.iterdir())
+            back = aligned(10_000)
+            extent.read(back)
+            assert torch.equal(back, noise(10_000, 1))
+
+
+def test_a_name_that_cannot_be_removed_is_an_error_without_a_leak(tmp_path: Path) -> None:
+    def unlink(_: str) -> None:
+        raise OSError(errno.EPERM, "sticky")
+
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with pytest.raises(StorageError, match="not permitted"):
+        scratch(tmp_path, MiB, calls=SystemCalls(open=no_tmpfile, unlink=unlink))
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+CHILD = """
+import sys, time, os, errno
+from pathlib import Path
+from stormtorch.core.budget import Budget
+from stormtorch.core.tags import Tag, Tier
+from stormtorch.memory.file_calls import SystemCalls
+from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.scratch_file import create_scratch
+
+def no_tmpfile(path, flags, mode):
+    if flags & os.O_TMPFILE == os.O_TMPFILE:
+        raise OSError(errno.EOPNOTSUPP, "no")
+    return os.open(path, flags, mode)
+
+calls = SystemCalls(open=no_tmpfile) if sys.argv[2] == "named" else SystemCalls()
+ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 30, given=""))
+file = create_scratch(Path(sys.argv[1]), 32 << 20, ledger=ledger, tag=Tag.OPTIMIZER, direct=False, calls=calls)
+future = file.take(32 << 20).pwrite(bytearray(32 << 20))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_kill_9_leaves_no_file(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path), kind], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for kind in ("unnamed", "named")
+    ]
+    for child in children:
+        with child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+            child.kill()
+            assert child.wait(10) == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())

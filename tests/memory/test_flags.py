@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stormtorch.core.errors import LaneError
+from stormtorch.core.tags import Tag
+from stormtorch.memory.flags import Flags, reached
+from stormtorch.memory.lanes import open_lanes
+from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.page_lock import page_lock_for
+
+
+@given(st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 31) - 1))
+def test_the_comparison_is_cyclic(value: int, ahead: int) -> None:
+    assert reached((value + ahead) & 0xFFFFFFFF, value)
+    assert not reached((value - 1 - ahead) & 0xFFFFFFFF, value)
+
+
+def test_flags_start_at_zero_a_cache_line_apart(ledger: Ledger, device: torch.device) -> None:
+    flags = Flags(5, ledger=ledger, device=device, page_lock=page_lock_for(device))
+    assert [flag.read() for flag in (flags[i] for i in range(len(flags)))] == [0] * 5
+    assert flags[1].address - flags[0].address == 64
+    assert flags[0].address % 64 == 0
+    flags[3].set(0xFFFFFFFF)
+    assert flags[3].read() == 0xFFFFFFFF
+    assert flags[2].read() == flags[4].read() == 0
+    flags.close()
+
+
+def test_wait_returns_when_another_thread_sets_it(ledger: Ledger) -> None:
+    flags = Flags(1, ledger=ledger, device=torch.device("cpu"))
+    assert not flags[0].wait(1, timeout_s=0.01)
+    timer = threading.Timer(0.05, flags[0].set, [2])
+    timer.start()
+    start = time.perf_counter()
+    assert flags[0].wait(1, timeout_s=30)
+    assert 0.01 < time.perf_counter() - start < 5
+    timer.join()
+    assert flags[0].wait(2)
+    flags.close()
+
+
+def test_abort_lets_every_waiter_go_and_they_raise(ledger: Ledger) -> None:
+    flags = Flags(2, ledger=ledger, device=torch.device("cpu"))
+    caught: list[BaseException] = []
+
+    def waits(index: int) -> None:
+        try:
+            flags[index].wait(9)
+        except LaneError as error:
+            caught.append(error)
+
+    threads = [threading.Thread(target=waits, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    flags.abort(RuntimeError("the worker died"))
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(caught) == 2
+    assert all("the worker died" in str(error) for error in caught)
+    with pytest.raises(LaneError):
+        flags[0].set(1)
+    with pytest.raises(LaneError):
+        flags[0].wait(0)
+    flags.close()
+
+
+@pytest.mark.gpu
+def test_abort_frees_a_gpu_that_waits(ledger: Ledger) -> None:
+    device = torch.device("cuda", 0)
+    flags = Flags(1, ledger=ledger, device=device, page_lock=page_lock_for(device))
+    assert flags.on_stream, "this driver should support stream memory operations"
+    lanes = open_lanes(device)
+    lanes.load.wait_flag(flags[0], 5)
+    there = torch.empty(10, device=device)
+    lanes.load.copy(there, torch.ones(10).pin_memory(), Tag.DATA)
+    event = lanes.load.record()
+    time.sleep(0.05)
+    assert not event.done()
+    flags.abort(RuntimeError("gone"))
+    event.synchronize()
+    with pytest.raises(LaneError, match="gone"):
+        lanes.load.wait_flag(flags[0], 6)
+    lanes.close()
+    flags.close()

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import random
+from multiprocessing.connection import Connection
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stormtorch.core.budget import Budget
+from stormtorch.core.errors import OutOfBudget, SettingError, StormError
+from stormtorch.core.sizes import GiB, MiB
+from stormtorch.core.tags import Tag, Tier
+from stormtorch.memory.host import PAGE, HostArena, HostBlock, SharedArena, capacity_for
+from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.page_lock import page_lock_for
+
+
+class RecordingLock:
+    """Locks nothing, remembers everything; refuses what is asked of it after ``allow`` calls."""
+
+    def __init__(self, allow: int = 1 << 30) -> None:
+        self.allow, self.locked = allow, dict[int, int]()
+
+    def lock(self, address: int, size: int) -> None:
+        if len(self.locked) >= self.allow:
+            raise StormError("CUDA_ERROR_OUT_OF_MEMORY")
+        self.locked[address] = size
+
+    def unlock(self, address: int) -> None:
+        del self.locked[address]
+
+
+def roomy() -> Ledger:
+    return Ledger(Budget(tier=Tier.HOST, limit_bytes=GiB, given="ram='1GiB'"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.sampled_from([None, 1, 512, 4096]), st.booleans()), max_size=60))
+def test_blocks_never_overlap_keep_their_bytes_and_return_them(steps: list[tuple[int, int | None, bool]]) -> None:
+    ledger, chance = roomy(), random.Random(len(steps))
+    arena = HostArena(256 * 1024, ledger=ledger, tag=Tag.PARAMETERS)
+    live: list[tuple[HostBlock, int]] = []
+    for number, (size, alignment, release) in enumerate(steps):
+        try:
+            block = arena.allocate(size, alignment=alignment)
+        except OutOfBudget:
+            assert arena.taken_bytes + size > 64 * 1024, "refused although the arena is almost empty"
+            continue
+        assert block.tensor().numel() == size
+        if size:
+            assert block.tensor().data_ptr() % (alignment or 16) == 0
+        block.tensor().fill_(number % 251)
+        live.append((block, number % 251))
+        if release and live:
+            live.pop(chance.randrange(len(live)))[0].release()
+        arena.check()
+        assert arena.taken_bytes == sum(block.size for block, _ in live)
+        for block, value in live:
+            assert bool((block.tensor() == value).all()), "a neighbour wrote into this block"
+    for block, _ in live:
+        block.release()
+        block.release()
+    assert arena.taken_bytes == 0
+    arena.close()
+    assert ledger.used_bytes(Tier.HOST) == 0
+
+
+def test_overhead_for_65536_tensors_of_mixed_sizes_is_at_most_one_per_cent(ledger: Ledger) -> None:
+    chance = random.Random(0)
+    sizes = [0 if chance.random() < 0.05 else int(2 ** chance.uniform(1, 16)) for _ in range(65536)]
+    capacity = capacity_for(sizes)
+    before = psutil.Process().memory_info().rss
+    arena = HostArena(capacity, ledger=ledger, tag=Tag.PARAMETERS)
+    blocks = [arena.allocate(size) for size in sizes]
+    assert arena.taken_bytes == sum(sizes)
+    assert ledger.used_bytes(Tier.HOST) == arena.capacity_bytes <= 1.01 * sum(sizes)
+    grown = psutil.Process().memory_info().rss - before
+    assert grown <= 1.01 * sum(sizes) + 32 * MiB, "more memory was touched than the ledger says"  # Python's own handles: 32 MiB
+    del blocks
+    arena.close()
+
+
+def test_planned_capacity_is_exact(ledger: Ledger) -> None:
+    sizes = [5000, 0, 3, 70_000, 4096, 17, 2048]
+    arena = HostArena(capacity_for(sizes), ledger=ledger, tag=Tag.PARAMETERS)
+    for size in sizes:
+        arena.allocate(size)
+    assert arena.capacity_bytes - capacity_for(sizes) < PAGE
+    with pytest.raises(OutOfBudget, match="no hole is large enough"):
+        arena.allocate(PAGE)
+    arena.close()
+
+
+def test_the_charge_comes_before_the_memory() -> None:
+    ledger = Ledger(Budget(tier=Tier.HOST, limit_bytes=MiB, given="ram='1MiB'"))
+    before = psutil.Process().memory_info().vms
+    with pytest.raises(OutOfBudget, match="ram='1MiB'"):
+        HostArena(8 * GiB, ledger=ledger, tag=Tag.OPTIMIZER)
+    assert psutil.Process().memory_info().vms - before < GiB
+    assert ledger.used_bytes(Tier.HOST) == 0
+
+
+def test_memory_is_zero_typed_and_shaped(ledger: Ledger) -> None:
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.OPTIMIZER)
+    tensor = arena.tensor((3, 5), torch.bfloat16)
+    assert tensor.shape == (3, 5)
+    assert tensor.dtype == torch.bfloat16
+    assert not tensor.any()
+    assert arena.tensor((0, 7), torch.float32).shape == (0, 7)
+    assert arena.tensor((), torch.float64).shape == ()
+    arena.close()
+
+
+def test_a_tensor_outlives_its_arena(ledger: Ledger) -> None:
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS)
+    tensor = arena.tensor((100,), torch.int32)
+    tensor.fill_(7)
+    arena.close()
+    del arena
+    gc.collect()
+    assert int(tensor.sum()) == 700
+    tensor.fill_(8)
+
+
+def test_a_dropped_arena_gives_everything_back() -> None:
+    ledger, lock = roomy(), RecordingLock()
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
+    assert list(lock.locked.values()) == [MiB]
+    assert ledger.pinned_bytes == MiB
+    del arena
+    gc.collect()
+    assert lock.locked == {}
+    assert ledger.used_bytes(Tier.HOST) == ledger.pinned_bytes == 0
+
+
+def test_a_closed_arena_refuses(ledger: Ledger) -> None:
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, page_lock=RecordingLock())
+    arena.close()
+    arena.close()
+    assert not arena.pinned
+    with pytest.raises(StormError, match="closed"):
+        arena.allocate(1)
+
+
+def test_refused_page_lock_stays_pageable_and_is_said_once_with_its_limit(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, page_lock=RecordingLock(allow=0))
+        assert not arena.pinned
+        assert ledger.pinned_bytes == 0
+        arena.tensor((10,), torch.float32).fill_(1)
+        arena.close()
+    assert len(caplog.messages) == 1
+    assert "Host page-lock refused for 1.0 MiB" in caplog.messages[0]
+    assert "the limit is" in caplog.messages[0]
+    assert "CUDA out of memory" not in caplog.messages[0]
+
+
+def test_large_arenas_are_locked_in_regions_that_no_block_crosses(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 8 * PAGE)
+    lock = RecordingLock()
+    arena = HostArena(20 * PAGE, ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
+    assert sorted(lock.locked.values()) == [4 * PAGE, 8 * PAGE, 8 * PAGE]
+    starts = dict(lock.locked)
+    for _ in range(4):
+        data = arena.allocate(5 * PAGE if _ < 2 else 3 * PAGE).tensor()
+        assert any(a <= data.data_ptr() and data.data_ptr() + data.numel() <= a + s for a, s in starts.items())
+    with pytest.raises(OutOfBudget):
+        arena.allocate(9 * PAGE)
+    arena.close()
+    # When a later region is refused, the earlier ones are unlocked again: all or nothing.
+    partial = RecordingLock(allow=2)
+    arena = HostArena(20 * PAGE, ledger=ledger, tag=Tag.PARAMETERS, page_lock=partial)
+    assert partial.locked == {}
+    assert not arena.pinned
+    assert len(caplog.messages) == 1
+    arena.close()
+
+
+def _double(shared: SharedArena, place: tuple[int, int, int], pipe: Connection) -> None:
+    arena = HostArena.attach(shared)
+    tensor = arena.at(place, torch.float32, (4, 4))
+    tensor *= 2
+    pipe.send(float(tensor.sum()))
+    try:
+        arena.allocate(1)
+    except OutOfBudget:
+        pipe.send("refused")
+    arena.close()
+
+
+def test_an_arena_is_shared_with_another_process(ledger: Ledger) -> None:
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, shared=True)
+    arena.allocate(100)
+    block = arena.allocate(64)
+    tensor = block.tensor(torch.float32, (4, 4))
+    tensor.fill_(1.5)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_double, args=(arena.share(), block.place, there))
+    process.start()
+    assert here.poll(60)
+    assert here.recv() == 48.0
+    assert here.poll(60)
+    assert here.recv() == "refused"
+    process.join()
+    assert process.exitcode == 0
+    assert bool((tensor == 3).all())
+    name = arena.share()
+    arena.close()
+    with pytest.raises(SettingError, match="must still run"):
+        HostArena.attach(name)
+
+
+@pytest.mark.gpu
+def test_real_page_lock_and_a_failed_one_leaves_no_error_behind(ledger: Ledger) -> None:
+    device = torch.device("cuda", 0)
+    arena = HostArena(64 * MiB, ledger=ledger, tag=Tag.PARAMETERS, page_lock=page_lock_for(device))
+    tensor = arena.tensor((MiB,), torch.float32)
+    assert arena.pinned
+    assert tensor.is_pinned()
+    lock = page_lock_for(device)
+    assert lock is not None
+    with pytest.raises(StormError, match="CUDA_ERROR"):
+        lock.lock(tensor.data_ptr(), 4096)  # already registered
+    with pytest.raises(StormError, match="CUDA_ERROR"):
+        lock.lock(4096, 4096)  # not mapped
+    there = tensor.fill_(3).to(device, non_blocking=True)
+    assert float((there + 1).sum()) == 4 * MiB  # a kept error would surface at this launch
+    torch.cuda.synchronize()
+    arena.close()
+    assert not tensor.is_pinned()

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from stormtorch.core.errors import LaneError
+from stormtorch.core.records import Copied, Record
+from stormtorch.core.sizes import MiB
+from stormtorch.core.tags import Tag
+from stormtorch.memory.flags import Flags
+from stormtorch.memory.host import HostArena
+from stormtorch.memory.lanes import Delay, Lanes, coalesce, open_lanes
+from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.page_lock import page_lock_for
+
+OpenLanes = Callable[..., Lanes]
+
+
+@pytest.fixture(params=["cpu", *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ("cuda", "staged"))])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def lane_device(kind: str) -> torch.device:
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
+
+
+@pytest.fixture
+def opened(kind: str, lane_device: torch.device, ledger: Ledger) -> Iterator[OpenLanes]:
+    """Opens lanes of the kind under test and closes them; a small staging ring makes every copy take several pieces."""
+    arena = HostArena(MiB // 4, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(lane_device))
+    staging = arena.tensor((MiB // 4,), torch.uint8) if kind == "staged" else None
+    lanes: list[Lanes] = []
+
+    def opener(**settings: object) -> Lanes:
+        lanes.append(open_lanes(lane_device, staging=staging, **settings))  # type: ignore[arg-type]
+        return lanes[-1]
+
+    yield opener
+    for each in lanes:
+        each.close()
+        each.close()
+    arena.close()
+
+
+def random_delay(kind: str, seed: int) -> Delay:
+    chance = random.Random(seed)
+    if kind == "cpu":
+        return lambda: time.sleep(chance.random() * 2e-3)
+    return lambda: torch.cuda._sleep(int(chance.random() * 2e6))
+
+
+def test_there_and_back(opened: OpenLanes, lane_device: torch.device) -> None:
+    lanes = opened()
+    home, back = torch.randn(300_001), torch.empty(300_001)
+    there = torch.empty(300_001, device=lane_device)
+    lanes.load.copy(there, home, Tag.PARAMETERS)
+    lanes.store.wait(lanes.load.record())
+    lanes.store.copy(back, there, Tag.PARAMETERS)
+    lanes.store.record().synchronize()
+    assert torch.equal(home, back)
+
+
+def test_a_chain_of_lanes_with_random_delays_gives_the_same_numbers(
+    opened: OpenLanes, lane_device: torch.device, kind: str
+) -> None:
+    """load → compute → store, two buffers reused twenty times: any missing wait is a wrong number."""
+    lanes = opened(delay=random_delay(kind, 3))
+    homes = [torch.full((50_000,), float(i)) for i in range(20)]
+    results = [torch.empty(50_000) for _ in homes]
+    buffers = [torch.empty(50_000, device=lane_device) for _ in range(2)]
+    stored = [lanes.compute.record(), lanes.compute.record()]
+    for i, (home, result) in enumerate(zip(homes, results, strict=True)):
+        buffer = buffers[i % 2]
+        lanes.load.wait(stored[i % 2])
+        lanes.load.copy(buffer, home, Tag.DATA)
+        lanes.compute.wait(lanes.load.record())
+        buffer.mul_(3).add_(1)
+        lanes.store.wait(lanes.compute.record())
+        lanes.store.copy(result, buffer, Tag.DATA)
+        stored[i % 2] = lanes.store.record()
+    lanes.synchronize()
+    for i, result in enumerate(results):
+        assert bool((result == 3 * i + 1).all()), f"buffer {i} was overwritten or read too early"
+
+
+def test_the_delay_would_expose_a_missing_wait(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
+    """The test above can fail: without the wait, compute really runs before the copy."""
+    sleep: Delay = (lambda: time.sleep(0.2)) if kind == "cpu" else (lambda: torch.cuda._sleep(400_000_000))
+    lanes = opened(delay=sleep)
+    there = torch.zeros(1000, device=lane_device)
+    lanes.compute.synchronize()
+    lanes.load.copy(there, torch.ones(1000), Tag.DATA)
+    early = there.clone()
+    lanes.synchronize()
+    assert float(early.sum()) == 0
+    assert float(there.sum()) == 1000
+
+
+def test_copies_return_before_they_are_done(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
+    sleep: Delay = (lambda: time.sleep(0.1)) if kind == "cpu" else (lambda: torch.cuda._sleep(200_000_000))
+    lanes = opened(delay=sleep)
+    arena_like = torch.ones(1000) if kind == "cpu" else torch.ones(1000).pin_memory()
+    there = torch.zeros(1000, device=lane_device)
+    start = time.perf_counter()
+    lanes.load.copy(there, arena_like, Tag.DATA)
+    event = lanes.load.record()
+    assert time.perf_counter() - start < 0.05
+    assert not event.done()
+    event.synchronize()
+    assert event.done()
+
+
+def test_flags_pass_between_lanes_and_host(
+    opened: OpenLanes, lane_device: torch.device, ledger: Ledger, kind: str
+) -> None:
+    lanes = opened(delay=random_delay(kind, 1))
+    flags = Flags(4, ledger=ledger, device=lane_device, page_lock=page_lock_for(lane_device))
+    there = torch.zeros(1000, device=lane_device)
+    home, back = torch.full((1000,), 5.0), torch.zeros(1000)
+    lanes.load.wait_flag(flags[0], 7)  # the host gates the load ...
+    lanes.load.copy(there, home, Tag.DATA)
+    lanes.store.wait(lanes.load.record())
+    lanes.store.copy(back, there, Tag.DATA)
+    lanes.store.write_flag(flags[1], 3)  # ... and learns of the store
+    assert not flags[1].wait(3, timeout_s=0.05)
+    home.fill_(6.0)
+    flags[0].set(7)
+    assert flags[1].wait(3, timeout_s=30)
+    assert bool((back == 6).all())
+    lanes.synchronize()
+    flags.close()
+
+
+def test_records_say_what_was_copied(opened: OpenLanes, lane_device: torch.device) -> None:
+    records: list[Record] = []
+    lanes = opened(sink=records.append)
+    there, home = torch.empty(1000, device=lane_device), torch.ones(1000)
+    for _ in range(3):
+        lanes.load.copy(there, home, Tag.OPTIMIZER)
+    lanes.synchronize()
+    assert [(r.lane, r.tag, r.bytes) for r in records if isinstance(r, Copied)] == [("load", Tag.OPTIMIZER, 4000)] * 3
+    assert all(isinstance(r, Copied) and r.seconds >= 0 and r.start_s >= 0 for r in records)
+
+
+def test_neighbours_travel_together(opened: OpenLanes, lane_device: torch.device) -> None:
+    lanes = opened()
+    home, there = torch.randn(1000), torch.zeros(1000, device=lane_device)
+    cuts = [0, 10, 10, 300, 999, 1000]
+    pairs = [(there[a:b], home[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert lanes.load.copy_all(pairs, Tag.PARAMETERS) == 1
+    lanes.synchronize()
+    assert torch.equal(there.cpu(), home)
+
+
+def test_coalescing_stops_at_gaps_and_other_storages() -> None:
+    a, b = torch.arange(100.0), torch.zeros(100)
+    other = torch.zeros(10)
+    pairs = [(b[0:10], a[0:10]), (b[10:20], a[10:20]), (b[30:40], a[20:30]), (other, a[40:50]), (b[50:60], a[50:60])]
+    merged = coalesce(pairs)
+    assert [target.numel() for target, _ in merged] == [80, 40, 40, 40]
+    for target, source in merged:
+        target.copy_(source)
+    assert torch.equal(b[0:20], a[0:20])
+    assert torch.equal(b[30:40], a[20:30])
+    assert torch.equal(other, a[40:50])
+    assert float(b[40:50].sum()) == 0
+
+
+def test_wrong_copies_are_refused_when_they_are_asked_for(opened: OpenLanes) -> None:
+    lanes = opened()
+    with pytest.raises(AssertionError, match="cast"):
+        lanes.load.copy(torch.empty(2), torch.empty(2, dtype=torch.float64), Tag.DATA)
+    with pytest.raises(AssertionError, match="elements"):
+        lanes.load.copy(torch.empty(3), torch.empty(2), Tag.DATA)
+    with pytest.raises(AssertionError, match="contiguous"):
+        lanes.load.copy(torch.empty(2), torch.empty(4)[::2], Tag.DATA)
+
+
+def test_a_failing_delay_surfaces_and_nothing_hangs(ledger: Ledger) -> None:
+    device = torch.device("cpu")
+    flags = Flags(1, ledger=ledger, device=device)
+    broken = threading.Event()
+
+    def fail_once_told() -> None:
+        if broken.is_set():
+            raise RuntimeError("the link is down")
+
+    lanes = open_lanes(device, delay=fail_once_told)
+    lanes.load.copy(torch.empty(10), torch.ones(10), Tag.DATA)
+    lanes.load.synchronize()
+    holding, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        holding.set()
+        go_on.wait()
+
+    lanes.load.enqueue(hold)  # type: ignore[attr-defined]  # the queue stands still until everything is in it
+    assert holding.wait(10)
+    broken.set()
+    lanes.load.copy(torch.empty(10), torch.ones(10), Tag.DATA)
+    event = lanes.load.record()
+    lanes.load.write_flag(flags[0], 1)
+    go_on.set()
+    with pytest.raises(LaneError, match="the link is down") as caught:
+        event.synchronize()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(LaneError, match="ended early"):
+        flags[0].wait(1, timeout_s=30)  # what should have been written never will be: the wait raises instead of hanging
+    with pytest.raises(LaneError, match="the link is down"):
+        lanes.load.copy(torch.empty(10), torch.ones(10), Tag.DATA)
+    lanes.close()
+    flags.close()
+
+
+def test_a_lane_that_waits_for_a_failed_lane_fails_too() -> None:
+    lanes = open_lanes(torch.device("cpu"))
+
+    def fail() -> None:
+        raise RuntimeError("first")
+
+    lanes.load.enqueue(fail)  # type: ignore[attr-defined]
+    try:
+        lanes.store.wait(lanes.load.record())
+    except LaneError:  # the load lane may have failed before its event was asked for
+        return
+    with pytest.raises(LaneError, match="first"):
+        lanes.store.synchronize()
+    lanes.close()
+
+
+def test_threads_end_with_their_lanes(opened: OpenLanes, kind: str) -> None:
+    if kind == "cuda":
+        return  # has none
+    before = threading.active_count()
+    lanes = opened()
+    assert threading.active_count() == before + 2
+    lanes.close()
+    assert threading.active_count() == before
+    with pytest.raises(LaneError, match="closed"):
+        lanes.load.record()
+
+
+def test_lanes_that_are_dropped_end_their_threads() -> None:
+    before = threading.active_count()
+    lanes = open_lanes(torch.device("cpu"))
+    lanes.load.copy(torch.empty(10), torch.ones(10), Tag.DATA)
+    del lanes
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_a_lane_lets_go_of_its_tensors() -> None:
+    lanes = open_lanes(torch.device("cpu"))
+    released = threading.Event()
+
+    class Watched(torch.Tensor):
+        def __del__(self) -> None:
+            released.set()
+
+    source = torch.ones(10).as_subclass(Watched)
+    lanes.load.copy(torch.empty(10), source, Tag.DATA)
+    lanes.load.synchronize()
+    del source
+    gc.collect()
+    assert released.wait(10), "the lane's thread still holds the last copy's tensors while it idles"
+    lanes.close()
+
+
+@pytest.mark.gpu
+def test_the_host_enqueues_without_waiting_and_both_directions_overlap(ledger: Ledger) -> None:
+    device = torch.device("cuda", 0)
+    size = 256 * MiB
+    arena = HostArena(2 * size, ledger=ledger, tag=Tag.DATA, page_lock=page_lock_for(device))
+    up, down = (arena.tensor((size,), torch.uint8) for _ in range(2))
+    lanes = open_lanes(device)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    here = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def timed(both: bool) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(4):
+            lanes.load.copy(there, up, Tag.DATA)
+            if both:
+                lanes.store.copy(down, here, Tag.DATA)
+        enqueued = time.perf_counter() - start
+        lanes.synchronize()
+        elapsed = time.perf_counter() - start
+        assert enqueued < 0.25 * elapsed, "the host waited for copies"
+        return elapsed
+
+    timed(True)
+    alone, together = min(timed(False) for _ in range(3)), min(timed(True) for _ in range(3))
+    assert together < 1.5 * alone, "loads and stores take turns"
+    lanes.close()
+    arena.close()
