@@ -23,6 +23,7 @@ setup(
             extra_compile_args=[
                 "-std=c11",
                 "-O3",
+                "-g0",
                 "-fno-fast-math",
                 "-ffp-contract=off",
                 "-fno-math-errno",

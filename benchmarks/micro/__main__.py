@@ -36,7 +36,14 @@ def main() -> int:
     rows, failed = [], False
     for case in options.cases or CASES:
         print(f"{case} ...", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "benchmarks.micro", "--in-process", case, *(["--tiny"] if options.tiny else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.micro",
+            "--in-process",
+            case,
+            *(["--tiny"] if options.tiny else []),
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=options.limit, check=True)
             rows += [Row(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]

@@ -33,7 +33,9 @@ def run(tiny: bool) -> list[Row]:
         ours, plain = _ours(device, size), _plain(device, size)
         for way in ("load", "store", "both"):
             # In turns, so that a machine that slows down does so for both.
-            rounds = [(_rate(ours[way], size, repeat), _rate(plain[way], size, repeat)) for _ in range(2 if tiny else 7)]
+            rounds = [
+                (_rate(ours[way], size, repeat), _rate(plain[way], size, repeat)) for _ in range(2 if tiny else 7)
+            ]
             us, them = (statistics.median(column) for column in zip(*rounds, strict=True))
             label = f"{mib} MiB {way}" + (", each" if way == "both" else "")
             rows.append(Row("link", label, us, "GB/s", them, "pin_memory, copy_(non_blocking)" if gpu else "copy_"))

@@ -52,7 +52,14 @@ def test_formatted_sizes_parse_back_within_their_own_precision(count: int) -> No
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (20 << 30, "20.0 GiB"), ((1 << 20) - 1, "1.0 MiB"), (-2048, "-2.0 KiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (20 << 30, "20.0 GiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (-2048, "-2.0 KiB"),
+    ],
 )
 def test_format(count: int, text: str) -> None:
     assert format_bytes(count) == text

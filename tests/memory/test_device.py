@@ -33,8 +33,9 @@ def test_data_larger_than_the_ring_streams_through_it_with_delays_and_poison(
     ring = SlotRing(
         device, count=3, slot_bytes=4000, ledger=ledger, tag=Tag.PARAMETERS, compute=lanes.compute, poison=lanes.store
     )
-    homes = [torch.full((1000,), float(i)) for i in range(40)]
-    results = [torch.zeros(1000) for _ in homes]
+    gpu = device.type == "cuda"
+    homes = [torch.full((1000,), float(i), pin_memory=gpu) for i in range(40)]
+    results = [torch.zeros(1000, pin_memory=gpu) for _ in homes]
     for home, result in zip(homes, results, strict=True):
         slot = ring.acquire(lanes.load)
         assert slot is not None
@@ -49,7 +50,9 @@ def test_data_larger_than_the_ring_streams_through_it_with_delays_and_poison(
     lanes.synchronize()
     assert [float(r.mean()) for r in results] == [i + 0.5 for i in range(40)]
     assert all(bool((r == r[0]).all()) for r in results)
-    assert all(bool(torch.isnan(s.tensor(torch.bfloat16, (2000,))).all()) for s in ring.slots), "released slots hold poison"
+    assert all(bool(torch.isnan(s.tensor(torch.bfloat16, (2000,))).all()) for s in ring.slots), (
+        "released slots hold poison"
+    )
     assert ledger.used_bytes(Tier.DEVICE) == 3 * 4096
     ring.close()
     ring.close()

@@ -172,6 +172,24 @@ def test_short_reads_and_writes_go_on_where_they_stopped(file: File, disk: Disk,
     assert torch.equal(back, data), "the file itself is not what was written"
 
 
+def test_stalls_are_forgiven_as_long_as_there_is_progress(tmp_path: Path, disk: Disk) -> None:
+    tries: dict[int, int] = {}
+
+    def read(fd: int, view: memoryview, offset: int) -> int:
+        tries[offset] = tries.get(offset, 0) + 1
+        REAL.pread(fd, view, offset)
+        return 4096 if tries[offset] == 4 else 512
+
+    with create_file(tmp_path / "f", 16 * 4096, calls=disk.calls) as file:
+        if file.mode != "direct":
+            pytest.skip(f"no direct I/O in the temporary directory: {file.mode_reason}")
+        data, back = noise(16 * 4096), aligned(16 * 4096)
+        file.write(data, 0)
+        disk.read = read
+        assert file.pread(back, 0).result(10) == 16 * 4096
+        assert torch.equal(back, data)
+
+
 @pytest.mark.parametrize("count", [0, 512])
 def test_a_call_that_never_gets_on_is_an_error_and_no_hang(file: File, disk: Disk, count: int) -> None:
     if count and file.alignment == 1:

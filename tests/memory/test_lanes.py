@@ -50,6 +50,11 @@ def opened(kind: str, lane_device: torch.device, ledger: Ledger) -> Iterator[Ope
     arena.close()
 
 
+def at_home(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A host tensor as this kind of lane may copy it; staged lanes exist for those that are not page-locked."""
+    return tensor.pin_memory() if kind == "cuda" else tensor
+
+
 def random_delay(kind: str, seed: int) -> Delay:
     chance = random.Random(seed)
     if kind == "cpu":
@@ -57,9 +62,9 @@ def random_delay(kind: str, seed: int) -> Delay:
     return lambda: torch.cuda._sleep(int(chance.random() * 2e6))
 
 
-def test_there_and_back(opened: OpenLanes, lane_device: torch.device) -> None:
+def test_there_and_back(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
     lanes = opened()
-    home, back = torch.randn(300_001), torch.empty(300_001)
+    home, back = (at_home(kind, torch.randn(300_001)) for _ in range(2))
     there = torch.empty(300_001, device=lane_device)
     lanes.load.copy(there, home, Tag.PARAMETERS)
     lanes.store.wait(lanes.load.record())
@@ -73,8 +78,8 @@ def test_a_chain_of_lanes_with_random_delays_gives_the_same_numbers(
 ) -> None:
     """load → compute → store, two buffers reused twenty times: any missing wait is a wrong number."""
     lanes = opened(delay=random_delay(kind, 3))
-    homes = [torch.full((50_000,), float(i)) for i in range(20)]
-    results = [torch.empty(50_000) for _ in homes]
+    homes = [at_home(kind, torch.full((50_000,), float(i))) for i in range(20)]
+    results = [at_home(kind, torch.empty(50_000)) for _ in homes]
     buffers = [torch.empty(50_000, device=lane_device) for _ in range(2)]
     stored = [lanes.compute.record(), lanes.compute.record()]
     for i, (home, result) in enumerate(zip(homes, results, strict=True)):
@@ -96,8 +101,9 @@ def test_the_delay_would_expose_a_missing_wait(opened: OpenLanes, lane_device: t
     sleep: Delay = (lambda: time.sleep(0.2)) if kind == "cpu" else (lambda: torch.cuda._sleep(400_000_000))
     lanes = opened(delay=sleep)
     there = torch.zeros(1000, device=lane_device)
+    home = at_home(kind, torch.ones(1000))
     lanes.compute.synchronize()
-    lanes.load.copy(there, torch.ones(1000), Tag.DATA)
+    lanes.load.copy(there, home, Tag.DATA)
     early = there.clone()
     lanes.synchronize()
     assert float(early.sum()) == 0
@@ -107,10 +113,10 @@ def test_the_delay_would_expose_a_missing_wait(opened: OpenLanes, lane_device: t
 def test_copies_return_before_they_are_done(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
     sleep: Delay = (lambda: time.sleep(0.1)) if kind == "cpu" else (lambda: torch.cuda._sleep(200_000_000))
     lanes = opened(delay=sleep)
-    arena_like = torch.ones(1000) if kind == "cpu" else torch.ones(1000).pin_memory()
+    home = at_home(kind, torch.ones(1000))
     there = torch.zeros(1000, device=lane_device)
     start = time.perf_counter()
-    lanes.load.copy(there, arena_like, Tag.DATA)
+    lanes.load.copy(there, home, Tag.DATA)
     event = lanes.load.record()
     assert time.perf_counter() - start < 0.05
     assert not event.done()
@@ -124,7 +130,7 @@ def test_flags_pass_between_lanes_and_host(
     lanes = opened(delay=random_delay(kind, 1))
     flags = Flags(4, ledger=ledger, device=lane_device, page_lock=page_lock_for(lane_device))
     there = torch.zeros(1000, device=lane_device)
-    home, back = torch.full((1000,), 5.0), torch.zeros(1000)
+    home, back = (at_home(kind, torch.full((1000,), value)) for value in (5.0, 0.0))
     lanes.load.wait_flag(flags[0], 7)  # the host gates the load ...
     lanes.load.copy(there, home, Tag.DATA)
     lanes.store.wait(lanes.load.record())
@@ -139,10 +145,10 @@ def test_flags_pass_between_lanes_and_host(
     flags.close()
 
 
-def test_records_say_what_was_copied(opened: OpenLanes, lane_device: torch.device) -> None:
+def test_records_say_what_was_copied(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
     records: list[Record] = []
     lanes = opened(sink=records.append)
-    there, home = torch.empty(1000, device=lane_device), torch.ones(1000)
+    there, home = torch.empty(1000, device=lane_device), at_home(kind, torch.ones(1000))
     for _ in range(3):
         lanes.load.copy(there, home, Tag.OPTIMIZER)
     lanes.synchronize()
@@ -150,9 +156,9 @@ def test_records_say_what_was_copied(opened: OpenLanes, lane_device: torch.devic
     assert all(isinstance(r, Copied) and r.seconds >= 0 and r.start_s >= 0 for r in records)
 
 
-def test_neighbours_travel_together(opened: OpenLanes, lane_device: torch.device) -> None:
+def test_neighbours_travel_together(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
     lanes = opened()
-    home, there = torch.randn(1000), torch.zeros(1000, device=lane_device)
+    home, there = at_home(kind, torch.randn(1000)), torch.zeros(1000, device=lane_device)
     cuts = [0, 10, 10, 300, 999, 1000]
     pairs = [(there[a:b], home[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
     assert lanes.load.copy_all(pairs, Tag.PARAMETERS) == 1
@@ -213,7 +219,9 @@ def test_a_failing_delay_surfaces_and_nothing_hangs(ledger: Ledger) -> None:
         event.synchronize()
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(LaneError, match="ended early"):
-        flags[0].wait(1, timeout_s=30)  # what should have been written never will be: the wait raises instead of hanging
+        flags[0].wait(
+            1, timeout_s=30
+        )  # what should have been written never will be: the wait raises instead of hanging
     with pytest.raises(LaneError, match="the link is down"):
         lanes.load.copy(torch.empty(10), torch.ones(10), Tag.DATA)
     lanes.close()
@@ -274,6 +282,16 @@ def test_a_lane_lets_go_of_its_tensors() -> None:
     del source
     gc.collect()
     assert released.wait(10), "the lane's thread still holds the last copy's tensors while it idles"
+    lanes.close()
+
+
+@pytest.mark.gpu
+def test_a_cuda_lane_refuses_pageable_memory() -> None:
+    """Such a copy would block the host, and behind a flag that the host must set it would do so for ever."""
+    device = torch.device("cuda", 0)
+    lanes = open_lanes(device)
+    with pytest.raises(AssertionError, match="page-locked memory only"):
+        lanes.load.copy(torch.empty(10, device=device), torch.ones(10), Tag.DATA)
     lanes.close()
 
 

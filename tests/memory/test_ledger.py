@@ -22,7 +22,11 @@ def small_ledger() -> Ledger:
     return Ledger(*(Budget(tier=tier, limit_bytes=LIMIT, given=f"{tier.setting}={LIMIT}") for tier in Tier))
 
 
-@given(st.lists(st.tuples(st.sampled_from(Tier), st.sampled_from(Tag), st.integers(0, LIMIT), st.booleans(), st.integers(0, 5))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(Tier), st.sampled_from(Tag), st.integers(0, LIMIT), st.booleans(), st.integers(0, 5))
+    )
+)
 def test_random_reservations_are_conserved_and_never_exceed_the_limit(
     steps: list[tuple[Tier, Tag, int, bool, int]],
 ) -> None:
@@ -125,6 +129,27 @@ def test_headroom_never_takes_more_than_half_of_a_small_machine(monkeypatch: pyt
 def test_a_budget_beyond_the_machine_is_refused_with_its_size() -> None:
     with pytest.raises(SettingError, match=r"ram='9000TiB' is 9000\.0 TiB, but the host has"):
         open_ledger(torch.device("cpu"), ram="9000TiB")
+
+
+def test_a_disk_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="is not a directory"):
+        open_ledger(torch.device("cpu"), disk=tmp_path / "missing")
+
+
+def test_a_charge_may_be_released_by_the_garbage_collector_at_any_moment() -> None:
+    """A finalizer can run inside a call of the ledger, on the same thread: that must neither hang nor break a sum."""
+    ledger = small_ledger()
+    ghost = ledger.reserve(Tier.HOST, Tag.DATA, 10)
+
+    def available() -> int:
+        with ledger._lock:
+            ghost.release()
+        return LIMIT
+
+    ledger._available[Tier.HOST] = available
+    ledger.reserve(Tier.HOST, Tag.DATA, 5)
+    ledger.check()
+    assert ledger.used_bytes(Tier.HOST) == 5
 
 
 @pytest.mark.gpu

@@ -29,6 +29,7 @@ def run(options: argparse.Namespace) -> int:
     from ..core.errors import SettingError
     from ..core.sizes import GiB, MiB, format_bytes, parse_bytes, round_up
     from ..core.tags import Tag
+    from ..memory import limits
     from ..memory.host import HostArena
     from ..memory.ledger import open_ledger
     from ..memory.page_lock import page_lock_for
@@ -39,7 +40,12 @@ def run(options: argparse.Namespace) -> int:
         raise SettingError(f"--disk {options.disk} is not a directory. Name one that exists.")
     default = 4 * GiB if device.type == "cuda" else 512 * MiB
     size = round_up(default if options.size == "auto" else parse_bytes(options.size, setting="--size"), MiB)
-    vram = size // 8 if options.vram == "auto" else options.vram
+    free, _ = limits.device_memory_bytes(device)
+    vram = min(size // 8, free // 2) if options.vram == "auto" else parse_bytes(options.vram, setting="--vram")
+    if vram < _SLOTS * 4096:
+        raise SettingError(
+            f"--vram {options.vram} is too little for {_SLOTS} slots. Give at least {_SLOTS * 4096} bytes."
+        )
     ledger = open_ledger(device, vram=vram, disk=options.disk)
     print(f"{device}: {describe()}")
 
@@ -91,9 +97,7 @@ def _through_the_device(device: torch.device, arena: HostArena, ledger: Ledger) 
     staging = None if ring_arena is None else ring_arena.tensor((RING_BYTES,), torch.uint8)
     lanes = open_lanes(device, staging=staging, sink=records.append)
     slot_bytes = round_down(ledger.free_bytes(Tier.DEVICE) // _SLOTS, 512)
-    ring = SlotRing(
-        device, count=_SLOTS, slot_bytes=slot_bytes, ledger=ledger, tag=Tag.DATA, compute=lanes.compute
-    )
+    ring = SlotRing(device, count=_SLOTS, slot_bytes=slot_bytes, ledger=ledger, tag=Tag.DATA, compute=lanes.compute)
     block = arena.allocate(arena.capacity_bytes)
     home = block.tensor(torch.int64)
     torch.arange(home.numel(), out=home)
@@ -121,7 +125,9 @@ def _through_the_device(device: torch.device, arena: HostArena, ledger: Ledger) 
     rates = []
     for lane in ("load", "store"):
         copies = [record for record in records if isinstance(record, Copied) and record.lane == lane]
-        rates.append(f"{lane}s {sum(c.bytes for c in copies) / max(sum(c.seconds for c in copies), 1e-9) / 1e9:.1f} GB/s")
+        rates.append(
+            f"{lane}s {sum(c.bytes for c in copies) / max(sum(c.seconds for c in copies), 1e-9) / 1e9:.1f} GB/s"
+        )
     print(
         f"device   {format_bytes(home.nbytes)} through {_SLOTS} slots of {format_bytes(slot_bytes)} and back "
         f"in {seconds:.2f} s: {home.nbytes / seconds / 1e9:.1f} GB/s each way ({', '.join(rates)}); all numbers right"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="directory to look at for the disk tier")
+    parser.add_argument(
+        "--disk", type=Path, default=Path(tempfile.gettempdir()), help="directory to look at for the disk tier"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,7 +30,9 @@ def run(options: argparse.Namespace) -> int:
     print(describe())
     cgroup = limits.cgroup_limit_bytes()
     under = f", of which the cgroup allows {format_bytes(cgroup)}" if cgroup is not None else ""
-    print(f"host: {format_bytes(limits.host_available_bytes())} RAM free of {format_bytes(limits.host_total_bytes())}{under}")
+    print(
+        f"host: {format_bytes(limits.host_available_bytes())} RAM free of {format_bytes(limits.host_total_bytes())}{under}"
+    )
     for index in range(torch.cuda.device_count()):
         free, total = limits.device_memory_bytes(torch.device("cuda", index))
         name = torch.cuda.get_device_name(index)
@@ -55,7 +59,11 @@ def _signals(index: int) -> str:
     flags = Flags(1, ledger=ledger, device=device, page_lock=page_lock_for(device))
     on_stream = flags.on_stream
     flags.close()
-    return "page-lock and stream flags work" if on_stream else "no stream flags: copies and the optimizer use the slower fallback"
+    return (
+        "page-lock and stream flags work"
+        if on_stream
+        else "no stream flags: copies and the optimizer use the slower fallback"
+    )
 
 
 def _io_mode(directory: Path) -> str:

@@ -31,6 +31,12 @@ class Failure:
             raise LaneError(f"Work on the {self.lane} lane failed: {self.error}") from self.error
 
 
+def wait_interruptibly(event: threading.Event) -> None:
+    """Wait without a limit, but let Ctrl-C through: one that arrives just as a wait begins is seen when it ends."""
+    while not event.wait(0.2):
+        pass
+
+
 class CpuEvent(Event):
     """Set by the lane's thread when it gets there."""
 
@@ -44,7 +50,7 @@ class CpuEvent(Event):
         return self.reached.is_set()
 
     def synchronize(self) -> None:
-        self.reached.wait()
+        wait_interruptibly(self.reached)
         if self._failure is not None:
             self._failure.raise_if_any()
 

@@ -53,6 +53,11 @@ class CudaLane(Lane):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
         size = check_copy(target, source)
+        for side in (target, source):
+            # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is for ever.
+            assert side.device.type != "cpu" or size == 0 or side.is_pinned(), (
+                "a CUDA lane copies page-locked memory only"
+            )
         with self._on_stream(), torch.no_grad():
             start = self._timer.start() if self._timer is not None else None
             target.copy_(source, non_blocking=True)

@@ -83,7 +83,11 @@ class Extents:
         """Start of a hole for ``size`` aligned bytes: nearly the smallest, found without walking through all of them."""
         first = bisect_left(self._by_size, (size, 0))
         sure = bisect_left(self._by_size, (size + alignment - 1, 0))  # fits wherever it starts
-        for candidates in (range(first, min(sure, first + _TRIES)), range(sure, len(self._by_size)), range(first, sure)):
+        for candidates in (
+            range(first, min(sure, first + _TRIES)),
+            range(sure, len(self._by_size)),
+            range(first, sure),
+        ):
             for index in candidates:
                 hole_size, start = self._by_size[index]
                 if round_up(start, alignment) + size <= start + hole_size:

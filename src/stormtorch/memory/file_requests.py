@@ -14,17 +14,22 @@ The tail. Direct I/O also takes no unaligned length. What a request has beyond t
 through a bounce block of one unit. A write reads that unit first and keeps what lies behind the request, unless the
 caller says that nothing does. No lock is needed for that: starts are aligned, so two requests that share a unit overlap
 anyway.
+
+Ctrl-C may come at any instruction of the main thread. Inside the start of a thread it leaves one that the pool does not
+know, so the queue counts the runners at work itself and closes the descriptor after the last. And one that comes just
+before the main thread falls asleep on a lock is not seen until it wakes, so waiting for a future wakes now and then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -39,6 +44,7 @@ from .file_calls import ELSEWHERE, SystemCalls, storage_error
 Buffer: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | bytes | bytearray | memoryview | mmap.mmap"
 
 _STALLS = 8
+_TICK_S = 0.2
 
 
 def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
@@ -57,6 +63,16 @@ def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
     if writable and view.readonly:
         raise SettingError("A read needs a writable buffer, this one is read-only. Use a tensor or a bytearray.")
     return view.cast("B") if view.nbytes else memoryview(bytearray())  # cast refuses shapes with a zero in them
+
+
+class Transfer(Future[int]):
+    """The future of a request: its number of bytes. Ctrl-C gets through within a tick, however long the disk takes."""
+
+    def result(self, timeout: float | None = None) -> int:
+        while timeout is None and not self.done():
+            with contextlib.suppress(TimeoutError):
+                return super().result(_TICK_S)
+        return super().result(timeout)
 
 
 class RequestQueue:
@@ -80,14 +96,24 @@ class RequestQueue:
         self.cancelled = False
         self._threads = threads
         self._lock = threading.Lock()
+        self._at_work = 0  # runners that may use the descriptor
+        self._all_left = threading.Condition(self._lock)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="storm-file")
 
     def submit(
-        self, view: memoryview, offset: int, *, write: bool, padded: bool, ended: Callable[[], None] | None
-    ) -> Request:
+        self,
+        view: memoryview,
+        offset: int,
+        *,
+        write: bool,
+        padded: bool,
+        ended: Callable[[], None] | None,
+        stop: threading.Event | None,
+    ) -> Transfer:
         """Start one request, or raise before anything moved. ``ended`` is called just before its future resolves.
 
-        ``padded``: nothing of value lies between the end of this write and the next alignment boundary.
+        ``padded``: nothing of value lies between the end of this write and the next alignment boundary. ``stop``, once
+        set, lets no further block begin.
         """
         if self.alignment > 1 and len(view):
             address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
@@ -98,19 +124,19 @@ class RequestQueue:
                     f"{address % self.alignment} past one. Take a page-aligned buffer, such as "
                     "torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), or open the file with direct=False."
                 )
-        request = Request(self, view, offset, write=write, padded=padded, ended=ended)
+        request = Request(self, view, offset, write=write, padded=padded, ended=ended, stop=stop)
         with self._lock:
             self._refuse_if_closed()
             request.start(self._pool, min(self._threads, -(-len(view) // self.block_bytes)))
         if not len(view):
             request.resolve()
-        return request
+        return request.future
 
     def flush(self) -> None:
         """Block until the kernel has made every finished write durable."""
         with self._lock:
             self._refuse_if_closed()
-            done = self._pool.submit(self.calls.sync, self.fd)  # on the pool: close waits for it, Ctrl-C need not
+            done = self._pool.submit(self._sync)  # on the pool: close waits for it, Ctrl-C need not
         try:
             done.result()
         except OSError as error:
@@ -123,12 +149,32 @@ class RequestQueue:
             self.cancelled |= cancel
         self._pool.shutdown(wait=True)
         with self._lock:
+            while self._at_work:
+                self._all_left.wait()
             fd, self.fd = self.fd, -1
         if fd >= 0:
             try:
                 self.calls.close(fd)
             except OSError as error:
                 raise storage_error(f"close {self.name}", error) from error
+
+    @contextlib.contextmanager
+    def descriptor(self) -> Iterator[bool]:
+        """Around all use of the descriptor on another thread: keeps it open. Gives False if it is closed already."""
+        with self._lock:
+            is_open = self.fd >= 0
+            self._at_work += 1
+        try:
+            yield is_open
+        finally:
+            with self._lock:
+                self._at_work -= 1
+                self._all_left.notify_all()
+
+    def _sync(self) -> None:
+        with self.descriptor() as is_open:
+            if is_open:
+                self.calls.sync(self.fd)
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
@@ -145,7 +191,7 @@ class RequestQueue:
 class Request:
     """Bytes between one buffer and ``[offset, offset + size)`` of a file. ``future`` gives their number or raises.
 
-    The future cannot be cancelled, since a block that the kernel is filling cannot be; ``abandon`` skips the others.
+    The future cannot be cancelled, since a block that the kernel is filling cannot be; ``stop`` skips the others.
     """
 
     def __init__(
@@ -157,17 +203,17 @@ class Request:
         write: bool,
         padded: bool,
         ended: Callable[[], None] | None,
+        stop: threading.Event | None,
     ) -> None:
-        self.future: Future[int] = Future()
+        self.future = Transfer()
         self.future.set_running_or_notify_cancel()
-        self._queue, self._write, self._padded, self._ended = queue, write, padded, ended
+        self._queue, self._write, self._padded, self._ended, self._stop = queue, write, padded, ended, stop
         self._view: memoryview | None = view
         self._offset, self._end = offset, offset + len(view)
         self._next = offset  # the first byte of the next block
         self._lock = threading.Lock()
         self._waiting: set[int] = set()  # runners that the pool has not begun
         self._running = 0
-        self._abandoned = False
         self._error: BaseException | None = None
         self._start_s = time.perf_counter()
 
@@ -185,17 +231,6 @@ class Request:
                 self._leave(failure, range(runner, runners))
                 return
 
-    def abandon(self) -> None:
-        """Begin no further block; the future raises once those under way have ended. Nothing happens if all have."""
-        self._abandoned = True
-
-    def wait(self) -> int:
-        """The blocking form. What interrupts it, such as Ctrl-C, abandons the request and gets through."""
-        try:
-            return self.future.result()
-        finally:
-            self.abandon()
-
     def resolve(self) -> None:
         """Called once, after the last runner has left: forget the buffer, tell the sink, then the future."""
         error, self._error, self._view = self._error, None, None
@@ -205,7 +240,7 @@ class Request:
             if error.__cause__ is not None:
                 error.__cause__.__traceback__ = None
         if error is None and self._next < self._end:
-            why = "its file was closed" if self._queue.cancelled else "its caller was interrupted"
+            why = "its caller was interrupted" if self._stop and self._stop.is_set() else "its file was closed"
             error = StorageError(
                 f"Cannot {self._words(self._next)}: cancelled, because {why}. Ask again if still wanted."
             )
@@ -216,9 +251,7 @@ class Request:
             size, seconds = self._end - self._offset, time.perf_counter() - self._start_s
             try:
                 self._queue.sink(FileAccess(self._queue.name, self._write, size, self._start_s, seconds))
-            except (
-                Exception
-            ) as broken:  # a sink must not raise; if one does, be loud rather than leave a caller waiting
+            except Exception as broken:  # a sink must not raise; if one does, the caller hears it and does not wait
                 error = broken
         if error is None:
             self.future.set_result(self._end - self._offset)
@@ -231,13 +264,14 @@ class Request:
                 return
             self._waiting.remove(runner)
             self._running += 1
-        error: BaseException | None = None
-        try:
-            while (block := self._next_block()) is not None:
-                self._move_block(*block)
-        except BaseException as failure:
-            error = failure
-        self._leave(error)
+        with self._queue.descriptor() as is_open:
+            error: BaseException | None = None
+            try:
+                while is_open and self._move_next():
+                    pass
+            except BaseException as failure:
+                error = failure
+            self._leave(error)
 
     def _leave(self, error: BaseException | None, withdrawn: range | None = None) -> None:
         """One running runner ends, or ``withdrawn`` ones never begin; the last of all resolves the future."""
@@ -251,16 +285,20 @@ class Request:
         if last:
             self.resolve()
 
-    def _next_block(self) -> tuple[memoryview, int] | None:
+    def _move_next(self) -> bool:
+        """Move the next block; False if none is left or wanted."""
         with self._lock:
             begin = self._next
             if begin == self._offset:
                 self._start_s = time.perf_counter()  # time in the queue is not time of the disk
-            if self._abandoned or self._queue.cancelled or self._error is not None or begin == self._end:
-                return None
+            stopped = self._queue.cancelled or (self._stop is not None and self._stop.is_set())
+            if stopped or self._error is not None or begin == self._end:
+                return False
             self._next = min(begin + self._queue.block_bytes, self._end)
             assert self._view is not None
-            return self._view[begin - self._offset : self._next - self._offset], begin
+            view = self._view[begin - self._offset : self._next - self._offset]
+        self._move_block(view, begin)
+        return True
 
     def _move_block(self, view: memoryview, offset: int) -> None:
         queue, unit = self._queue, self._queue.alignment

@@ -22,6 +22,7 @@ import errno
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,7 +35,7 @@ from ..core.records import Sink
 from ..core.sizes import MiB, format_bytes
 from . import limits
 from .file_calls import SystemCalls, storage_error
-from .file_requests import Buffer, Request, RequestQueue, bytes_of
+from .file_requests import Buffer, RequestQueue, Transfer, bytes_of
 
 ALIGNMENT = 4096  # of addresses, offsets and extents: a multiple of every sector size in use
 Mode = Literal["direct", "buffered"]
@@ -100,19 +101,21 @@ class File:
         The buffer, a contiguous CPU tensor or anything with a writable buffer, is kept alive until then. The future
         gives the number of bytes or raises StorageError. It may be dropped unread, and it cannot be cancelled.
         """
-        return self._submit(bytes_of(buffer, writable=True), offset, write=False).future
+        return self._submit(bytes_of(buffer, writable=True), offset, write=False)
 
     def pwrite(self, buffer: Buffer, offset: int) -> Future[int]:
         """Start to write ``buffer`` at ``offset``, inside the size of the file; does not block. Else as ``pread``."""
-        return self._submit(bytes_of(buffer, writable=False), offset, write=True).future
+        return self._submit(bytes_of(buffer, writable=False), offset, write=True)
 
     def read(self, buffer: Buffer, offset: int) -> int:
         """``pread`` that blocks. Ctrl-C gets through; blocks under way then still arrive in the buffer."""
-        return self._submit(bytes_of(buffer, writable=True), offset, write=False).wait()
+        with interruptible() as stop:
+            return self._submit(bytes_of(buffer, writable=True), offset, write=False, stop=stop).result()
 
     def write(self, buffer: Buffer, offset: int) -> int:
         """``pwrite`` that blocks. Ctrl-C gets through; blocks under way are then still written."""
-        return self._submit(bytes_of(buffer, writable=False), offset, write=True).wait()
+        with interruptible() as stop:
+            return self._submit(bytes_of(buffer, writable=False), offset, write=True, stop=stop).result()
 
     def flush(self) -> None:
         """Block until finished writes would survive a power cut; wait for their futures first.
@@ -143,7 +146,8 @@ class File:
         write: bool,
         padded: bool = False,
         ended: Callable[[], None] | None = None,
-    ) -> Request:
+        stop: threading.Event | None = None,
+    ) -> Transfer:
         end = offset + len(view)
         if write and not self.writable:
             raise SettingError(f"Cannot write to {self.name}: it was opened to read. Make a new one with create_file.")
@@ -152,7 +156,9 @@ class File:
             raise SettingError(
                 f"Bytes {offset} to {end} are not inside {self.name}, which has {self.size_bytes} bytes."
             )
-        return self._requests.submit(view, offset, write=write, padded=padded or end == self.size_bytes, ended=ended)
+        return self._requests.submit(
+            view, offset, write=write, padded=padded or end == self.size_bytes, ended=ended, stop=stop
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -198,6 +204,16 @@ def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> 
         with contextlib.suppress(OSError):  # what went wrong first is what the user must hear
             calls.unlink(str(path))
         raise
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """A stop for the request of a blocking call, made before it so that Ctrl-C finds no moment between the two."""
+    stop = threading.Event()
+    try:
+        yield stop
+    finally:
+        stop.set()
 
 
 @contextlib.contextmanager

@@ -5,19 +5,21 @@ Why not ``torch.empty(..., pin_memory=True)``: its allocator rounds to powers of
 Why not ``cudaHostAlloc``: such memory cannot have huge pages, cannot be shared with another process, and cannot fall back to
 pageable when the system refuses to lock it.
 
-The mapping belongs to Python's ``mmap``, and every tensor made from it keeps it alive: a view that outlives its arena reads valid
-memory, never a dangling address. What ends with the arena is the page-lock and the charge in the ledger.
+Every tensor made from an arena keeps its mapping alive, with the page-lock and the charge in the ledger: an arena that is
+merely dropped goes when its last tensor does. ``close`` ends lock and charge at once; a tensor that outlives it still reads
+valid memory, never a dangling address, but memory that is pageable and that nobody counts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -56,7 +58,8 @@ class HostBlock:
 
     __slots__ = ("_arena", "_region", "offset", "size")
 
-    def __init__(self, arena: HostArena, region: _Region, offset: int, size: int) -> None:
+    def __init__(self, arena: HostArena, region: _Region | None, offset: int, size: int) -> None:
+        """``region`` is None for an empty block, which lies nowhere."""
         self._arena: HostArena | None = arena
         self._region = region
         self.offset, self.size = offset, size
@@ -64,16 +67,16 @@ class HostBlock:
     @property
     def place(self) -> tuple[int, int, int]:
         """(region, offset, size): the same bytes in an arena attached by another process."""
-        return self._region.index, self.offset, self.size
+        return self._region.index if self._region is not None else 0, self.offset, self.size
 
     def tensor(self, dtype: torch.dtype = torch.uint8, shape: Iterable[int] | None = None) -> torch.Tensor:
         """A view of the block. Its memory may be reused once the block is released."""
-        return self._region.view(self.offset, self.size, dtype, shape)
+        return _view(self._region.bytes if self._region is not None else _NOTHING, self.offset, self.size, dtype, shape)
 
     def release(self) -> None:
         """Give the bytes back to the arena. No copy may still be reading or writing them. A second call does nothing."""
         arena, self._arena = self._arena, None
-        if arena is not None:
+        if arena is not None and self._region is not None:
             arena._give(self._region, self.offset, self.size)
 
 
@@ -103,46 +106,50 @@ class HostArena:
         self.capacity_bytes = round_up(capacity_bytes, PAGE)
         self.tag = tag
         self._lock = threading.Lock()
-        self._reservation: Reservation | None = ledger.reserve(Tier.HOST, tag, self.capacity_bytes)
         self._regions: list[_Region] = []
+        whole, rest = divmod(self.capacity_bytes, _REGION_LIMIT)
+        reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes)
         try:
-            for index, start in enumerate(range(0, self.capacity_bytes, _REGION_LIMIT)):
-                size = min(_REGION_LIMIT, self.capacity_bytes - start)
+            for index, size in enumerate([_REGION_LIMIT] * whole + [rest] * (rest > 0)):
                 self._regions.append(_map_shared(index, size) if shared else _map_private(index, size))
                 first_touch(self._regions[-1].address, size, touch_threads)
         except BaseException:
-            _close(None, [], [r.descriptor for r in self._regions if r.descriptor is not None], self._reservation)
+            reservation.release()
             raise
-        self._finish(page_lock)
+        self._finish(page_lock, reservation)
 
     @classmethod
     def attach(cls, shared: SharedArena, *, page_lock: PageLock | None = None) -> HostArena:
         """Map an arena that another process made with ``shared=True``. Its owner carries the charge; nothing can be allocated here."""
         arena = cls.__new__(cls)
         arena.capacity_bytes = sum(shared.region_bytes)
-        arena.tag = Tag.PARAMETERS
+        arena.tag = Tag.STAGING
         arena._lock = threading.Lock()
-        arena._reservation = None
-        arena._regions = []
-        for index, (descriptor, size) in enumerate(zip(shared.descriptors, shared.region_bytes, strict=True)):
-            path = Path(f"/proc/{shared.pid}/fd/{descriptor}")
-            try:
-                opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except OSError as error:
-                raise SettingError(
-                    f"Cannot attach the shared arena of process {shared.pid}: {error.strerror}. It must still run."
-                ) from error
-            arena._regions.append(_Region(index, mmap.mmap(opened, size), 0, size, opened, Extents(0)))
-        arena._finish(page_lock)
+        arena._regions = [
+            _attach(index, shared.pid, descriptor, size)
+            for index, (descriptor, size) in enumerate(zip(shared.descriptors, shared.region_bytes, strict=True))
+        ]
+        arena._finish(page_lock, None)
         return arena
 
-    def _finish(self, page_lock: PageLock | None) -> None:
-        locked = _lock_regions(self._regions, page_lock)
-        self.pinned = bool(locked) or (page_lock is not None and not self._regions)
-        if self.pinned and self._reservation is not None:
-            self._reservation.mark_pinned()
-        descriptors = [region.descriptor for region in self._regions if region.descriptor is not None]
-        self._finalizer = weakref.finalize(self, _close, page_lock, locked, descriptors, self._reservation)
+    def _finish(self, page_lock: PageLock | None, reservation: Reservation | None) -> None:
+        """Page-lock the regions, all or none, and see to it that whatever ends them gives everything back."""
+        self._closed = False
+        self.pinned = page_lock is not None and _lock_regions(self._regions, page_lock)
+        if self.pinned and reservation is not None:
+            reservation.mark_pinned()
+        used_lock = page_lock if self.pinned else None
+        live = {region.index for region in self._regions}
+        if not live and reservation is not None:
+            reservation.release()  # an arena of nothing
+        self._finalizers = [
+            weakref.finalize(
+                region.pages, _end, used_lock, region.address, region.descriptor, reservation, live, region.index
+            )
+            for region in self._regions
+        ]
+        for region in self._regions:
+            del region.pages  # from here on the tensors alone keep them
 
     @property
     def taken_bytes(self) -> int:
@@ -152,10 +159,10 @@ class HostArena:
 
     def allocate(self, size: int, *, alignment: int | None = None) -> HostBlock:
         """A block of exactly ``size`` bytes. Raises OutOfBudget if no hole of the arena is large enough."""
-        if not self._finalizer.alive:
+        if self._closed:
             raise StormError("Cannot allocate from a host arena that was closed.")
         if size == 0:
-            return HostBlock(self, _EMPTY, 0, 0)
+            return HostBlock(self, None, 0, 0)
         with self._lock:
             for region in self._regions:
                 offset = region.extents.take(size, alignment or natural_alignment(size))
@@ -176,7 +183,7 @@ class HostArena:
     def at(self, place: tuple[int, int, int], dtype: torch.dtype, shape: Iterable[int] | None = None) -> torch.Tensor:
         """The tensor at a ``HostBlock.place`` of this arena, or of the arena that this one is attached to."""
         region, offset, size = place
-        return (self._regions[region] if size else _EMPTY).view(offset, size, dtype, shape)
+        return _view(self._regions[region].bytes if size else _NOTHING, offset, size, dtype, shape)
 
     def share(self) -> SharedArena:
         """The name by which another process of this user can attach the arena. Only for arenas made with ``shared=True``."""
@@ -195,8 +202,9 @@ class HostArena:
 
         The memory itself goes when the last tensor made from it does.
         """
-        self._finalizer()
-        self.pinned = False
+        self._closed, self.pinned = True, False
+        for finalizer in self._finalizers:
+            finalizer()
         self._regions = []
 
     def _give(self, region: _Region, offset: int, size: int) -> None:
@@ -205,57 +213,64 @@ class HostArena:
 
 
 class _Region:
-    """One mapping. ``bytes`` spans the usable part and keeps the mapping alive, as does every view made from it."""
+    """One mapping. ``bytes``, and every view made from it, keeps it alive."""
 
-    __slots__ = ("bytes", "descriptor", "extents", "index", "size")
+    __slots__ = ("bytes", "descriptor", "extents", "index", "pages", "size")
 
-    def __init__(
-        self, index: int, mapping: mmap.mmap | None, start: int, size: int, descriptor: int | None, extents: Extents
-    ) -> None:
-        self.index, self.size, self.descriptor, self.extents = index, size, descriptor, extents
-        if mapping is None:
-            self.bytes = torch.empty(0, dtype=torch.uint8)
-        else:
-            self.bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
+    def __init__(self, index: int, mapping: mmap.mmap, start: int, size: int, descriptor: int | None = None) -> None:
+        self.index, self.size, self.descriptor = index, size, descriptor
+        self.extents = Extents(size, grain=_GRAIN)
+        # Through a ctypes array, not from the mmap itself: its finalizer runs before the mapping ends, an mmap's after.
+        self.pages = (ctypes.c_ubyte * size).from_buffer(mapping, start)
+        self.bytes = torch.frombuffer(self.pages, dtype=torch.uint8)
 
     @property
     def address(self) -> int:
         return self.bytes.data_ptr()
 
-    def view(self, offset: int, size: int, dtype: torch.dtype, shape: Iterable[int] | None) -> torch.Tensor:
-        flat = self.bytes[offset : offset + size].view(dtype)
-        return flat if shape is None else flat.view(torch.Size(shape))
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-_EMPTY = _Region(0, None, 0, 0, None, Extents(0))
+def _view(data: torch.Tensor, offset: int, size: int, dtype: torch.dtype, shape: Iterable[int] | None) -> torch.Tensor:
+    flat = data[offset : offset + size].view(dtype)
+    return flat if shape is None else flat.view(torch.Size(shape))
 
 
 def _map_private(index: int, size: int) -> _Region:
     """Anonymous memory aligned to huge pages. The slack for the alignment is never touched, so it costs addresses only."""
     mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
+    start = -ctypes.addressof(ctypes.c_ubyte.from_buffer(mapping)) % _HUGE_PAGE
     whole = round_down(size, _HUGE_PAGE)  # the tail stays in small pages: a huge one would exceed what was charged
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        # A kernel without transparent huge pages refuses: small ones work as well, only more slowly to lock.
+        with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
-        except OSError:
-            pass  # a kernel without transparent huge pages: small ones work as well, only more slowly to lock
-    return _Region(index, mapping, start, size, None, Extents(size, grain=_GRAIN))
+    return _Region(index, mapping, start, size)
 
 
 def _map_shared(index: int, size: int) -> _Region:
     """Memory in an anonymous file: no name, no use of /dev/shm, gone with its last user."""
     descriptor = os.memfd_create("stormtorch", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size)
-    return _Region(index, mmap.mmap(descriptor, size), 0, size, descriptor, Extents(size, grain=_GRAIN))
+    return _Region(index, mmap.mmap(descriptor, size), 0, size, descriptor)
 
 
-def _lock_regions(regions: list[_Region], page_lock: PageLock | None) -> list[int]:
-    """Page-lock all regions or none; returns the locked addresses."""
+def _attach(index: int, pid: int, descriptor: int, size: int) -> _Region:
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise SettingError(
+            f"Cannot attach the shared arena of process {pid}: {error.strerror}. It must still run, with the arena open."
+        ) from error
+    region = _Region(index, mmap.mmap(opened, size), 0, size, opened)
+    region.extents = Extents(0)  # what is free is the owner's to know
+    return region
+
+
+def _lock_regions(regions: list[_Region], page_lock: PageLock) -> bool:
+    """Page-lock all regions or none; says so once if it is none."""
     locked: list[int] = []
-    if page_lock is None:
-        return locked
-    total = sum(region.size for region in regions)
     for region in regions:
         try:
             page_lock.lock(region.address, region.size)
@@ -263,22 +278,28 @@ def _lock_regions(regions: list[_Region], page_lock: PageLock | None) -> list[in
             for address in locked:
                 page_lock.unlock(address)
             say_once(
-                f"Host page-lock refused for {format_bytes(total)} ({error}); the limit is {limits.page_lock_limit()}. "
-                "Copies go through a small page-locked ring instead, at a lower rate.",
+                f"Host page-lock refused for {format_bytes(sum(r.size for r in regions))} ({error}); the limit is "
+                f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, at a lower rate.",
                 key="page-lock refused",
             )
-            return []
+            return False
         locked.append(region.address)
-    return locked
+    return True
 
 
-def _close(
-    page_lock: PageLock | None, locked: list[int], descriptors: list[int], reservation: Reservation | None
+def _end(
+    page_lock: PageLock | None,
+    address: int,
+    descriptor: int | None,
+    reservation: Reservation | None,
+    live: set[int],
+    index: int,
 ) -> None:
+    """Runs once for each region, when it is closed or its last tensor goes. The last one returns the charge."""
     if page_lock is not None:
-        for address in locked:
-            page_lock.unlock(address)
-    for descriptor in descriptors:
+        page_lock.unlock(address)
+    if descriptor is not None:
         os.close(descriptor)
-    if reservation is not None:
+    live.discard(index)
+    if not live and reservation is not None:
         reservation.release()

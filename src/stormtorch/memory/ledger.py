@@ -70,7 +70,8 @@ class Ledger:
         """``available`` tells what the machine has free on a tier right now; tiers without an entry are held by budget alone."""
         self.budgets: dict[Tier, Budget] = {budget.tier: budget for budget in budgets}
         self._available = dict(available or {})
-        self._lock = threading.Lock()
+        # Re-entrant: an arena that the garbage collector ends may release its charge in the middle of any call below.
+        self._lock = threading.RLock()
         self._live: dict[int, Reservation] = {}
         self._used: dict[tuple[Tier, Tag], int] = {}
         self._peak: dict[tuple[Tier, Tag], int] = {}
@@ -141,7 +142,7 @@ class Ledger:
         """Assert conservation: the sums by tag and by tier equal the live reservations, and no budget is exceeded."""
         with self._lock:
             sums: dict[tuple[Tier, Tag], int] = {}
-            for live in self._live.values():
+            for live in list(self._live.values()):
                 sums[live.tier, live.tag] = sums.get((live.tier, live.tag), 0) + live.bytes
             assert {key: used for key, used in self._used.items() if used} == {k: s for k, s in sums.items() if s}
             for tier in Tier:
@@ -149,7 +150,7 @@ class Ledger:
                 assert self._tier_used[tier] <= self._tier_peak[tier]
             for tier, budget in self.budgets.items():
                 assert self._tier_peak[tier] <= budget.limit_bytes
-            assert self._pinned == sum(live.bytes for live in self._live.values() if live.pinned)
+            assert self._pinned == sum(live.bytes for live in list(self._live.values()) if live.pinned)
 
     def table(self) -> str:
         """Tiers, tags, bytes now and at the peak, against the limits; plain text."""
@@ -200,7 +201,7 @@ _REMEDY_FREE = {
 
 
 def open_ledger(
-    device: torch.device, *, vram: object = "auto", ram: object = "auto", disk: Path | None = None
+    device: torch.device, *, vram: object = "auto", ram: object = "auto", disk: Path | str | None = None
 ) -> Ledger:
     """A ledger for this machine from the user's settings; refuses budgets that the machine can never meet."""
     free, total = limits.device_memory_bytes(device)
@@ -226,7 +227,9 @@ def open_ledger(
     if device.type == "cuda":
         available[Tier.DEVICE] = lambda: limits.device_memory_bytes(device)[0]
     if disk is not None:
-        directory = disk
+        directory = Path(disk)
+        if not directory.is_dir():
+            raise SettingError(f"disk={str(disk)!r} is not a directory. Name one that exists, on the disk to spill to.")
         free = limits.disk_free_bytes(directory)
         budgets.append(
             _budget(

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from ..core.errors import StorageError
+
 _CGROUP_UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2^63
 
 
@@ -108,7 +110,12 @@ def device_memory_bytes(device: torch.device) -> tuple[int, int]:
 
 def disk_free_bytes(directory: Path) -> int:
     """Bytes that this user may still write on the filesystem of ``directory``."""
-    return shutil.disk_usage(directory).free
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError as error:
+        raise StorageError(
+            f"Cannot tell how much space is free in {directory}: {error.strerror}. Is it still there?"
+        ) from error
 
 
 def filesystem_type(path: Path) -> str:

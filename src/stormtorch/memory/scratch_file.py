@@ -20,8 +20,8 @@ from ..core.sizes import format_bytes, round_up
 from ..core.tags import Tag, Tier
 from .extents import Extents
 from .file_calls import SystemCalls, storage_error
-from .file_requests import Buffer, Request, bytes_of
-from .files import ALIGNMENT, File, FileOptions, closed_on_error, preallocate
+from .file_requests import Buffer, Transfer, bytes_of
+from .files import ALIGNMENT, File, FileOptions, closed_on_error, interruptible, preallocate
 from .ledger import Ledger, Reservation
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR})  # EISDIR: kernels that do not know the flag
@@ -38,19 +38,23 @@ class FileExtent:
 
     def pread(self, buffer: Buffer, offset: int = 0) -> Future[int]:
         """As ``File.pread``."""
-        return self.file._submit_in(self, bytes_of(buffer, writable=True), offset, write=False).future
+        return self.file._submit_in(self, bytes_of(buffer, writable=True), offset, write=False)
 
     def pwrite(self, buffer: Buffer, offset: int = 0) -> Future[int]:
         """As ``File.pwrite``."""
-        return self.file._submit_in(self, bytes_of(buffer, writable=False), offset, write=True).future
+        return self.file._submit_in(self, bytes_of(buffer, writable=False), offset, write=True)
 
     def read(self, buffer: Buffer, offset: int = 0) -> int:
         """As ``File.read``; blocks."""
-        return self.file._submit_in(self, bytes_of(buffer, writable=True), offset, write=False).wait()
+        with interruptible() as stop:
+            view = bytes_of(buffer, writable=True)
+            return self.file._submit_in(self, view, offset, write=False, stop=stop).result()
 
     def write(self, buffer: Buffer, offset: int = 0) -> int:
         """As ``File.write``; blocks."""
-        return self.file._submit_in(self, bytes_of(buffer, writable=False), offset, write=True).wait()
+        with interruptible() as stop:
+            view = bytes_of(buffer, writable=False)
+            return self.file._submit_in(self, view, offset, write=True, stop=stop).result()
 
     def give_back(self) -> None:
         """Return the space; its content is lost. What a request still uses follows when that ends. Idempotent."""
@@ -108,7 +112,9 @@ class ScratchFile(File):
             if self._requests.fd < 0:
                 self._reservation.release()
 
-    def _submit_in(self, extent: FileExtent, view: memoryview, offset: int, *, write: bool) -> Request:
+    def _submit_in(
+        self, extent: FileExtent, view: memoryview, offset: int, *, write: bool, stop: threading.Event | None = None
+    ) -> Transfer:
         end = offset + len(view)
         if offset < 0 or end > extent.size_bytes:
             raise SettingError(f"Bytes {offset} to {end} are not inside an extent of {extent.size_bytes} bytes.")
@@ -123,6 +129,7 @@ class ScratchFile(File):
                 write=write,
                 padded=end == extent.size_bytes,  # behind an extent's end lies its own padding
                 ended=lambda: self._request_ended(extent),
+                stop=stop,
             )
         except Exception:  # not Ctrl-C: it may come when the request has begun, which then ends by itself
             self._request_ended(extent)

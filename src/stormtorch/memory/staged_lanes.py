@@ -15,7 +15,7 @@ import torch
 from ..core.records import Sink
 from ..core.sizes import MiB, round_down
 from ..core.tags import Tag
-from .cpu_lanes import Failure, ThreadLane
+from .cpu_lanes import Failure, ThreadLane, wait_interruptibly
 from .cuda_lanes import CopyTimer, CudaEvent
 from .flags import Flag
 from .lanes import Delay, Event, check_copy
@@ -40,7 +40,7 @@ class StagedEvent(CudaEvent):
             self._enqueued.set()
 
     def enqueued(self) -> None:
-        self._enqueued.wait()
+        wait_interruptibly(self._enqueued)
         self._failure.raise_if_any()
 
     def done(self) -> bool:

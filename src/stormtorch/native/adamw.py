@@ -37,7 +37,7 @@ _WEIGHT_KINDS = {(torch.float32, None): 0, (torch.bfloat16, torch.int16): 1, (to
 _GRAD_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACCEPTED = (
     "Accepted: contiguous CPU tensors of one size that share no memory; weight float32 without master, bfloat16 with "
-    "an int16 master, or float16 with a float32 master; exp_avg and exp_avg_sq float32; grad float32, bfloat16 or float16."
+    "an int16 master, or float16 with a float32 master; moments float32; grad float32, bfloat16 or float16."
 )
 
 

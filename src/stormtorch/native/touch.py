@@ -1,4 +1,4 @@
-"""First touch of fresh memory: the page faults of one thread take seconds per ten GiB, those of many run in parallel."""
+"""First touch of fresh memory: one thread's page faults take seconds per ten GiB, those of many run in parallel."""
 
 from __future__ import annotations
 

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stormtorch.cli.main import main
+
+
+def storm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import sys; from stormtorch.cli.main import main; sys.exit(main())", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_the_demo_moves_more_than_its_budget_and_checks_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["demo", "--device", "cpu", "--size", "16MiB", "--vram", "1MiB", "--disk", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("all numbers right") == 2
+    assert "16.0 MiB through 4 slots of 256.0 KiB" in out
+    table = out.splitlines()
+    assert any(line.split()[:2] == ["device", "all"] and line.endswith("1.0 MiB") for line in table)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_the_demo_on_the_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["demo", "--size", "256MiB", "--disk", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("all numbers right") == 2
+    assert "page-locked" in out
+
+
+def test_the_doctor_names_every_tier(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--disk", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for word in ("native kernels:", "host:", "device", "disk:", "I/O"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo", "--device", "cpu", "--vram", "8G"], ["--vram='8G'", "Accepted", "GiB"]),
+        (["demo", "--device", "tpu:0"], ["--device tpu:0", "Accepted: cpu"]),
+        (["demo", "--size", "9000TiB", "--device", "cpu"], ["9000.0 TiB on the host", "ram='auto'"]),
+        (["demo", "--device", "cpu", "--size", "lots"], ["--size='lots'"]),
+        (["demo", "--device", "cpu", "--disk", "/no/such/place"], ["/no/such/place", "not a directory"]),
+        (["demo", "--device", "cpu", "--size", "8MiB", "--vram", "100"], ["--vram", "100"]),
+        (["doctor", "--disk", "/no/such/place"], ["/no/such/place", "not a directory"]),
+    ],
+)
+def test_bad_input_gets_one_clear_line(arguments: list[str], words: list[str]) -> None:
+    done = storm(*arguments)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_no_command_shows_usage() -> None:
+    done = storm()
+    assert done.returncode == 2
+    assert "usage: storm" in done.stderr

@@ -1,0 +1,59 @@
+"""Law: opening and closing everything two hundred times leaves threads, descriptors, memory and the ledger where they were."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import torch
+
+from stormtorch.core.sizes import MiB
+from stormtorch.core.tags import Tag
+from stormtorch.memory.device import SlotRing
+from stormtorch.memory.flags import Flags
+from stormtorch.memory.host import HostArena
+from stormtorch.memory.lanes import open_lanes
+from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.memory.scratch_file import create_scratch
+from stormtorch.native.worker import open_worker
+
+
+def session(device: torch.device, ledger: Ledger, directory: Path) -> None:
+    lock = page_lock_for(device)
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
+    lanes = open_lanes(device)
+    ring = SlotRing(device, count=2, slot_bytes=MiB, ledger=ledger, tag=Tag.PARAMETERS, compute=lanes.compute)
+    flags = Flags(4, ledger=ledger, device=device, page_lock=lock)
+    home = arena.tensor((MiB,), torch.uint8, alignment=4096)
+    slot = ring.acquire(lanes.load)
+    assert slot is not None
+    lanes.load.copy(slot.bytes, home, Tag.PARAMETERS)
+    slot.release(lanes.load.record())
+    with open_worker(threads=1), create_scratch(directory, MiB, ledger=ledger, tag=Tag.OPTIMIZER) as file:
+        extent = file.take(MiB)
+        extent.write(home)
+        extent.read(home)
+    ring.close()
+    lanes.close()
+    flags.close()
+    arena.close()
+
+
+def test_two_hundred_sessions_leave_nothing(device: torch.device, ledger: Ledger, tmp_path: Path) -> None:
+    def standing() -> tuple[int, int, int]:
+        gc.collect()
+        return threading.active_count(), psutil.Process().num_threads(), len(os.listdir("/proc/self/fd"))
+
+    for _ in range(5):  # pools that torch and the driver make once
+        session(device, ledger, tmp_path)
+    before, rss = standing(), psutil.Process().memory_info().rss
+    for _ in range(200):
+        session(device, ledger, tmp_path)
+    assert standing() == before
+    grown = psutil.Process().memory_info().rss - rss
+    assert grown < 32 * MiB, f"{grown / MiB:.0f} MiB more after 200 sessions that used 2 MiB each"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,47 @@
+"""What users may rely on is frozen here: a new public name or flag changes this file, and needs a reason in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import stormtorch
+from stormtorch.cli.main import parser
+
+PUBLIC_NAMES = ["LaneError", "OutOfBudget", "SettingError", "StorageError", "StormError", "__version__"]
+FLAGS = {
+    "demo": ["--device", "--disk", "--help", "--size", "--vram"],
+    "doctor": ["--disk", "--help"],
+}
+
+
+def test_public_names() -> None:
+    assert sorted(stormtorch.__all__) == PUBLIC_NAMES
+    assert all(hasattr(stormtorch, name) for name in PUBLIC_NAMES)
+
+
+def test_every_error_is_a_storm_error() -> None:
+    for name in PUBLIC_NAMES:
+        if name.endswith("Error") or name == "OutOfBudget":
+            assert issubclass(getattr(stormtorch, name), stormtorch.StormError)
+
+
+def test_commands_and_flags() -> None:
+    commands = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+    found = {
+        name: sorted(flag for action in command._actions for flag in action.option_strings if flag.startswith("--"))
+        for name, command in commands.items()
+    }
+    assert found == FLAGS
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from stormtorch.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)

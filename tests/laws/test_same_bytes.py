@@ -1,0 +1,99 @@
+"""Law: whatever the timing, data that streams through tiers smaller than itself comes back with the right numbers.
+
+Every lane is delayed at random and every released slot is overwritten with NaN, so that a missing wait, on the lane's side or on
+compute's, is a wrong number in every run and not in one of a thousand.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from stormtorch.core.tags import Tag, Tier
+from stormtorch.memory.device import SlotRing
+from stormtorch.memory.flags import Flags
+from stormtorch.memory.host import HostArena
+from stormtorch.memory.lanes import Delay, open_lanes
+from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
+from stormtorch.native.worker import FlagValue, open_worker
+
+UNITS, ELEMENTS, STEPS = 6, 3000, 4
+
+
+def jitter(device: torch.device, seed: int) -> Delay:
+    chance = random.Random(seed)
+    if device.type == "cpu":
+        return lambda: time.sleep(chance.random() * 1e-3)
+    return lambda: torch.cuda._sleep(int(chance.random() * 1e6))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_training_step_in_miniature_is_the_same_as_in_place(device: torch.device, ledger: Ledger, seed: int) -> None:
+    """Weights go up, a gradient comes down, the CPU worker updates behind a flag, and the next load waits for its flag.
+
+    This is the loop that training will run, without a model: all parts of the foundation together, the host never waiting.
+    """
+    lock = page_lock_for(device)
+    arena = HostArena(UNITS * ELEMENTS * 20 + (1 << 16), ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
+    homes = [
+        {name: arena.tensor((ELEMENTS,), torch.float32) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}
+        for _ in range(UNITS)
+    ]
+    for index, home in enumerate(homes):
+        torch.manual_seed(index)
+        home["weight"].normal_()
+    plain = [{name: tensor.clone() for name, tensor in home.items()} for home in homes]
+
+    lanes = open_lanes(device, delay=jitter(device, seed))
+    ring = SlotRing(
+        device,
+        count=2,
+        slot_bytes=ELEMENTS * 4,
+        ledger=ledger,
+        tag=Tag.PARAMETERS,
+        compute=lanes.compute,
+        poison=lanes.load,
+    )
+    arrived = Flags(UNITS, ledger=ledger, device=device, page_lock=lock)
+    updated = Flags(UNITS, ledger=ledger, device=device, page_lock=lock)
+    with open_worker() as worker:
+        for step in range(1, STEPS + 1):
+            numbers = AdamStep(lr=0.1, step=step)
+            for index, home in enumerate(homes):
+                slot = ring.acquire(lanes.load)
+                assert slot is not None
+                lanes.load.wait_flag(updated[index], step - 1)
+                there = slot.tensor(torch.float32, (ELEMENTS,))
+                lanes.load.copy(there, home["weight"], Tag.PARAMETERS)
+                lanes.compute.wait(lanes.load.record())
+                there.mul_(2).add_(index)  # a gradient, in place in its slot
+                lanes.store.wait(lanes.compute.record())
+                lanes.store.copy(home["grad"], there, Tag.GRADIENTS)
+                lanes.store.write_flag(arrived[index], step)
+                slot.release(lanes.store.record())
+                worker.submit(
+                    AdamTensors(**home),
+                    numbers,
+                    priority=index,
+                    ready=FlagValue(arrived[index].address, step),
+                    done=FlagValue(updated[index].address, step),
+                )
+                plain[index]["grad"] = plain[index]["weight"] * 2 + index
+                adamw_(AdamTensors(**plain[index]), numbers)
+        for index in range(UNITS):
+            assert updated[index].wait(STEPS, timeout_s=60)
+    lanes.synchronize()
+    for home, reference in zip(homes, plain, strict=True):
+        for name, tensor in home.items():
+            assert torch.equal(tensor, reference[name]), f"{name} differs"
+    assert ledger.peak_bytes(Tier.DEVICE) == 2 * 12288
+    ring.close()
+    lanes.close()
+    arrived.close()
+    updated.close()
+    arena.close()

@@ -1,0 +1,63 @@
+"""What is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from stormtorch.core.errors import SettingError
+from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
+from stormtorch.native.library import Library
+from stormtorch.native.worker import open_worker
+
+MakeTensors = Callable[..., AdamTensors]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight": torch.zeros(9)}, r"exp_avg is float32\[8\]"),
+        ({"grad": torch.zeros(16)[::2]}, r"grad is float32\[8\] on cpu, not contiguous"),
+        ({"exp_avg": torch.zeros(8, dtype=torch.bfloat16)}, r"exp_avg is bfloat16\[8\]"),
+        ({"grad": torch.zeros(8, dtype=torch.float64)}, r"grad is float64\[8\]"),
+        ({"grad": torch.zeros(8, device="meta")}, "on meta"),
+        ({"master": torch.zeros(8, dtype=torch.int16)}, r"master is int16\[8\]"),
+        ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, r"weight is bfloat16\[8\]"),
+        ({"weight": torch.zeros(8, dtype=torch.float16), "master": torch.zeros(8, dtype=torch.int16)}, "float16"),
+    ],
+)
+def test_tensors_that_do_not_fit(changed: dict[str, torch.Tensor], message: str) -> None:
+    good = {name: torch.zeros(8) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}
+    AdamTensors(**good)
+    with pytest.raises(SettingError, match=rf"{message}.*Accepted: contiguous CPU tensors"):
+        AdamTensors(**good | changed)
+
+
+def test_tensors_that_share_memory() -> None:
+    block = torch.zeros(20)
+    with pytest.raises(SettingError, match="exp_avg and grad share memory"):
+        AdamTensors(weight=torch.zeros(8), exp_avg=block[:8], exp_avg_sq=torch.zeros(8), grad=block[7:15])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"step": 0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": float("nan")}]
+)
+def test_numbers_that_cannot_be_meant(bad: dict[str, object]) -> None:
+    with pytest.raises(SettingError, match=f"{next(iter(bad))}=.*Accepted"):
+        AdamStep(**{"lr": 1e-3, "step": 1} | bad)  # type: ignore[arg-type]
+
+
+def test_threads_cores_and_instruction_sets(make_tensors: MakeTensors) -> None:
+    with pytest.raises(SettingError, match="threads=0"):
+        adamw_(make_tensors(1), AdamStep(lr=1e-3, step=1), threads=0)
+    with pytest.raises(SettingError, match="threads=-1"):
+        open_worker(threads=-1)
+    with pytest.raises(SettingError, match=r"cores=\[100000\]"):
+        open_worker(cores=[100_000])
+
+
+def test_unknown_instruction_set(native: Library, make_tensors: MakeTensors) -> None:
+    with pytest.raises(SettingError, match=f"Accepted: .*{native.isa}"):
+        adamw_(make_tensors(1), AdamStep(lr=1e-3, step=1), isa="mmx")

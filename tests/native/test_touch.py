@@ -1,0 +1,58 @@
+"""First touch makes pages exist; waiting for a word ends when it should."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from stormtorch.native import flag_words
+from stormtorch.native.touch import first_touch
+
+MiB = 1 << 20
+
+
+@pytest.fixture(params=["native", "fallback"])
+def _either(request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("native" if request.param == "native" else "no_library")
+
+
+@pytest.mark.usefixtures("_either")
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_touch_brings_every_page(threads: int | None) -> None:
+    process = psutil.Process()
+    with mmap.mmap(-1, 96 * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as region:
+        word = ctypes.c_char.from_buffer(region)
+        before = process.memory_info().rss
+        first_touch(ctypes.addressof(word) + 100, 64 * MiB - 50, threads)
+        grown = process.memory_info().rss - before
+        del word
+        assert 60 * MiB <= grown <= 80 * MiB
+
+
+@pytest.mark.usefixtures("_either")
+def test_wait_sees_a_word_written_later(words: Any) -> None:
+    address = words.at(3).address
+    assert not flag_words.wait(address, 7, 0.02)
+    writer = threading.Timer(0.05, words.__setitem__, (3, 7))
+    writer.start()
+    start = time.monotonic()
+    assert flag_words.wait(address, 7, 10.0)
+    assert time.monotonic() - start < 5
+    writer.join()
+
+
+@pytest.mark.usefixtures("_either")
+@pytest.mark.parametrize(
+    ("word", "value", "reached"),
+    [(5, 5, True), (4, 5, False), (2, 0xFFFFFFFE, True), (0xFFFFFFFE, 2, False), (0x80000000, 0x7FFFFFFF, True)],
+)
+def test_comparison_is_cyclic(word: int, value: int, reached: bool, words: Any) -> None:
+    words[0] = word
+    assert flag_words.wait(words.at(0).address, value, 0.0) is reached
+    assert words.at(0, value).reached() is reached
