@@ -1,4 +1,4 @@
-"""What all tests share: a device fixture that covers CPU and GPU, a generous ledger, and notices that are heard anew."""
+"""What all tests share: a device fixture for CPU and GPU, a generous ledger, notices that are heard anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``python -m benchmarks.micro [CASE ...]``: every case in a process of its own with a time limit, one table at the end.
+"""``python -m benchmarks.micro [CASE ...]``: every case in a process of its own with a time limit, one table at the
+end.
 
 A case is a module of this folder with ``run(tiny) -> list[Row]``. ``--tiny`` checks that they work, in seconds.
 """

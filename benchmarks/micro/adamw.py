@@ -1,6 +1,7 @@
 """AdamW on the CPU: our kernels against torch's fused one, and against the rate at which RAM can be copied.
 
-Bytes a parameter, read and written: fp32 28 (weight, moments r+w, gradient r), split bf16 26 (hi, lo, moments r+w, gradient r).
+Bytes a parameter, read and written: fp32 28 (weight, moments r+w, gradient r), split bf16 26 (hi, lo, moments r+w,
+gradient r).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How fast page-locked memory is made: our arena against ``pin_memory=True``. Without a GPU: mapping and touching alone."""
+"""How fast page-locked memory is made: our arena against ``pin_memory=True``.
+
+Without a GPU: mapping and touching alone.
+"""
 
 from __future__ import annotations
 

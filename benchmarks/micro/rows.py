@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. ``against`` is the figure of the plain way to do the same, measured in the same run; ``ratio`` is ours over it."""
+    """One measurement.
+
+    ``against`` is the figure of the plain way to do the same, measured in the same run; ``ratio`` is ours over it.
+    """
 
     case: str
     what: str

@@ -1,4 +1,4 @@
-"""Law: device and page-locked memory are taken inside memory/ only, where the ledger sees them; core stays pure data."""
+"""Law: device and page-locked memory are taken inside memory/ only, where the ledger sees them; core is pure data."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Law: opening and closing everything two hundred times leaves threads, descriptors, memory and the ledger where they were."""
+"""Law: two hundred times everything opened and closed leaves threads, descriptors, memory and ledger as they were."""
 
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def session(device: torch.device, ledger: Ledger, directory: Path) -> None:
 def test_two_hundred_sessions_leave_nothing(device: torch.device, ledger: Ledger, tmp_path: Path) -> None:
     def standing() -> tuple[int, int, int]:
         gc.collect()
-        return threading.active_count(), psutil.Process().num_threads(), len(os.listdir("/proc/self/fd"))
+        return threading.active_count(), psutil.Process().num_threads(), len(list(Path("/proc/self/fd").iterdir()))
 
     for _ in range(5):  # pools that torch and the driver make once
         session(device, ledger, tmp_path)

@@ -1,4 +1,4 @@
-"""What users may rely on is frozen here: a new public name or flag changes this file, and needs a reason in CHANGELOG.md."""
+"""What users may rely on is frozen here: a new public name or flag changes this file, with a reason in CHANGELOG.md."""
 
 from __future__ import annotations
 

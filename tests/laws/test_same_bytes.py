@@ -1,7 +1,7 @@
 """Law: whatever the timing, data that streams through tiers smaller than itself comes back with the right numbers.
 
-Every lane is delayed at random and every released slot is overwritten with NaN, so that a missing wait, on the lane's side or on
-compute's, is a wrong number in every run and not in one of a thousand.
+Every lane is delayed at random and every released slot is overwritten with NaN, so that a missing wait, on the lane's
+side or on compute's, is a wrong number in every run and not in one of a thousand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def jitter(device: torch.device, seed: int) -> Delay:
 def test_a_training_step_in_miniature_is_the_same_as_in_place(device: torch.device, ledger: Ledger, seed: int) -> None:
     """Weights go up, a gradient comes down, the CPU worker updates behind a flag, and the next load waits for its flag.
 
-    This is the loop that training will run, without a model: all parts of the foundation together, the host never waiting.
+    This is the loop that training will run, without a model: all parts of the foundation together, the host never
+    waiting.
     """
     lock = page_lock_for(device)
     arena = HostArena(UNITS * ELEMENTS * 20 + (1 << 16), ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)

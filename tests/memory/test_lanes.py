@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import threading
 import time
@@ -160,7 +161,7 @@ def test_neighbours_travel_together(opened: OpenLanes, lane_device: torch.device
     lanes = opened()
     home, there = at_home(kind, torch.randn(1000)), torch.zeros(1000, device=lane_device)
     cuts = [0, 10, 10, 300, 999, 1000]
-    pairs = [(there[a:b], home[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pairs = [(there[a:b], home[a:b]) for a, b in itertools.pairwise(cuts)]
     assert lanes.load.copy_all(pairs, Tag.PARAMETERS) == 1
     lanes.synchronize()
     assert torch.equal(there.cpu(), home)

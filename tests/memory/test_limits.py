@@ -54,7 +54,7 @@ def test_the_cgroup_caps_what_is_available(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_a_cgroup_limit_the_machine_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_cgroup_levels", lambda: [])
+    monkeypatch.setattr(limits, "_cgroup_levels", list)
     assert limits.host_total_bytes() == psutil.virtual_memory().total
     assert 0 < limits.host_available_bytes() <= limits.host_total_bytes()
 

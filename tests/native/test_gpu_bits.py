@@ -18,7 +18,7 @@ BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def update(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def update(  # type: ignore[no-untyped-def]
     weight, master, exp_avg, exp_avg_sq, grad, count,
     grad_scale, l2, decay, lerp_weight, beta2, grad_sq_weight, root_bias2, eps, minus_step_size,
     with_l2: tl.constexpr, from_grad: tl.constexpr, square_fused: tl.constexpr, split: tl.constexpr,

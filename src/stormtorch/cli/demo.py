@@ -1,4 +1,7 @@
-"""``storm demo``: the tiers at work. Data larger than its device budget goes through slots and back, then to disk and back."""
+"""``storm demo``: the tiers at work.
+
+Data larger than its device budget goes through slots and back, then to disk and back.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def _device(name: str) -> torch.device:
 
 
 def _through_the_device(device: torch.device, arena: HostArena, ledger: Ledger) -> None:
-    """Stream the arena through slots that hold a fraction of it, change every number on the device, check them at home."""
+    """Stream the arena through slots that hold a fraction of it; change every number there, check them at home."""
     import torch
 
     from ..core.records import Copied, Record
@@ -159,8 +162,8 @@ def _through_the_disk(directory: Path, arena: HostArena, ledger: Ledger) -> None
     assert wrong == 0, f"{wrong} of {home.numel()} numbers came back wrong"
     write_rate, read_rate = home.nbytes / (written_s - start_s) / 1e9, home.nbytes / (read_s - zeroed_s) / 1e9
     print(
-        f"disk     {format_bytes(home.nbytes)} to a scratch file at {write_rate:.1f} GB/s and back at {read_rate:.1f} GB/s "
-        f"({mode}); all numbers right"
+        f"disk     {format_bytes(home.nbytes)} to a scratch file at {write_rate:.1f} GB/s and back "
+        f"at {read_rate:.1f} GB/s ({mode}); all numbers right"
     )
     block.release()
 

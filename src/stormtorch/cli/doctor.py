@@ -31,7 +31,8 @@ def run(options: argparse.Namespace) -> int:
     cgroup = limits.cgroup_limit_bytes()
     under = f", of which the cgroup allows {format_bytes(cgroup)}" if cgroup is not None else ""
     print(
-        f"host: {format_bytes(limits.host_available_bytes())} RAM free of {format_bytes(limits.host_total_bytes())}{under}"
+        f"host: {format_bytes(limits.host_available_bytes())} RAM free "
+        f"of {format_bytes(limits.host_total_bytes())}{under}"
     )
     for index in range(torch.cuda.device_count()):
         free, total = limits.device_memory_bytes(torch.device("cuda", index))
@@ -69,8 +70,8 @@ def _signals(index: int) -> str:
 def _io_mode(directory: Path) -> str:
     from ..core.budget import Budget
     from ..core.tags import Tag, Tier
-    from ..memory.scratch_file import create_scratch
     from ..memory.ledger import Ledger
+    from ..memory.scratch_file import create_scratch
 
     ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 20, given="storm doctor"))
     with create_scratch(directory, 1 << 16, ledger=ledger, tag=Tag.STAGING) as file:

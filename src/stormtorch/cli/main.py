@@ -1,4 +1,7 @@
-"""``storm``: finds the sub-command and runs it. Imports torch only once a command needs it, so that --help is immediate."""
+"""``storm``: finds the sub-command and runs it.
+
+Imports torch only once a command needs it, so that --help is immediate.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a user can be told. An error has four parts: what failed, the numbers, which setting set the limit, what to do."""
+"""What a user can be told.
+
+An error has four parts: what failed, the numbers, which setting set the limit, what to do.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class OutOfBudget(StormError, MemoryError):
 
 
 class StorageError(StormError, OSError):
-    """A file could not be read or written; names the file, the byte range and the cause. ``errno`` is set when known."""
+    """A file could not be read or written; names the file, the byte range and the cause.
+
+    ``errno`` is set when known.
+    """
 
 
 class LaneError(StormError, RuntimeError):

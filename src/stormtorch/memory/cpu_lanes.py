@@ -1,4 +1,4 @@
-"""Lanes for a device that is host memory: worker threads, so that copies really happen later than they were asked for."""
+"""Lanes for a device that is host memory: worker threads, so that copies really happen later than asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Work = Callable[[], None]
 
 
 class Failure:
-    """The first error of a lane; shared with its events so that waiting on one raises instead of returning stale data."""
+    """The first error of a lane; its events share it, so that waiting on one raises and never passes stale data."""
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
@@ -58,7 +58,8 @@ class CpuEvent(Event):
 class ThreadLane(Lane):
     """A lane whose work is done by a thread of its own, in order. Subclasses say what a copy is.
 
-    After a failure the thread goes on: it skips work, reaches events (whose waiters then raise) and aborts flags, so that nobody hangs.
+    After a failure the thread goes on: it skips work, reaches events (whose waiters then raise) and aborts flags, so
+    that nobody hangs.
     """
 
     def __init__(self, name: str, delay: Delay | None = None) -> None:

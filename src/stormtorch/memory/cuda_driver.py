@@ -1,8 +1,9 @@
 """The few calls that torch does not offer, made on NVIDIA's driver library directly.
 
-Page-locking goes through the driver rather than ``cudaHostRegister`` because the runtime keeps the last error of a failed call
-and torch would report it at some later, innocent kernel launch; the driver has no such memory. The stream memory operations
-exist only here. This is the only file that knows the driver's names; nothing in it imports on a machine without the library.
+Page-locking goes through the driver rather than ``cudaHostRegister`` because the runtime keeps the last error of a
+failed call and torch would report it at some later, innocent kernel launch; the driver has no such memory. The stream
+memory operations exist only here. This is the only file that knows the driver's names; nothing in it imports on a
+machine without the library.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ class DriverError(StormError, RuntimeError):
 
 
 class Driver:
-    """Typed access to libcuda. Calls need a current context; each makes torch's primary context current if there is none."""
+    """Typed access to libcuda.
+
+    Calls need a current context; each makes torch's primary context current if there is none.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def register(self, address: int, size: int) -> None:
-        """Page-lock ``[address, address + size)`` for copies by any device. Blocks; raises DriverError, leaves no error behind."""
+        """Page-lock ``[address, address + size)`` for copies by any device.
+
+        Blocks; raises DriverError, leaves no error behind.
+        """
         self._need_context()
         self._call(
             "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE_AND_MAPPED)

@@ -1,11 +1,11 @@
 """Device memory that is taken once: single blocks, and rings of equal slots whose reuse is gated by events.
 
-Slots make the bound hard. The host may run whole steps ahead of the GPU; with memory from torch's allocator each load that it
-enqueues would take fresh bytes, and `record_stream` would return them at some later time. A slot exists already, and the lane that
-fills it again waits, on the GPU, for the event of its last use.
+Slots make the bound hard. The host may run whole steps ahead of the GPU; with memory from torch's allocator each load
+that it enqueues would take fresh bytes, and `record_stream` would return them at some later time. A slot exists
+already, and the lane that fills it again waits, on the GPU, for the event of its last use.
 
-A slot is in one of three states: *free* (its last use may still be running; the bytes are reusable behind ``last_use``), *held*
-(acquired by somebody), *closed* with its ring (the memory is torch's again).
+A slot is in one of three states: *free* (its last use may still be running; the bytes are reusable behind
+``last_use``), *held* (acquired by somebody), *closed* with its ring (the memory is torch's again).
 """
 
 from __future__ import annotations
@@ -56,13 +56,19 @@ class DeviceBlock:
         return self._bytes[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Return the memory to torch and the charge to the ledger. All work on it must have ended. Safe to call twice."""
+        """Return the memory to torch and the charge to the ledger.
+
+        All work on it must have ended. Safe to call twice.
+        """
         self._bytes = None
         self._reservation.release()
 
 
 class Slot:
-    """One of a ring's equal pieces. ``bytes`` may be written behind ``last_use``, for which ``acquire`` made the lane wait."""
+    """One of a ring's equal pieces.
+
+    ``bytes`` may be written behind ``last_use``, for which ``acquire`` made the lane wait.
+    """
 
     __slots__ = ("_ring", "bytes", "index", "last_use")
 
@@ -76,15 +82,18 @@ class Slot:
         return self.bytes[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def release(self, last_use: Event) -> None:
-        """Make the slot free again behind ``last_use``. Returns at once; nothing waits until the slot is filled anew."""
+        """Make the slot free again behind ``last_use``.
+
+        Returns at once; nothing waits until the slot is filled anew.
+        """
         self._ring._release(self, last_use)
 
 
 class SlotRing:
     """``count`` slots of ``slot_bytes`` each, allocated now. Used from one thread, or under the owner's lock.
 
-    ``poison`` names a lane that overwrites every released slot with NaN, behind its last use: a reader that did not wait, or that
-    was not waited for, then gives a wrong number at once instead of a rare one. For tests.
+    ``poison`` names a lane that overwrites every released slot with NaN, behind its last use: a reader that did not
+    wait, or that was not waited for, then gives a wrong number at once instead of a rare one. For tests.
     """
 
     def __init__(
@@ -129,7 +138,10 @@ class SlotRing:
         assert len(self._free) + len(self._held) == len(self.slots)
 
     def close(self) -> None:
-        """Wait for the last use of every free slot, then return the memory. Held slots must be idle. Safe to call twice."""
+        """Wait for the last use of every free slot, then return the memory.
+
+        Held slots must be idle. Safe to call twice.
+        """
         while self._free:
             self._free.popleft().last_use.synchronize()
         self._held.clear()

@@ -2,11 +2,11 @@
 
 It deals in numbers only and owns no memory, so that the same code, and the same property tests, serve RAM and disk.
 
-Best fit, with neighbours merged on release. Free holes are kept twice, by offset (to merge) and by size (to fit); both are
-sorted lists, whose insertions are memmoves of a few hundred KiB even with 65,536 holes. The bytes skipped to align an
-extent stay part of it: as holes of their own they are too small for anybody, and a search that meets thousands of them
-takes minutes where this one takes a second. A buddy allocator, which needs no search, was not taken: rounding to powers of
-two is the waste that this code exists to avoid.
+Best fit, with neighbours merged on release. Free holes are kept twice, by offset (to merge) and by size (to fit); both
+are sorted lists, whose insertions are memmoves of a few hundred KiB even with 65,536 holes. The bytes skipped to align
+an extent stay part of it: as holes of their own they are too small for anybody, and a search that meets thousands of
+them takes minutes where this one takes a second. A buddy allocator, which needs no search, was not taken: rounding to
+powers of two is the waste that this code exists to avoid.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Extents:
         assert position == self.capacity_bytes
 
     def _find(self, size: int, alignment: int) -> int | None:
-        """Start of a hole for ``size`` aligned bytes: nearly the smallest, found without walking through all of them."""
+        """Start of a hole for ``size`` aligned bytes: nearly the smallest, found without walking through all."""
         first = bisect_left(self._by_size, (size, 0))
         sure = bisect_left(self._by_size, (size + alignment - 1, 0))  # fits wherever it starts
         for candidates in (

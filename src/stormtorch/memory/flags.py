@@ -1,11 +1,11 @@
 """Flags: 32-bit words in page-locked memory by which GPU and CPU signal each other without the host in between.
 
-A flag only counts up, and is compared cyclically: it has *reached* a value when ``(int32)(word - value) >= 0``, the rule that the
-CUDA driver's wait follows, so that a counter may wrap after 2^32 steps. One writer per flag: either a lane (`Lane.write_flag`) or
-the CPU worker.
+A flag only counts up, and is compared cyclically: it has *reached* a value when ``(int32)(word - value) >= 0``, the
+rule that the CUDA driver's wait follows, so that a counter may wrap after 2^32 steps. One writer per flag: either a
+lane (`Lane.write_flag`) or the CPU worker.
 
-A GPU that waits for a flag waits for ever. Whatever ends a writer must therefore call `Flags.abort`: it lets every wait pass, and
-makes every later use raise, because what lies behind the flag was never computed.
+A GPU that waits for a flag waits for ever. Whatever ends a writer must therefore call `Flags.abort`: it lets every wait
+pass, and makes every later use raise, because what lies behind the flag was never computed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class Flags:
         return len(self._flags)
 
     def abort(self, error: BaseException) -> None:
-        """Let every wait on this board pass and make every later use raise LaneError from ``error``. The first error stays."""
+        """Let every wait on this board pass and make every later use raise LaneError from ``error``.
+
+        The first error stays.
+        """
         with self.lock:
             self._error = self._error or error
             for flag in self._flags:
@@ -110,7 +113,7 @@ class Flags:
 
 
 def _stream_offset(cuda: Driver | None, start: int, device: torch.device) -> int | None:
-    """Device address minus host address of the words if streams of ``device`` can really write and await them, else None."""
+    """Device address minus host address of the words, or None if streams of ``device`` cannot write and await them."""
     if cuda is None:
         return None
     try:

@@ -1,13 +1,13 @@
 """The host arena: RAM that is mapped once, touched in parallel, page-locked, and handed out in exact pieces.
 
-Why not ``torch.empty(..., pin_memory=True)``: its allocator rounds to powers of two (129 MiB become 256), locks page by page
-(8 GiB took five seconds where mapping, touching and registering take less than one), and returns memory on a schedule of its own.
-Why not ``cudaHostAlloc``: such memory cannot have huge pages, cannot be shared with another process, and cannot fall back to
-pageable when the system refuses to lock it.
+Why not ``torch.empty(..., pin_memory=True)``: its allocator rounds to powers of two (129 MiB become 256), locks page by
+page (8 GiB took five seconds where mapping, touching and registering take less than one), and returns memory on a
+schedule of its own. Why not ``cudaHostAlloc``: such memory cannot have huge pages, cannot be shared with another
+process, and cannot fall back to pageable when the system refuses to lock it.
 
-Every tensor made from an arena keeps its mapping alive, with the page-lock and the charge in the ledger: an arena that is
-merely dropped goes when its last tensor does. ``close`` ends lock and charge at once; a tensor that outlives it still reads
-valid memory, never a dangling address, but memory that is pageable and that nobody counts.
+Every tensor made from an arena keeps its mapping alive, with the page-lock and the charge in the ledger: an arena that
+is merely dropped goes when its last tensor does. ``close`` ends lock and charge at once; a tensor that outlives it
+still reads valid memory, never a dangling address, but memory that is pageable and that nobody counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REGION_LIMIT = 64 * GiB  # one registration; drivers refuse very large ones, an
 
 
 def natural_alignment(size: int) -> int:
-    """Alignment for ``size`` bytes: a cache line for what is large, less where that would cost over 1/64 of the size."""
+    """Alignment for ``size`` bytes: a cache line for what is large, less where that costs over 1/64 of the size."""
     return 64 if size >= 4096 else 32 if size >= 2048 else _GRAIN
 
 
@@ -74,7 +74,10 @@ class HostBlock:
         return _view(self._region.bytes if self._region is not None else _NOTHING, self.offset, self.size, dtype, shape)
 
     def release(self) -> None:
-        """Give the bytes back to the arena. No copy may still be reading or writing them. A second call does nothing."""
+        """Give the bytes back to the arena.
+
+        No copy may still be reading or writing them. A second call does nothing.
+        """
         arena, self._arena = self._arena, None
         if arena is not None and self._region is not None:
             arena._give(self._region, self.offset, self.size)
@@ -102,7 +105,10 @@ class HostArena:
         shared: bool = False,
         touch_threads: int | None = None,
     ) -> None:
-        """Maps, touches and page-locks everything now. With ``page_lock`` given and refused, the arena stays pageable and says so."""
+        """Maps, touches and page-locks everything now.
+
+        With ``page_lock`` given and refused, the arena stays pageable and says so.
+        """
         self.capacity_bytes = round_up(capacity_bytes, PAGE)
         self.tag = tag
         self._lock = threading.Lock()
@@ -120,7 +126,10 @@ class HostArena:
 
     @classmethod
     def attach(cls, shared: SharedArena, *, page_lock: PageLock | None = None) -> HostArena:
-        """Map an arena that another process made with ``shared=True``. Its owner carries the charge; nothing can be allocated here."""
+        """Map an arena that another process made with ``shared=True``.
+
+        Its owner carries the charge; nothing can be allocated here.
+        """
         arena = cls.__new__(cls)
         arena.capacity_bytes = sum(shared.region_bytes)
         arena.tag = Tag.STAGING
@@ -186,7 +195,10 @@ class HostArena:
         return _view(self._regions[region].bytes if size else _NOTHING, offset, size, dtype, shape)
 
     def share(self) -> SharedArena:
-        """The name by which another process of this user can attach the arena. Only for arenas made with ``shared=True``."""
+        """The name by which another process of this user can attach the arena.
+
+        Only for arenas made with ``shared=True``.
+        """
         descriptors = tuple(region.descriptor for region in self._regions if region.descriptor is not None)
         assert len(descriptors) == len(self._regions), "only an arena made with shared=True can be shared"
         return SharedArena(os.getpid(), descriptors, tuple(region.size for region in self._regions))
@@ -238,7 +250,10 @@ def _view(data: torch.Tensor, offset: int, size: int, dtype: torch.dtype, shape:
 
 
 def _map_private(index: int, size: int) -> _Region:
-    """Anonymous memory aligned to huge pages. The slack for the alignment is never touched, so it costs addresses only."""
+    """Anonymous memory aligned to huge pages.
+
+    The slack for the alignment is never touched, so it costs addresses only.
+    """
     mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -ctypes.addressof(ctypes.c_ubyte.from_buffer(mapping)) % _HUGE_PAGE
     whole = round_down(size, _HUGE_PAGE)  # the tail stays in small pages: a huge one would exceed what was charged
@@ -261,7 +276,7 @@ def _attach(index: int, pid: int, descriptor: int, size: int) -> _Region:
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise SettingError(
-            f"Cannot attach the shared arena of process {pid}: {error.strerror}. It must still run, with the arena open."
+            f"Cannot attach the shared arena of process {pid}: {error.strerror}. It must run, with the arena open."
         ) from error
     region = _Region(index, mmap.mmap(opened, size), 0, size, opened)
     region.extents = Extents(0)  # what is free is the owner's to know

@@ -1,20 +1,21 @@
 """Lanes: ordered queues of work beside compute, one each way, with events between them.
 
-A lane takes copies, waits and signals in order and returns at once. Two lanes meet only through events (`record` on one, `wait` on
-the other) and flags (32-bit words that a CPU worker sees too). Loads and stores have a lane each, because one queue for both would
-serialise the two copy engines of a GPU. The compute lane stands for whatever stream the caller is computing on at that moment: it
-is looked up at each call, since recomputation in backward runs on another thread.
+A lane takes copies, waits and signals in order and returns at once. Two lanes meet only through events (`record` on
+one, `wait` on the other) and flags (32-bit words that a CPU worker sees too). Loads and stores have a lane each,
+because one queue for both would serialise the two copy engines of a GPU. The compute lane stands for whatever stream
+the caller is computing on at that moment: it is looked up at each call, since recomputation in backward runs on another
+thread.
 
 Three kinds serve one interface:
 
 - `CudaLane` (cuda_lanes.py): a CUDA stream. The host only enqueues.
-- `StagedCudaLane` (staged_lanes.py): where host memory could not be page-locked, or the driver cannot wait for flags. A thread
-  feeds the stream through a small page-locked ring. Slower, same results.
-- `CpuLane` (cpu_lanes.py): host memory in the device's role. A worker thread really runs later than its caller, so that a missing
-  wait is a wrong number on a machine without a GPU too; tests add delays.
+- `StagedCudaLane` (staged_lanes.py): where host memory could not be page-locked, or the driver cannot wait for flags. A
+  thread feeds the stream through a small page-locked ring. Slower, same results.
+- `CpuLane` (cpu_lanes.py): host memory in the device's role. A worker thread really runs later than its caller, so that
+  a missing wait is a wrong number on a machine without a GPU too; tests add delays.
 
-The road not taken: one shared pool of Python threads for all lanes. Each hand-over of the GIL cost more than the copy it started;
-with streams and flags the loop has no Python thread at all.
+The road not taken: one shared pool of Python threads for all lanes. Each hand-over of the GIL cost more than the copy
+it started; with streams and flags the loop has no Python thread at all.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Event(ABC):
 
 
 class Lane(ABC):
-    """An ordered queue. All methods return at once unless they say otherwise; tensors must stay alive until the work is done."""
+    """An ordered queue.
+
+    All methods return at once unless they say otherwise; tensors must stay alive until the work is done.
+    """
 
     name: str
 
@@ -112,7 +116,10 @@ class Lanes:
 def open_lanes(
     device: torch.device, *, staging: torch.Tensor | None = None, sink: Sink | None = None, delay: Delay | None = None
 ) -> Lanes:
-    """Lanes for ``device``. ``staging`` is a page-locked ring; give it where the host memory to copy is not page-locked itself."""
+    """Lanes for ``device``.
+
+    ``staging`` is a page-locked ring; give it where the host memory to copy is not page-locked itself.
+    """
     if device.type == "cpu":
         from .cpu_lanes import CpuComputeLane, CpuLane
 
@@ -135,7 +142,10 @@ def open_lanes(
 
 
 def check_copy(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Assert that a lane can copy ``source`` to ``target``; returns the bytes. Casts and strides are compute, not transport."""
+    """Assert that a lane can copy ``source`` to ``target``; returns the bytes.
+
+    Casts and strides are compute, not transport.
+    """
     assert target.dtype == source.dtype, f"a lane does not cast {source.dtype} to {target.dtype}"
     assert target.numel() == source.numel(), f"{source.numel()} elements into {target.numel()}"
     assert target.is_contiguous(), "the target of a lane's copy must be contiguous"

@@ -1,7 +1,8 @@
 """The book of every byte: reservations are charged to a tier and a tag *before* anything is allocated.
 
-A refusal therefore leaves nothing to undo, and comes with the numbers instead of a kill -9. Two limits are held: the budget that the
-user allowed, and what the machine has free at that moment, because a budget of 64 GiB means little once a browser took 40 of them.
+A refusal therefore leaves nothing to undo, and comes with the numbers instead of a kill -9. Two limits are held: the
+budget that the user allowed, and what the machine has free at that moment, because a budget of 64 GiB means little once
+a browser took 40 of them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Ledger:
     """Budgets of all tiers and the reservations charged to them. Thread-safe; never allocates."""
 
     def __init__(self, *budgets: Budget, available: Mapping[Tier, Available] | None = None) -> None:
-        """``available`` tells what the machine has free on a tier right now; tiers without an entry are held by budget alone."""
+        """``available`` tells what the machine has free on a tier right now; other tiers are held by budget alone."""
         self.budgets: dict[Tier, Budget] = {budget.tier: budget for budget in budgets}
         self._available = dict(available or {})
         # Re-entrant: an arena that the garbage collector ends may release its charge in the middle of any call below.
@@ -103,7 +104,8 @@ class Ledger:
             if free is not None and size > free:
                 raise OutOfBudget(
                     f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
-                    f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used, but only {format_bytes(free)} are free now",
+                    f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used, "
+                    f"but only {format_bytes(free)} are free now",
                     f"The limit is what other programs leave, not {budget.given}.",
                     _REMEDY_FREE[tier],
                 )

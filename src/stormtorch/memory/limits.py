@@ -1,7 +1,7 @@
 """What this machine really has: RAM under the cgroup limit, what may be page-locked, VRAM, disk space.
 
-Everything here is read anew at each call and changes nothing. ``psutil`` alone is not enough: inside a container it reports
-the host's RAM, and a process that believes it is killed without a message.
+Everything here is read anew at each call and changes nothing. ``psutil`` alone is not enough: inside a container it
+reports the host's RAM, and a process that believes it is killed without a message.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def _cgroup_room_bytes() -> int | None:
 def _cgroup_levels(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """(limit, in use) of every limited cgroup above this process. File cache counts as free: the kernel drops it first."""
+    """(limit, in use) of every limited cgroup above this process.
+
+    File cache counts as free: the kernel drops it first.
+    """
     levels: list[tuple[int, int]] = []
     for line in _read_text(membership).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -10,7 +10,10 @@ from .cuda_driver import Driver, driver
 
 
 class PageLock(Protocol):
-    """Locks ranges for one kind of device. ``lock`` raises StormError if the range is refused, and then has changed nothing."""
+    """Locks ranges for one kind of device.
+
+    ``lock`` raises StormError if the range is refused, and then has changed nothing.
+    """
 
     def lock(self, address: int, size: int) -> None: ...
 

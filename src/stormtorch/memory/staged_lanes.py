@@ -1,8 +1,8 @@
 """CUDA lanes for memory that could not be page-locked: a thread feeds the stream through a small page-locked ring.
 
-A copy between pageable memory and a GPU blocks whoever asks for it. Here a thread is blocked instead of the training loop, and the bytes
-pass through pieces of a ring, so that the copy into one piece overlaps with the transfer of another. The same lane serves drivers
-that cannot wait for flags on a stream: its thread can.
+A copy between pageable memory and a GPU blocks whoever asks for it. Here a thread is blocked instead of the training
+loop, and the bytes pass through pieces of a ring, so that the copy into one piece overlaps with the transfer of
+another. The same lane serves drivers that cannot wait for flags on a stream: its thread can.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class StagedEvent(CudaEvent):
 
 
 class StagedCudaLane(ThreadLane):
-    """One direction between pageable host memory and the GPU. ``ring`` is page-locked memory that this lane alone uses."""
+    """One direction between pageable host memory and the GPU.
+
+    ``ring`` is page-locked memory that this lane alone uses.
+    """
 
     def __init__(
         self, name: str, device: torch.device, ring: torch.Tensor, sink: Sink | None = None, delay: Delay | None = None

@@ -1,7 +1,7 @@
 """Loads, stores and waits on 32-bit words that other threads, or a GPU, read and write.
 
-With the library: acquire and release order, and a wait that sleeps outside the GIL. Without it every reader and writer on the CPU is
-a Python thread, which the GIL orders.
+With the library: acquire and release order, and a wait that sleeps outside the GIL. Without it every reader and writer
+on the CPU is a Python thread, which the GIL orders.
 """
 
 from __future__ import annotations
