@@ -229,7 +229,7 @@ def test_an_arena_is_shared_with_another_process(ledger: Ledger) -> None:
     assert bool((tensor == 3).all())
     name = arena.share()
     arena.close()
-    with pytest.raises(SettingError, match="must still run"):
+    with pytest.raises(SettingError, match="It must run"):
         HostArena.attach(name)
 
 
