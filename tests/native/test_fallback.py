@@ -38,12 +38,14 @@ def test_within_one_rounding_of_native(
     monkeypatch.setattr(fallback, "CHUNK", 1000)
     native, plain = make_tensors(10_007, weight, grad), make_tensors(10_007, weight, grad)
     step = AdamStep(lr=1e-2, step=5, grad_scale=0.7, **options)  # type: ignore[arg-type]
+    before = [tensor.clone() for tensor in results(native)]
     adamw_(native, step)
     fallback.update_(plain, step.scalars, 0, plain.numel)
-    for ours, theirs in zip(results(native), results(plain), strict=True):
-        distance = (ours.view(torch.int32) - theirs.view(torch.int32)).abs()
-        assert int(distance.max()) <= 1
-        assert int(distance.count_nonzero()) <= 3, "double rounding is rare; this is another formula"
+    for old, ours, theirs in zip(before, results(native), results(plain), strict=True):
+        # In units of the larger operand: where a sum cancels, one rounding of a term is many of the small result.
+        distance = (ours - theirs).abs() / torch.maximum(old.abs(), ours.abs())
+        assert float(distance.nan_to_num().max()) <= 2**-23
+        assert int(distance.count_nonzero()) <= ours.numel() // 200, "one rounding is rare; this is another formula"
     assert torch.equal(native.weight.isnan(), plain.weight.isnan())
     if weight == torch.float16:
         assert plain.master is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -53,19 +52,21 @@ class CudaLane(Lane):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
         size = check_copy(target, source)
+        if size == 0:
+            return
         for side in (target, source):
             # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is for ever.
-            assert side.device.type != "cpu" or size == 0 or side.is_pinned(), (
-                "a CUDA lane copies page-locked memory only"
-            )
-        with self._on_stream(), torch.no_grad():
-            start = self._timer.start() if self._timer is not None else None
-            target.copy_(source, non_blocking=True)
-            if self._timer is not None and start is not None:
-                self._timer.finish(start, tag, size)
+            assert side.device.type != "cpu" or side.is_pinned(), "a CUDA lane copies page-locked memory only"
+        self._wait_out_delay()
+        stream = self.stream
+        start = None if self._timer is None else self._timer.start(stream)
+        _driver().copy(stream.cuda_stream, target.data_ptr(), source.data_ptr(), size)
+        if self._timer is not None and start is not None:
+            self._timer.finish(stream, start, tag, size)
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
-        with self._on_stream():
+        self._wait_out_delay()
+        with torch.cuda.stream(self.stream):
             target.detach().view(torch.uint8).fill_(byte)
 
     def record(self) -> Event:
@@ -102,12 +103,10 @@ class CudaLane(Lane):
     def close(self) -> None:
         self.synchronize()
 
-    def _on_stream(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = torch.cuda.stream(self.stream)
+    def _wait_out_delay(self) -> None:
         if self._delay is not None:
-            with context:
+            with torch.cuda.stream(self.stream):
                 self._delay()
-        return context
 
 
 class CopyTimer:
@@ -118,17 +117,17 @@ class CopyTimer:
         self._origin: torch.cuda.Event | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int]] = deque()
 
-    def start(self) -> torch.cuda.Event:
-        """Call on the lane's stream just before the copy."""
+    def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Call just before the copy is enqueued on ``stream``."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(stream)
         self._origin = self._origin or event
         return event
 
-    def finish(self, start: torch.cuda.Event, tag: Tag, size: int) -> None:
-        """Call on the lane's stream just after it."""
+    def finish(self, stream: torch.cuda.Stream, start: torch.cuda.Event, tag: Tag, size: int) -> None:
+        """Call just after it."""
         end = torch.cuda.Event(enable_timing=True)
-        end.record()
+        end.record(stream)
         self._pending.append((start, end, tag, size))
         self.emit()
 

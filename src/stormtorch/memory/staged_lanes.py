@@ -85,13 +85,13 @@ class StagedCudaLane(ThreadLane):
 
         def copy() -> None:
             with torch.cuda.stream(stream):
-                start = timer.start() if timer is not None else None
+                start = timer.start(stream) if timer is not None else None
                 if source.device.type == "cpu":
                     _load(target_bytes, source_bytes, pieces, stream)
                 else:
                     _store(target_bytes, source_bytes, pieces, stream)
                 if timer is not None and start is not None:
-                    timer.finish(start, tag, size)
+                    timer.finish(stream, start, tag, size)
 
         self.enqueue(copy)
 
