@@ -16,7 +16,8 @@ from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.device import SlotRing
 from stormtorch.memory.flags import Flags
 from stormtorch.memory.host import HostArena
-from stormtorch.memory.lanes import Delay, open_lanes
+from stormtorch.memory.lane import Delay
+from stormtorch.memory.lanes import open_lanes
 from stormtorch.memory.ledger import Ledger
 from stormtorch.memory.page_lock import page_lock_for
 from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_

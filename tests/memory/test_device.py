@@ -13,7 +13,8 @@ from stormtorch.core.errors import OutOfBudget
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.device import DeviceBlock, Slot, SlotRing
-from stormtorch.memory.lanes import Delay, open_lanes
+from stormtorch.memory.lane import Delay
+from stormtorch.memory.lanes import open_lanes
 from stormtorch.memory.ledger import Ledger
 
 CPU = torch.device("cpu")

@@ -16,7 +16,8 @@ from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag
 from stormtorch.memory.flags import Flags
 from stormtorch.memory.host import HostArena
-from stormtorch.memory.lanes import Delay, Lanes, coalesce, open_lanes
+from stormtorch.memory.lane import Delay, coalesce
+from stormtorch.memory.lanes import Lanes, open_lanes
 from stormtorch.memory.ledger import Ledger
 from stormtorch.memory.page_lock import page_lock_for
 

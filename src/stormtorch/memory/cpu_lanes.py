@@ -14,7 +14,7 @@ from ..core.errors import LaneError
 from ..core.records import Copied, Sink
 from ..core.tags import Tag
 from .flags import Flag
-from .lanes import Delay, Event, Lane, check_copy
+from .lane import Delay, Event, Lane, check_copy
 
 Work = Callable[[], None]
 

@@ -11,7 +11,7 @@ from ..core.records import Copied, Sink
 from ..core.tags import Tag
 from .cuda_driver import Driver, driver
 from .flags import Flag
-from .lanes import Delay, Event, Lane, check_copy
+from .lane import Delay, Event, Lane, check_copy
 
 
 class CudaEvent(Event):

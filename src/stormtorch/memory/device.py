@@ -18,7 +18,7 @@ import torch
 from ..core.errors import OutOfBudget
 from ..core.sizes import format_bytes, round_up
 from ..core.tags import Tag, Tier
-from .lanes import Event, Lane
+from .lane import Event, Lane
 from .ledger import Ledger
 
 _GRAIN = 512  # torch's CUDA allocator rounds to this; also more than any kernel's alignment

@@ -18,7 +18,7 @@ from ..core.tags import Tag
 from .cpu_lanes import Failure, ThreadLane, wait_interruptibly
 from .cuda_lanes import CopyTimer, CudaEvent
 from .flags import Flag
-from .lanes import Delay, Event, check_copy
+from .lane import Delay, Event, check_copy
 
 _PIECES = 4
 RING_BYTES = 64 * MiB
