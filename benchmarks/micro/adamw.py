@@ -15,8 +15,9 @@ import torch
 
 from stormtorch.core.sizes import GiB
 from stormtorch.memory.limits import host_available_bytes
-from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
+from stormtorch.native.adamw import adamw_
 from stormtorch.native.cores import usable_count
+from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import open_worker
 
 from .rows import Row

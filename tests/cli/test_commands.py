@@ -43,8 +43,8 @@ def test_the_doctor_names_every_tier(capsys: pytest.CaptureFixture[str], tmp_pat
     ("arguments", "words"),
     [
         (["demo", "--device", "cpu", "--vram", "8G"], ["--vram='8G'", "Accepted", "GiB"]),
-        (["demo", "--device", "tpu:0"], ["--device tpu:0", "Accepted: cpu"]),
-        (["demo", "--size", "9000TiB", "--device", "cpu"], ["9000.0 TiB on the host", "ram='auto'"]),
+        (["demo", "--device", "tpu:0"], ["device='tpu:0'", "Accepted: cpu"]),
+        (["demo", "--size", "9000TiB", "--device", "cpu"], ["--size 9000TiB", "of RAM that are free"]),
         (["demo", "--device", "cpu", "--size", "lots"], ["--size='lots'"]),
         (["demo", "--device", "cpu", "--disk", "/no/such/place"], ["/no/such/place", "not a directory"]),
         (["demo", "--device", "cpu", "--size", "8MiB", "--vram", "100"], ["--vram", "100"]),
@@ -58,6 +58,18 @@ def test_bad_input_gets_one_clear_line(arguments: list[str], words: list[str]) -
     assert len(lines) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_output_that_nobody_reads_is_no_error() -> None:
+    command = f"{sys.executable} -m stormtorch.cli doctor | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+
+
+def test_wrong_numbers_fail_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("stormtorch.memory.cpu_lanes.CpuLane.copy", lambda *_: None)  # a link that moves nothing
+    assert main(["demo", "--device", "cpu", "--size", "8MiB"]) == 1
+    assert "numbers came back wrong" in capsys.readouterr().err
 
 
 def test_no_command_shows_usage() -> None:

@@ -20,8 +20,9 @@ from stormtorch.memory.lane import Delay
 from stormtorch.memory.lanes import open_lanes
 from stormtorch.memory.ledger import Ledger
 from stormtorch.memory.page_lock import page_lock_for
-from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
-from stormtorch.native.worker import FlagValue, open_worker
+from stormtorch.native.adamw import adamw_
+from stormtorch.native.update import AdamStep, AdamTensors
+from stormtorch.native.worker import open_worker
 
 UNITS, ELEMENTS, STEPS = 6, 3000, 4
 
@@ -82,8 +83,8 @@ def test_a_training_step_in_miniature_is_the_same_as_in_place(device: torch.devi
                     AdamTensors(**home),
                     numbers,
                     priority=index,
-                    ready=FlagValue(arrived[index].address, step),
-                    done=FlagValue(updated[index].address, step),
+                    ready=arrived[index].at(step),
+                    done=updated[index].at(step),
                 )
                 plain[index]["grad"] = plain[index]["weight"] * 2 + index
                 adamw_(AdamTensors(**plain[index]), numbers)

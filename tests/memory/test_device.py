@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormtorch.core.budget import Budget
-from stormtorch.core.errors import OutOfBudget
+from stormtorch.core.errors import LaneError, OutOfBudget
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.device import DeviceBlock, Slot, SlotRing
@@ -105,6 +106,27 @@ def test_the_host_may_run_ahead_but_the_bytes_do_not_grow(device: torch.device, 
         assert torch.cuda.max_memory_allocated() == start_bytes
     lanes.synchronize()
     ring.close()
+    lanes.close()
+
+
+def test_a_failed_lane_costs_no_slot_and_no_memory(ledger: Ledger) -> None:
+    lanes = open_lanes(CPU)
+    ring = SlotRing(CPU, count=2, slot_bytes=512, ledger=ledger, tag=Tag.GRADIENTS, compute=lanes.compute)
+
+    def fail() -> None:
+        raise RuntimeError("the link is down")
+
+    lanes.load.enqueue(fail)  # type: ignore[attr-defined]
+    with pytest.raises(LaneError, match="the link is down"):
+        lanes.load.synchronize()
+    with pytest.raises(LaneError, match="the link is down"):
+        ring.acquire(lanes.load)
+    assert ring.free_count == 2
+    assert ring.acquire(lanes.store) is not None
+    ring.check()
+    with contextlib.suppress(LaneError):
+        ring.close()
+    assert ledger.used_bytes(Tier.DEVICE) == 0
     lanes.close()
 
 

@@ -8,13 +8,16 @@ import gc
 import mmap
 import os
 import random
+import re
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +27,9 @@ from hypothesis import strategies as st
 
 from stormtorch.core.errors import SettingError, StorageError
 from stormtorch.core.records import FileAccess, Record
-from stormtorch.memory import limits
+from stormtorch.memory import files, limits
 from stormtorch.memory.file_calls import SystemCalls
+from stormtorch.memory.file_requests import RequestQueue
 from stormtorch.memory.files import ALIGNMENT, File, create_file, open_file
 
 SHM = Path("/dev/shm")
@@ -46,6 +50,28 @@ def noise(size: int, seed: int = 0) -> torch.Tensor:
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # Path.iterdir would itself hold a descriptor longer
+
+
+def in_a_child(what: Callable[[], object]) -> str:
+    """What ``what`` gives in a forked process: its value, or its error as words. "" if it hangs."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads is just what is tested
+        pid = os.fork()
+    if not pid:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 5)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            os.write(writer, str(what()).encode())
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return said
 
 
 def needs_direct(file: File) -> None:
@@ -359,7 +385,7 @@ def test_flush_syncs_and_reports_failure(paths: Callable[[], Path]) -> None:
         file.flush()
 
 
-# --- closing, interrupting, lifetime ----------------------------------------------------------------------------------
+# --- closing, interrupting --------------------------------------------------------------------------------------------
 
 
 def test_close_finishes_what_was_accepted(paths: Callable[[], Path], gate: Gate) -> None:
@@ -440,19 +466,23 @@ def test_ctrl_c_gets_through_a_blocked_read(paths: Callable[[], Path], gate: Gat
 def test_ctrl_c_in_the_start_of_a_thread_leaves_no_block_behind_close(
     paths: Callable[[], Path], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = create_file(paths(), 4096, direct=False, calls=gate.calls)
-    gate.armed = True
-    start = threading.Thread.start
+    file = create_file(paths(), 4096, direct=False, threads=1, calls=gate.calls)
+    start, strays = threading.Thread.start, []
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
+        strays.append(thread)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             file.pread(bytearray(4096), 0)
-    assert gate.arrived.acquire(timeout=10)  # the pool does not know the thread, but it runs
+    time.sleep(0.1)  # let the stray thread become idle, so that it gets the next request
+    gate.armed = True
+    future = file.pread(bytearray(4096), 0)
+    assert gate.arrived.acquire(timeout=10)
+    assert threading.active_count() == 2, "meant is a request on the thread that the pool does not know"
     closer = threading.Thread(target=file.close)
     closer.start()
     closer.join(0.05)
@@ -460,6 +490,168 @@ def test_ctrl_c_in_the_start_of_a_thread_leaves_no_block_behind_close(
     gate.opened.set()
     closer.join(10)
     assert not closer.is_alive()
+    assert future.result(10) == 4096
+    strays[0].join(10)
+
+
+@pytest.mark.parametrize("queued", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize("turn", [1, 2, 4])
+def test_ctrl_c_between_two_runners_ends_the_request(
+    paths: Callable[[], Path], gate: Gate, monkeypatch: pytest.MonkeyPatch, turn: int, queued: bool
+) -> None:
+    with create_file(paths(), 64 * 4096, direct=False, block_bytes=4096, threads=4, calls=gate.calls) as file:
+        gate.armed = True
+        pool = file._requests._pool
+        submit, turns = pool.submit, iter(range(1, 100))
+
+        def interrupted(*call: Any) -> Future[Any] | None:
+            last = next(turns) == turn
+            done = submit(*call) if queued or not last else None
+            if last:
+                raise KeyboardInterrupt
+            return done
+
+        buffer = bytearray(64 * 4096)
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                file.pread(buffer, 0)
+        gate.opened.set()
+        deadline = time.perf_counter() + 10
+        while True:  # the future is out of reach, but what it holds is free once it is resolved
+            try:
+                buffer.extend(b"x")
+                break
+            except BufferError:
+                assert time.perf_counter() < deadline, "the request never ended"
+                time.sleep(0.01)
+        assert gate.count <= 4, "blocks went on for a caller that never got the future"
+        assert file.write(b"alive", 0) == 5
+
+
+def test_ctrl_c_that_wakes_nobody_still_gets_through_a_flush(paths: Callable[[], Path]) -> None:
+    """A signal that another thread takes does not wake the main one: as if it came just before the main one slept."""
+    syncing, synced = threading.Event(), threading.Event()
+
+    def sync(_: int) -> None:
+        syncing.set()
+        synced.wait(20)
+
+    def interrupt() -> None:
+        if syncing.wait(10):
+            time.sleep(0.05)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    with create_file(paths(), 100, direct=False, calls=SystemCalls(sync=sync)) as file:
+        helper = threading.Thread(target=interrupt)
+        helper.start()
+        begin = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            file.flush()
+        assert time.perf_counter() - begin < 5
+        synced.set()
+        helper.join(10)
+
+
+def test_a_flush_that_times_out_on_the_disk_is_an_error_and_no_loop(paths: Callable[[], Path]) -> None:
+    def sync(_: int) -> None:
+        raise OSError(errno.ETIMEDOUT, "server gone")  # which Python makes a TimeoutError, as a future's own is
+
+    with create_file(paths(), 100, direct=False, calls=SystemCalls(sync=sync)) as file:
+        with pytest.raises(StorageError, match="Cannot flush") as told:
+            file.flush()
+        assert told.value.errno == errno.ETIMEDOUT
+
+
+@pytest.mark.parametrize("make", ["open", "create"])
+def test_ctrl_c_while_a_file_is_made_closes_its_descriptor_once(
+    paths: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, make: str
+) -> None:
+    closed: list[int] = []
+
+    def close(fd: int) -> None:
+        closed.append(fd)
+        if len(closed) == 1:  # a second one would hit whoever has the number by then
+            os.close(fd)
+
+    def interrupted(*args: Any, **options: Any) -> RequestQueue:
+        queue = RequestQueue(*args, **options)
+        assert queue.fd >= 0
+        raise KeyboardInterrupt
+
+    path, before = paths(), descriptors()
+    if make == "open":
+        path.write_bytes(b"mine")
+    monkeypatch.setattr(files, "RequestQueue", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        if make == "open":
+            open_file(path, direct=False, calls=SystemCalls(close=close))
+        else:
+            create_file(path, 4096, direct=False, calls=SystemCalls(close=close))
+    gc.collect()
+    assert len(closed) == 1
+    assert descriptors() == before
+    assert path.exists() is (make == "open")
+
+
+# --- fork -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_is_refused_at_once(paths: Callable[[], Path]) -> None:
+    with create_file(paths(), 4096, direct=False) as file:
+        file.write(bytes(4096), 0)  # a thread exists here, and will not there
+        words = "StorageError: Cannot use .*: it belongs to the process it was opened in; open it again after the fork."
+        for use in (
+            lambda: file.read(bytearray(4096), 0),
+            lambda: file.pread(bytearray(4096), 0),
+            lambda: file.write(bytes(0), 0),
+            file.flush,
+        ):
+            with file._requests._lock:  # held by a thread that the child does not have
+                assert re.fullmatch(words, in_a_child(use))
+        assert file.read(bytearray(4096), 0) == 4096
+
+
+def test_a_forked_child_closes_its_own_descriptor_only(paths: Callable[[], Path], gate: Gate) -> None:
+    with create_file(paths(), 4096, direct=False, calls=gate.calls) as file:
+        gate.armed = True
+        future = file.pwrite(bytes(4096), 0)
+        assert gate.arrived.acquire(timeout=10)
+
+        def close() -> str:
+            before = descriptors()
+            with file:
+                file.close()
+            return f"{file.closed}, {before - descriptors()} fewer"
+
+        def forget() -> int:
+            nonlocal file
+            before = descriptors()
+            file._requests._descriptor.__del__()  # with the parent's request in it, it is never collected there
+            return before - descriptors()
+
+        with file._requests._lock:
+            assert in_a_child(close) == "True, 1 fewer"
+        assert in_a_child(forget) == "1", "a warning is for who forgot, and that was not the child"
+        gate.opened.set()
+        assert future.result(10) == 4096
+        assert not file.closed
+
+
+def test_a_future_of_the_parent_does_not_hang_the_child(paths: Callable[[], Path], gate: Gate) -> None:
+    with create_file(paths(), 4096, direct=False, calls=gate.calls) as file:
+        done = file.pwrite(bytes(4096), 0)
+        assert done.result(10) == 4096
+        gate.armed = True
+        pending = file.pwrite(bytes(4096), 0)
+        assert gate.arrived.acquire(timeout=10)
+        assert in_a_child(done.result) == "4096"
+        assert re.match("StorageError: .*process", in_a_child(pending.result))
+        gate.opened.set()
+        assert pending.result(10) == 4096
+
+
+# --- lifetime ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_buffer_lives_until_its_request_ends_and_no_longer(paths: Callable[[], Path], gate: Gate) -> None:

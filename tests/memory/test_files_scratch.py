@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import mmap
 import os
 import random
@@ -10,7 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +91,45 @@ def test_the_charge_is_the_space_on_disk_until_close(tmp_path: Path) -> None:
     file.close()
     assert ledger.used_bytes(Tier.DISK) == 0
     ledger.check()
+
+
+def test_the_charge_of_a_forgotten_file_goes_back_with_its_descriptor(tmp_path: Path) -> None:
+    ledger = open_ledger()
+    file = create_scratch(tmp_path, MiB, ledger=ledger, tag=Tag.OPTIMIZER)
+    extent = file.take(4096)
+    extent.write(aligned(4096))
+    time.sleep(0.05)  # let the pool's thread drop the request, so that the warning comes on this one
+    extent.give_back()
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del file, extent  # no cycle: what give_back left behind must not wait for the garbage collector
+    assert ledger.used_bytes(Tier.DISK) == 0
+    ledger.check()
+
+
+def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Path) -> None:
+    opened, arrived, armed = threading.Event(), threading.Event(), False
+
+    def pwrite(fd: int, view: memoryview, offset: int) -> int:
+        if armed:
+            arrived.set()
+            assert opened.wait(10)
+        return REAL.pwrite(fd, view, offset)
+
+    ledger = open_ledger()
+    file = create_scratch(tmp_path, MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(pwrite=pwrite))
+    armed = True
+    future = file.pwrite(aligned(4096), 0)
+    assert arrived.wait(10)
+    del file
+    gc.collect()
+    assert ledger.used_bytes(Tier.DISK) == MiB
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        opened.set()
+        assert future.result(10) == 4096
+        deadline = time.perf_counter() + 10
+        while ledger.used_bytes(Tier.DISK) and time.perf_counter() < deadline:
+            time.sleep(0.01)  # the pool's thread drops the request, and with it the last reference
+    assert ledger.used_bytes(Tier.DISK) == 0
 
 
 # --- extents ----------------------------------------------------------------------------------------------------------
@@ -216,6 +262,126 @@ def test_extents_of_a_closed_file_are_harmless(tmp_path: Path) -> None:
     assert file.free_bytes == file.size_bytes
 
 
+def within(seconds: float, what: Callable[[], object]) -> bool:
+    """Whether ``what`` comes to an end; a deadlock fails this test and no other."""
+    thread = threading.Thread(target=what, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("place", ["take", "give", "check"])
+def test_a_finalizer_may_give_back_in_the_middle_of_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The garbage collector runs finalizers wherever it likes, so also where this thread holds the lock."""
+    with scratch(tmp_path, 8 * 4096) as file:
+        one, other, doomed = file.take(4096), file.take(4096), file.take(2 * 4096)
+        real: Callable[..., Any] = getattr(file._extents, place)
+
+        def collecting(*args: Any) -> Any:
+            doomed.give_back()
+            doomed.give_back()
+            return real(*args)
+
+        def use() -> None:
+            one.give_back()
+            file.take(4096)
+            file.check()
+
+        monkeypatch.setattr(file._extents, place, collecting)
+        assert within(10, use), "deadlock"
+        monkeypatch.undo()
+        assert file.free_bytes == 6 * 4096
+        file.check()
+        with pytest.raises(StorageError, match="given back"):
+            doomed.pread(aligned(4096))
+        other.give_back()
+        assert file.free_bytes == 7 * 4096
+        file.check()
+
+
+def test_extents_that_the_garbage_collector_gives_back(tmp_path: Path) -> None:
+    class Handle:
+        me: Handle
+
+    def use() -> None:
+        for _ in range(3000):
+            handle, extent = Handle(), file.take(4096)
+            weakref.finalize(handle, extent.give_back)
+            handle.me = handle
+
+    before = gc.get_threshold()
+    with scratch(tmp_path, 8 * MiB) as file:
+        gc.set_threshold(5)
+        try:
+            assert within(60, use), "deadlock"
+        finally:
+            gc.set_threshold(*before)
+        gc.collect()
+        assert file.free_bytes == file.size_bytes
+        file.check()
+
+
+def test_giving_back_from_many_threads_loses_nothing(tmp_path: Path) -> None:
+    with scratch(tmp_path, 64 * 4096, direct=False) as file:
+
+        def use() -> None:
+            for turn in range(100):
+                extent = file.take(4096)
+                future = extent.pwrite(b"x") if turn % 3 else None
+                for thread in [threading.Thread(target=extent.give_back) for _ in range(2)]:
+                    thread.start()
+                if future is not None:
+                    future.result(10)
+
+        users = [threading.Thread(target=use) for _ in range(4)]
+        for user in users:
+            user.start()
+        for user in users:
+            user.join(60)
+        deadline = time.perf_counter() + 10
+        while file.free_bytes < file.size_bytes and time.perf_counter() < deadline:
+            time.sleep(0.01)
+        assert file.free_bytes == file.size_bytes
+        file.check()
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2, 4])
+def test_ctrl_c_while_a_request_begins_leaves_the_extent_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int
+) -> None:
+    """Turn 0 is before it has begun, where only the caller can undo; the others are while its runners are queued."""
+    with scratch(tmp_path, 64 * 4096, block_bytes=4096, threads=4) as file:
+        extent, buffer = file.take(file.size_bytes), aligned(file.size_bytes)
+        pool = file._requests._pool
+        submit, turns = pool.submit, iter(range(1, 100))
+
+        def interrupted(*call: Any) -> Any:
+            done = submit(*call)
+            if next(turns) == turn:
+                raise KeyboardInterrupt
+            return done
+
+        def at_once(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            if turn:
+                patch.setattr(pool, "submit", interrupted)
+            else:
+                patch.setattr(file._requests, "submit", at_once)
+            with pytest.raises(KeyboardInterrupt):
+                extent.write(buffer)
+        assert extent.read(buffer) == file.size_bytes
+        extent.give_back()
+        deadline = time.perf_counter() + 10
+        while file.free_bytes < file.size_bytes and time.perf_counter() < deadline:
+            time.sleep(0.01)
+        assert file.free_bytes == file.size_bytes, "the extent is in use for ever"
+        file.check()
+
+
 # --- nothing is left --------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +394,46 @@ def test_the_file_has_no_name_with_and_without_tmpfile(tmp_path: Path) -> None:
             back = aligned(10_000)
             extent.read(back)
             assert torch.equal(back, noise(10_000, 1))
+
+
+def test_a_forked_child_does_not_touch_the_parents_extents(tmp_path: Path) -> None:
+    """No hang on a lock that was held at the fork, no second owner of the space; to give back and close is harmless."""
+
+    def child() -> int:
+        wrong = 0
+        for use in (extent.read, extent.pwrite):
+            with contextlib.suppress(StorageError):
+                use(aligned(4096))
+                wrong += 1
+        for look in (lambda: file.take(4096), lambda: file.free_bytes, file.check):
+            with contextlib.suppress(StorageError):
+                look()
+                wrong += 1
+        extent.give_back()
+        file.close()
+        return wrong + (ledger.used_bytes(Tier.DISK) != 0)
+
+    ledger = open_ledger()
+    with create_scratch(tmp_path, 8192, ledger=ledger, tag=Tag.OPTIMIZER) as file:
+        extent = file.take(4096)
+        extent.write(noise(4096, 3))
+        with file._extents_lock, file._requests._lock:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads is just what is tested
+                pid = os.fork()
+            if not pid:
+                try:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                    signal.setitimer(signal.ITIMER_REAL, 5)
+                    os._exit(child())
+                finally:
+                    os._exit(99)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        back = aligned(4096)
+        extent.read(back)
+        assert torch.equal(back, noise(4096, 3))
+        assert file.free_bytes == 4096
+        assert ledger.used_bytes(Tier.DISK) == 8192
 
 
 def test_a_name_that_cannot_be_removed_is_an_error_without_a_leak(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ def test_flags_start_at_zero_a_cache_line_apart(ledger: Ledger, device: torch.de
     assert [flag.read() for flag in (flags[i] for i in range(len(flags)))] == [0] * 5
     assert flags[1].address - flags[0].address == 64
     assert flags[0].address % 64 == 0
-    flags[3].set(0xFFFFFFFF)
-    assert flags[3].read() == 0xFFFFFFFF
+    flags[3].set(0x7FFFFFFF)
+    flags[3].set(5)
+    assert flags[3].read() == 0x7FFFFFFF, "a flag only counts up"
     assert flags[2].read() == flags[4].read() == 0
     flags.close()
 

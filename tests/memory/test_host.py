@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import random
+import warnings
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import psutil
 import pytest
@@ -98,6 +101,31 @@ def test_planned_capacity_is_exact(ledger: Ledger) -> None:
     arena.close()
 
 
+def test_capacity_is_exact_across_regions_too(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 16 * PAGE)
+    sizes = [10 * PAGE, 10 * PAGE, 3 * PAGE, 16 * PAGE]
+    arena = HostArena(capacity_for(sizes), ledger=ledger, tag=Tag.PARAMETERS)
+    for size in sizes:
+        arena.allocate(size)
+    with pytest.raises(SettingError, match="in one piece"):
+        arena.allocate(17 * PAGE)
+    arena.close()
+
+
+@pytest.mark.parametrize("bad", [-16, 1.5, None])
+def test_a_size_that_cannot_be_meant_changes_nothing(ledger: Ledger, bad: int) -> None:
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS)
+    with pytest.raises(SettingError, match="size="):
+        arena.allocate(bad)
+    with pytest.raises(SettingError, match="size="):
+        arena.tensor((4, bad), torch.float32)
+    with pytest.raises(SettingError, match="size="):
+        HostArena(bad, ledger=ledger, tag=Tag.PARAMETERS)
+    arena.check()
+    assert arena.taken_bytes == 0
+    arena.close()
+
+
 def test_the_charge_comes_before_the_memory() -> None:
     ledger = Ledger(Budget(tier=Tier.HOST, limit_bytes=MiB, given="ram='1MiB'"))
     before = psutil.Process().memory_info().vms
@@ -187,7 +215,7 @@ def test_large_arenas_are_locked_in_regions_that_no_block_crosses(
         data = arena.allocate(5 * PAGE if _ < 2 else 3 * PAGE).tensor()
         assert any(a <= data.data_ptr() and data.data_ptr() + data.numel() <= a + s for a, s in starts.items())
     with pytest.raises(OutOfBudget):
-        arena.allocate(9 * PAGE)
+        arena.allocate(8 * PAGE)
     arena.close()
     # When a later region is refused, the earlier ones are unlocked again: all or nothing.
     partial = RecordingLock(allow=2)
@@ -231,6 +259,77 @@ def test_an_arena_is_shared_with_another_process(ledger: Ledger) -> None:
     arena.close()
     with pytest.raises(SettingError, match="It must run"):
         HostArena.attach(name)
+
+
+def test_an_interrupt_while_pages_are_locked_leaves_nothing_locked_or_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 8 * PAGE)
+    ledger = roomy()
+
+    class Interrupted(RecordingLock):
+        def lock(self, address: int, size: int) -> None:
+            super().lock(address, size)
+            if len(self.locked) == 2:
+                raise KeyboardInterrupt  # as Python delivers it: when the driver's call returns
+
+    lock = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        HostArena(24 * PAGE, ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
+    assert lock.locked == {}
+    assert ledger.used_bytes(Tier.HOST) == 0
+
+
+def test_a_driver_that_cannot_unlock_does_not_keep_the_charge_or_the_descriptors() -> None:
+    class Stuck(RecordingLock):
+        def unlock(self, address: int) -> None:
+            raise StormError(f"CUDA_ERROR_LAUNCH_FAILED at {address}")
+
+    ledger, before = roomy(), open_descriptors()
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, page_lock=Stuck(), shared=True)
+    with pytest.raises(StormError, match="LAUNCH_FAILED"):
+        arena.close()
+    arena.close()
+    assert ledger.used_bytes(Tier.HOST) == 0
+    assert open_descriptors() == before
+
+
+def test_a_failed_shared_arena_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, before = roomy(), open_descriptors()
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stormtorch.memory.host.first_touch", fail)
+    with pytest.raises(KeyboardInterrupt):
+        HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, shared=True)
+    assert open_descriptors() == before
+    assert ledger.used_bytes(Tier.HOST) == 0
+
+
+def test_a_forked_child_does_not_unlock_what_its_parent_locked(ledger: Ledger) -> None:
+    lock = RecordingLock()
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork beside torch's threads
+        child = os.fork()
+    if child == 0:
+        arena.close()
+        os._exit(0 if len(lock.locked) == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    arena.close()
+
+
+def test_a_block_may_be_released_by_a_finalizer_inside_the_arenas_own_lock(ledger: Ledger) -> None:
+    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS)
+    block = arena.allocate(1000)
+    with arena._locked():  # the garbage collector runs whenever it likes, on this thread too
+        block.release()
+    assert arena.taken_bytes == 0
+    arena.check()
+    arena.close()
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.gpu

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from stormtorch.core.errors import LaneError
+from stormtorch.core.errors import LaneError, SettingError
 from stormtorch.core.records import Copied, Record
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag
@@ -184,12 +188,41 @@ def test_coalescing_stops_at_gaps_and_other_storages() -> None:
 
 def test_wrong_copies_are_refused_when_they_are_asked_for(opened: OpenLanes) -> None:
     lanes = opened()
-    with pytest.raises(AssertionError, match="cast"):
+    with pytest.raises(SettingError, match="cast"):
         lanes.load.copy(torch.empty(2), torch.empty(2, dtype=torch.float64), Tag.DATA)
-    with pytest.raises(AssertionError, match="elements"):
+    with pytest.raises(SettingError, match="elements"):
         lanes.load.copy(torch.empty(3), torch.empty(2), Tag.DATA)
-    with pytest.raises(AssertionError, match="contiguous"):
+    with pytest.raises(SettingError, match="contiguous"):
         lanes.load.copy(torch.empty(2), torch.empty(4)[::2], Tag.DATA)
+
+
+def test_shapes_may_differ_and_modes_do_not_matter(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
+    with torch.inference_mode():
+        there = torch.zeros(2, 3, device=lane_device)
+        home = at_home(kind, torch.ones(6))
+    lanes = opened()
+    lanes.load.copy(there, home, Tag.DATA)
+    lanes.store.wait(lanes.load.record())
+    lanes.store.fill(there[0], 0)
+    lanes.synchronize()
+    assert there.tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_a_failed_writer_frees_the_lane_that_waits_for_its_flag(ledger: Ledger) -> None:
+    lanes = open_lanes(torch.device("cpu"))
+    flags = Flags(1, ledger=ledger, device=lanes.device)
+    lanes.load.wait_flag(flags[0], 1)
+
+    def fail() -> None:
+        raise RuntimeError("the link is down")
+
+    lanes.store.enqueue(fail)  # type: ignore[attr-defined]
+    with pytest.raises(LaneError, match="the link is down"):
+        lanes.store.synchronize()
+    with pytest.raises(LaneError, match="the link is down"):
+        lanes.store.write_flag(flags[0], 1)
+    lanes.close()  # would hang if the load lane still waited
+    flags.close()
 
 
 def test_a_failing_delay_surfaces_and_nothing_hangs(ledger: Ledger) -> None:
@@ -287,12 +320,40 @@ def test_a_lane_lets_go_of_its_tensors() -> None:
     lanes.close()
 
 
+def test_a_script_that_forgets_to_close_its_lanes_still_ends_well() -> None:
+    code = (
+        "import torch\n"
+        "from stormtorch.core.tags import Tag\n"
+        "from stormtorch.memory.lanes import open_lanes\n"
+        "lanes = open_lanes(torch.device('cpu'))\n"
+        "big, other = torch.ones(1 << 26), torch.ones(1 << 26)\n"
+        "for _ in range(50): lanes.load.copy(big, other, Tag.DATA)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_forked_child_is_told_to_open_its_own_lanes() -> None:
+    lanes = open_lanes(torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork beside other threads
+        child = os.fork()
+    if child == 0:
+        try:
+            lanes.load.record()
+        except LaneError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    lanes.close()
+
+
 @pytest.mark.gpu
 def test_a_cuda_lane_refuses_pageable_memory() -> None:
     """Such a copy would block the host, and behind a flag that the host must set it would do so for ever."""
     device = torch.device("cuda", 0)
     lanes = open_lanes(device)
-    with pytest.raises(AssertionError, match="page-locked memory only"):
+    with pytest.raises(SettingError, match="page-locked memory only"):
         lanes.load.copy(torch.empty(10, device=device), torch.ones(10), Tag.DATA)
     lanes.close()
 

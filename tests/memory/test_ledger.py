@@ -39,7 +39,7 @@ def test_random_reservations_are_conserved_and_never_exceed_the_limit(
         else:
             live.append(ledger.reserve(tier, tag, size))
             if pin and tier is Tier.HOST:
-                live[-1].mark_pinned()
+                live[-1].pinned = True
         for _ in range(min(releases, len(live))):
             live.pop(len(live) // 2).release()
         ledger.check()
@@ -55,14 +55,14 @@ def test_random_reservations_are_conserved_and_never_exceed_the_limit(
 
 def test_a_refusal_has_the_four_parts_and_changes_nothing() -> None:
     ledger = Ledger(Budget(tier=Tier.DEVICE, limit_bytes=20 * GiB, given="vram='20GiB'"))
-    ledger.reserve(Tier.DEVICE, Tag.ACTIVATIONS, 18 * GiB)
+    held = ledger.reserve(Tier.DEVICE, Tag.ACTIVATIONS, 18 * GiB)
     with pytest.raises(OutOfBudget) as error:
         ledger.reserve(Tier.DEVICE, Tag.PARAMETERS, 3 * GiB)
     for part in ("3.0 GiB", "the device", "PARAMETERS", "18.0 GiB of 20.0 GiB used", "vram='20GiB'", "Raise it"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
     ledger.check()
-    assert ledger.used_bytes(Tier.DEVICE) == 18 * GiB
+    assert ledger.used_bytes(Tier.DEVICE) == held.bytes
 
 
 def test_a_tier_without_a_budget_says_which_setting_to_give() -> None:
@@ -73,7 +73,7 @@ def test_a_tier_without_a_budget_says_which_setting_to_give() -> None:
 def test_what_the_machine_lacks_is_refused_even_within_the_budget() -> None:
     budget = Budget(tier=Tier.HOST, limit_bytes=64 * GiB, given="ram='64GiB'")
     ledger = Ledger(budget, available={Tier.HOST: lambda: 5 * GiB})
-    ledger.reserve(Tier.HOST, Tag.PARAMETERS, 5 * GiB)
+    ledger.reserve(Tier.HOST, Tag.PARAMETERS, 5 * GiB).release()
     with pytest.raises(OutOfBudget, match=r"only 5\.0 GiB are free now"):
         ledger.reserve(Tier.HOST, Tag.PARAMETERS, 5 * GiB + 1)
 
@@ -98,7 +98,8 @@ def test_reservations_from_many_threads_are_conserved() -> None:
 
 def test_the_table_shows_every_tag_and_limit() -> None:
     ledger = small_ledger()
-    ledger.reserve(Tier.HOST, Tag.OPTIMIZER, 600).mark_pinned()
+    held = ledger.reserve(Tier.HOST, Tag.OPTIMIZER, 600)
+    held.pinned = True
     ledger.reserve(Tier.DEVICE, Tag.PARAMETERS, 400).release()
     table = ledger.table()
     lines = [line.split() for line in table.splitlines()]
@@ -136,6 +137,15 @@ def test_a_disk_that_is_no_directory_is_refused(tmp_path: Path) -> None:
         open_ledger(torch.device("cpu"), disk=tmp_path / "missing")
 
 
+def test_a_reservation_that_nobody_holds_is_released() -> None:
+    ledger = small_ledger()
+    held = ledger.reserve(Tier.HOST, Tag.DATA, 10)
+    assert ledger.used_bytes(Tier.HOST) == 10
+    del held
+    assert ledger.used_bytes(Tier.HOST) == 0
+    assert ledger.peak_bytes(Tier.HOST) == 10
+
+
 def test_a_charge_may_be_released_by_the_garbage_collector_at_any_moment() -> None:
     """A finalizer can run inside a call of the ledger, on the same thread: that must neither hang nor break a sum."""
     ledger = small_ledger()
@@ -147,9 +157,9 @@ def test_a_charge_may_be_released_by_the_garbage_collector_at_any_moment() -> No
         return LIMIT
 
     ledger._available[Tier.HOST] = available
-    ledger.reserve(Tier.HOST, Tag.DATA, 5)
+    held = ledger.reserve(Tier.HOST, Tag.DATA, 5)
     ledger.check()
-    assert ledger.used_bytes(Tier.HOST) == 5
+    assert ledger.used_bytes(Tier.HOST) == held.bytes == 5
 
 
 @pytest.mark.gpu

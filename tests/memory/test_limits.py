@@ -82,3 +82,12 @@ def test_filesystem_types() -> None:
     assert limits.filesystem_type(Path("/proc/self")) == "proc"
     if Path("/dev/shm").is_mount():
         assert limits.filesystem_type(Path("/dev/shm/not-there-yet")) == "tmpfs"
+
+
+def test_mounts_with_blanks_and_letters_beyond_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (
+        "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /m\\040\u00fc rw - tmpfs t rw\n3 1 0:3 / /b\udce9 rw - xfs t rw\n"
+    )
+    monkeypatch.setattr(limits, "_read_text", lambda _: table)
+    assert limits.filesystem_type(Path("/m \u00fc/file")) == "tmpfs"
+    assert limits.filesystem_type(Path("/elsewhere")) == "ext4"

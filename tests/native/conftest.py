@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from stormtorch.native import library as library_module
-from stormtorch.native.adamw import AdamTensors
 from stormtorch.native.library import Library, describe, library
 from stormtorch.native.split import split
+from stormtorch.native.update import AdamTensors
 from stormtorch.native.worker import FlagValue, Worker, open_worker
 
 MakeTensors = Callable[..., AdamTensors]

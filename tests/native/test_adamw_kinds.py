@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from stormtorch.native import adamw
-from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
+from stormtorch.native import update
+from stormtorch.native.adamw import adamw_
 from stormtorch.native.library import Library
 from stormtorch.native.split import join
+from stormtorch.native.update import AdamStep, AdamTensors
 
 MakeTensors = Callable[..., AdamTensors]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -191,7 +192,7 @@ def test_checksum_is_the_same_on_every_machine(
     weight: torch.dtype, fusion: int, native: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers from integer arithmetic only, so that they do not depend on a library's generator."""
-    monkeypatch.setattr(adamw, "_FUSION", fusion)
+    monkeypatch.setattr(update, "_FUSION", fusion)
 
     def numbers(seed: int) -> torch.Tensor:
         mixed = (np.arange(20_011, dtype=np.uint64) * 2654435761 + seed * 40503) % (1 << 32)

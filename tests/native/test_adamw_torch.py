@@ -12,8 +12,9 @@ import platform
 import pytest
 import torch
 
-from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
+from stormtorch.native.adamw import adamw_
 from stormtorch.native.library import Library
+from stormtorch.native.update import AdamStep, AdamTensors
 
 HYPERPARAMETERS = [
     {"lr": 1e-3},

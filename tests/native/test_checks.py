@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from stormtorch.core.errors import SettingError
-from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
+from stormtorch.native.adamw import adamw_
 from stormtorch.native.library import Library
+from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import open_worker
 
 MakeTensors = Callable[..., AdamTensors]

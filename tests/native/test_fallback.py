@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from stormtorch.native import fallback
-from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
+from stormtorch.native.adamw import adamw_
 from stormtorch.native.split import join
+from stormtorch.native.update import AdamStep, AdamTensors
 
 MakeTensors = Callable[..., AdamTensors]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
+from stormtorch.native.adamw import adamw_
+from stormtorch.native.update import AdamStep, AdamTensors
 
 MakeTensors = Callable[..., AdamTensors]
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from stormtorch.core.errors import LaneError
-from stormtorch.native.adamw import AdamStep, AdamTensors, adamw_
+from stormtorch.native.adamw import adamw_
 from stormtorch.native.library import library
+from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import Worker, open_worker
 
 MakeTensors = Callable[..., AdamTensors]

@@ -16,7 +16,7 @@ import pytest
 
 from stormtorch.core.errors import LaneError
 from stormtorch.native import fallback
-from stormtorch.native.adamw import AdamStep, AdamTensors
+from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import Worker, open_worker
 
 MakeTensors = Callable[..., AdamTensors]
@@ -95,7 +95,7 @@ import torch
 from stormtorch.native import library
 if {hidden}:
     library._load = lambda: "hidden by a test"
-from stormtorch.native.adamw import AdamStep, AdamTensors
+from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import FlagValue, open_worker
 word = torch.zeros(1, dtype=torch.int32)
 worker = open_worker(threads=2)

@@ -25,10 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda:0, ... (default: the GPU if there is one)")
     parser.add_argument("--size", default="auto", help="bytes of data (default: 4GiB with a GPU, 512MiB without)")
     parser.add_argument("--vram", default="auto", help="device budget (default: an eighth of the data)")
-    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="directory for a scratch file")
+    parser.add_argument("--disk", type=Path, help="directory for a scratch file (default: the one for temporary files)")
 
 
 def run(options: argparse.Namespace) -> int:
+    import torch
+
     from ..core.errors import SettingError
     from ..core.sizes import GiB, MiB, format_bytes, parse_bytes, round_up
     from ..core.tags import Tag
@@ -38,18 +40,25 @@ def run(options: argparse.Namespace) -> int:
     from ..memory.page_lock import page_lock_for
     from ..native.library import describe
 
-    device = _device(options.device)
-    if not options.disk.is_dir():
-        raise SettingError(f"--disk {options.disk} is not a directory. Name one that exists.")
+    gpu = torch.cuda.is_available()
+    device = limits.usable_device(("cuda" if gpu else "cpu") if options.device == "auto" else options.device)
+    disk = options.disk or Path(tempfile.gettempdir())
+    if not disk.is_dir():
+        raise SettingError(f"--disk {disk} is not a directory. Name one that exists.")
     default = 4 * GiB if device.type == "cuda" else 512 * MiB
     size = round_up(default if options.size == "auto" else parse_bytes(options.size, setting="--size"), MiB)
+    if not 0 < size <= limits.host_available_bytes():
+        raise SettingError(
+            f"--size {options.size} cannot be used: it needs more than 0 and at most the "
+            f"{format_bytes(limits.host_available_bytes())} of RAM that are free. Give another --size."
+        )
     free, _ = limits.device_memory_bytes(device)
     vram = min(size // 8, free // 2) if options.vram == "auto" else parse_bytes(options.vram, setting="--vram")
     if vram < _SLOTS * 4096:
         raise SettingError(
             f"--vram {options.vram} is too little for {_SLOTS} slots. Give at least {_SLOTS * 4096} bytes."
         )
-    ledger = open_ledger(device, vram=vram, disk=options.disk)
+    ledger = open_ledger(device, vram=vram, disk=disk)
     print(f"{device}: {describe()}")
 
     start_s = time.perf_counter()
@@ -59,25 +68,12 @@ def run(options: argparse.Namespace) -> int:
     print(f"home     {format_bytes(size)} of RAM, {how}, made in {seconds:.2f} s ({size / seconds / 1e9:.1f} GB/s)")
     try:
         _through_the_device(device, arena, ledger)
-        _through_the_disk(options.disk, arena, ledger)
+        _through_the_disk(disk, arena, ledger)
         print()
         print(ledger.table())
     finally:
         arena.close()
     return 0
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    from ..core.errors import SettingError
-
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
-    accepted = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if name not in accepted:
-        raise SettingError(f"--device {name} cannot be used here. Accepted: {', '.join(accepted)}.")
-    return torch.device(name)
 
 
 def _through_the_device(device: torch.device, arena: HostArena, ledger: Ledger) -> None:
@@ -103,28 +99,28 @@ def _through_the_device(device: torch.device, arena: HostArena, ledger: Ledger) 
     ring = SlotRing(device, count=_SLOTS, slot_bytes=slot_bytes, ledger=ledger, tag=Tag.DATA, compute=lanes.compute)
     block = arena.allocate(arena.capacity_bytes)
     home = block.tensor(torch.int64)
-    torch.arange(home.numel(), out=home)
-
+    torch.arange(home.numel(), out=home, device="cpu")
     start_s = time.perf_counter()
-    for part in home.split(slot_bytes // 8):
-        slot = ring.acquire(lanes.load)
-        assert slot is not None, "every slot is released below, so one is always free"
-        there = slot.tensor(torch.int64, part.shape)
-        lanes.load.copy(there, part, Tag.DATA)
-        lanes.compute.wait(lanes.load.record())
-        there.mul_(_FACTOR).add_(_SHIFT)
-        lanes.store.wait(lanes.compute.record())
-        lanes.store.copy(part, there, Tag.DATA)
-        slot.release(lanes.store.record())
-    lanes.synchronize()
-    seconds = time.perf_counter() - start_s
-    wrong = _count_wrong(home)
-    ring.close()
-    lanes.close()
+    try:
+        for part in home.split(slot_bytes // 8):
+            slot = ring.acquire(lanes.load)
+            assert slot is not None, "every slot is released below, so one is always free"
+            there = slot.tensor(torch.int64, part.shape)
+            lanes.load.copy(there, part, Tag.DATA)
+            lanes.compute.wait(lanes.load.record())
+            there.mul_(_FACTOR).add_(_SHIFT)
+            lanes.store.wait(lanes.compute.record())
+            lanes.store.copy(part, there, Tag.DATA)
+            slot.release(lanes.store.record())
+        lanes.synchronize()
+        seconds = time.perf_counter() - start_s
+    finally:  # before the arena goes, whose memory the lanes may still be copying
+        lanes.close()
+        ring.close()
+        if ring_arena is not None:
+            ring_arena.close()
+    _check(home)
     block.release()
-    if ring_arena is not None:
-        ring_arena.close()
-    assert wrong == 0, f"{wrong} of {home.numel()} numbers came back wrong"
     rates = []
     for lane in ("load", "store"):
         copies = [record for record in records if isinstance(record, Copied) and record.lane == lane]
@@ -147,7 +143,7 @@ def _through_the_disk(directory: Path, arena: HostArena, ledger: Ledger) -> None
 
     block = arena.allocate(arena.capacity_bytes, alignment=4096)
     home = block.tensor(torch.int64)
-    torch.arange(home.numel(), out=home).mul_(_FACTOR).add_(_SHIFT)
+    torch.arange(home.numel(), out=home, device="cpu").mul_(_FACTOR).add_(_SHIFT)
     with create_scratch(directory, home.nbytes, ledger=ledger, tag=Tag.DATA) as file:
         extent = file.take(home.nbytes)
         start_s = time.perf_counter()
@@ -158,8 +154,7 @@ def _through_the_disk(directory: Path, arena: HostArena, ledger: Ledger) -> None
         extent.read(home)
         read_s = time.perf_counter()
         mode = f"{file.mode} I/O, {file.mode_reason}"
-    wrong = _count_wrong(home)
-    assert wrong == 0, f"{wrong} of {home.numel()} numbers came back wrong"
+    _check(home)
     write_rate, read_rate = home.nbytes / (written_s - start_s) / 1e9, home.nbytes / (read_s - zeroed_s) / 1e9
     print(
         f"disk     {format_bytes(home.nbytes)} to a scratch file at {write_rate:.1f} GB/s and back "
@@ -168,13 +163,16 @@ def _through_the_disk(directory: Path, arena: HostArena, ledger: Ledger) -> None
     block.release()
 
 
-def _count_wrong(home: torch.Tensor) -> int:
-    """How many numbers differ from what they must be, in pieces so that the check needs little memory."""
+def _check(home: torch.Tensor) -> None:
+    """Raise unless every number is what it must be; in pieces, so that the check needs little memory."""
     import torch
+
+    from ..core.errors import StormError
 
     wrong = 0
     for start in range(0, home.numel(), 1 << 22):
         part = home[start : start + (1 << 22)]
-        expected = torch.arange(start, start + part.numel()).mul_(_FACTOR).add_(_SHIFT)
+        expected = torch.arange(start, start + part.numel(), device="cpu").mul_(_FACTOR).add_(_SHIFT)
         wrong += int((part != expected).sum())
-    return wrong
+    if wrong:
+        raise StormError(f"{wrong} of {home.numel()} numbers came back wrong. This is a defect: please report it.")

@@ -8,9 +8,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--disk", type=Path, default=Path(tempfile.gettempdir()), help="directory to look at for the disk tier"
-    )
+    parser.add_argument("--disk", type=Path, help="directory to look at (default: the one for temporary files)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,8 +22,9 @@ def run(options: argparse.Namespace) -> int:
     from ..memory import limits
     from ..native.library import describe
 
-    if not options.disk.is_dir():
-        raise SettingError(f"--disk {options.disk} is not a directory. Name one that exists.")
+    disk = options.disk or Path(tempfile.gettempdir())
+    if not disk.is_dir():
+        raise SettingError(f"--disk {disk} is not a directory. Name one that exists.")
     print(f"storm {__version__}, torch {torch.__version__}, Python {platform.python_version()} on {platform.machine()}")
     print(describe())
     cgroup = limits.cgroup_limit_bytes()
@@ -40,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"device cuda:{index}: {name}, {format_bytes(free)} free of {format_bytes(total)}; {_signals(index)}")
     if not torch.cuda.is_available():
         print("device: no CUDA device that torch can use; STORM runs on the CPU device")
-    free_disk, kind = limits.disk_free_bytes(options.disk), limits.filesystem_type(options.disk)
-    print(f"disk: {format_bytes(free_disk)} free in {options.disk} ({kind}); {_io_mode(options.disk)}")
+    free_disk, kind = limits.disk_free_bytes(disk), limits.filesystem_type(disk)
+    print(f"disk: {format_bytes(free_disk)} free in {disk} ({kind}); {_io_mode(disk)}")
     return 0
 
 

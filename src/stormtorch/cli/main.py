@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,13 +33,20 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors meant for users become one line on stderr."""
-    options = parser().parse_args(arguments)
-    command = importlib.import_module(f".{options.command}", __package__)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows less, and is no error
+    name = "storm"
     try:
-        return int(command.run(options))
+        options = parser().parse_args(arguments)
+        name = f"storm {options.command}"
+        return int(importlib.import_module(f".{options.command}", __package__).run(options))
     except StormError as error:
-        print(f"storm {options.command}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"storm {options.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # somebody piped us into head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more when it flushes at exit
+        return 141

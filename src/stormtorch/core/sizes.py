@@ -39,15 +39,20 @@ def parse_bytes(value: object, *, setting: str = "size") -> int:
         unit = _UNITS.get((match[2] or "b").lower()) if match else None
         if match is None or unit is None or (not match[2] and "." in match[1]):
             raise SettingError(f"{setting}={value!r} is not a byte size. {_ACCEPTED}")
-        return int(Decimal(match[1]) * unit)
+        return _in_range(int(Decimal(match[1]) * unit), value, setting)
     try:
         if isinstance(value, bool):
             raise TypeError
         count = operator.index(value)  # type: ignore[arg-type]  # the except answers for everything else
     except TypeError:
         raise SettingError(f"{setting}={value!r} is not a byte size. {_ACCEPTED}") from None
-    if count < 0:
-        raise SettingError(f"{setting}={value!r} is negative. {_ACCEPTED}")
+    return _in_range(count, value, setting)
+
+
+def _in_range(count: int, value: object, setting: str) -> int:
+    if not 0 <= count < 1 << 63:
+        shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:20]}..."
+        raise SettingError(f"{setting}={shown} is {'negative' if count < 0 else 'beyond 2^63 bytes'}. {_ACCEPTED}")
     return count
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 
@@ -14,9 +17,10 @@ from ..core.errors import LaneError
 from ..core.records import Copied, Sink
 from ..core.tags import Tag
 from .flags import Flag
-from .lane import Delay, Event, Lane, check_copy
+from .lane import Delay, Event, Lane, as_bytes, check_copy
 
 Work = Callable[[], None]
+WorkQueue = queue.SimpleQueue[tuple[Work, bool] | None]
 
 
 class Failure:
@@ -47,6 +51,8 @@ class CpuEvent(Event):
             self.reached.set()
 
     def done(self) -> bool:
+        if self._failure is not None:
+            self._failure.raise_if_any()
         return self.reached.is_set()
 
     def synchronize(self) -> None:
@@ -65,23 +71,33 @@ class ThreadLane(Lane):
     def __init__(self, name: str, delay: Delay | None = None) -> None:
         self.name = name
         self._failure = Failure(name)
-        self._queue: queue.SimpleQueue[tuple[Work, bool] | None] = queue.SimpleQueue()
+        self._queue: WorkQueue = queue.SimpleQueue()
         self._delay = delay
+        self._owner_pid = os.getpid()
+        self._open_lock = threading.Lock()  # nothing may be queued behind the end
         self._thread = threading.Thread(
             target=_run, args=(self._queue, self._failure), name=f"storm-{name}", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise LaneError(f"Cannot start the thread of the {name} lane: {error}. Raise ulimit -u.") from error
         # The thread knows the queue, not the lane: a lane that is dropped without close() still ends its thread.
         self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer.atexit = False
+        _threads[self._thread] = (self._queue, self._failure)
 
     def enqueue(self, work: Work, *, always: bool = False) -> None:
         """Queue ``work``; with ``always`` it runs even after a failure."""
         self._failure.raise_if_any()
-        if not self._finalizer.alive:
-            raise LaneError(f"The {self.name} lane was closed.")
-        if self._delay is not None:
-            self._queue.put((self._delay, False))
-        self._queue.put((work, always))
+        if self._owner_pid != os.getpid():
+            raise LaneError(f"The {self.name} lane belongs to the process that opened it. Open lanes after the fork.")
+        with self._open_lock:
+            if not self._finalizer.alive:
+                raise LaneError(f"The {self.name} lane was closed.")
+            if self._delay is not None:
+                self._queue.put((self._delay, False))
+            self._queue.put((work, always))
 
     def record(self) -> Event:
         event = CpuEvent(self._failure)
@@ -91,19 +107,32 @@ class ThreadLane(Lane):
     def wait(self, event: Event) -> None:
         self.enqueue(event.synchronize)
 
+    def settle(self) -> None:
+        """Called on the thread: block until everything it started is done.
+
+        A copy in host memory is, when it returns.
+        """
+
     def write_flag(self, flag: Flag, value: int) -> None:
-        failure = self._failure
+        flag.board.raise_if_aborted()
+        failure, settle = self._failure, self.settle
 
         def write() -> None:
-            if failure.error is None:
-                flag.set(value)
-            else:
+            try:
+                if failure.error is None:
+                    settle()
+                    flag.set(value)
+            except BaseException as error:
+                failure.error = failure.error or error
+            if failure.error is not None:  # what the flag announces will never be there
                 flag.board.abort(failure.error)
 
+        if failure.error is not None:
+            flag.board.abort(failure.error)
         self.enqueue(write, always=True)
 
     def wait_flag(self, flag: Flag, value: int) -> None:
-        flag.expect(value)
+        flag.board.raise_if_aborted()
 
         def wait() -> None:
             flag.wait(value)
@@ -114,9 +143,12 @@ class ThreadLane(Lane):
         self.record().synchronize()
 
     def close(self) -> None:
-        self._finalizer()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        with self._open_lock:
+            self._finalizer()
+        while self._owner_pid == os.getpid() and self._thread is not threading.current_thread():
+            self._thread.join(0.2)  # again and again, so that Ctrl-C gets through
+            if not self._thread.is_alive():
+                break
 
 
 class CpuLane(ThreadLane):
@@ -133,7 +165,7 @@ class CpuLane(ThreadLane):
 
         def copy() -> None:
             start_s = time.perf_counter()
-            target.copy_(source)
+            as_bytes(target).copy_(as_bytes(source))
             if sink is not None:
                 sink(Copied(name, tag, size, start_s - origin_s, time.perf_counter() - start_s))
 
@@ -141,7 +173,7 @@ class CpuLane(ThreadLane):
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
         def fill() -> None:
-            target.view(torch.uint8).fill_(byte)
+            as_bytes(target).fill_(byte)
 
         self.enqueue(fill)
 
@@ -153,11 +185,12 @@ class CpuComputeLane(Lane):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:  # noqa: ARG002
         check_copy(target, source)
-        with torch.no_grad():
-            target.copy_(source)
+        with torch.inference_mode():
+            as_bytes(target).copy_(as_bytes(source))
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
-        target.detach().view(torch.uint8).fill_(byte)
+        with torch.inference_mode():
+            as_bytes(target).fill_(byte)
 
     def record(self) -> Event:
         return CpuEvent()
@@ -178,14 +211,34 @@ class CpuComputeLane(Lane):
         pass
 
 
-def _run(work_queue: queue.SimpleQueue[tuple[Work, bool] | None], failure: Failure) -> None:
-    torch.set_grad_enabled(False)  # per thread; copies are transport and must never be recorded
+def _run(work_queue: WorkQueue, failure: Failure) -> None:
+    # Modes are per thread. Copies are transport: never recorded, and allowed on tensors of either kind.
+    with torch.inference_mode():
+        _run_queue(work_queue, failure)
+
+
+def _run_queue(work_queue: WorkQueue, failure: Failure) -> None:
     while (item := work_queue.get()) is not None:
         work, always = item
-        if failure.error is not None and not always:
-            continue
-        try:
-            work()
-        except BaseException as error:
-            failure.error = failure.error or error
+        if failure.error is None or always:
+            try:
+                work()
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the copy that failed
+                failure.error = failure.error or error
         del item, work  # let go of the tensors before blocking on the next item
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, tuple[WorkQueue, Failure]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Lanes that nobody closed: skip what is queued and end before the interpreter does.
+
+    A thread that comes back from a copy into an interpreter that is gone takes the whole process down with it.
+    """
+    for thread, (work_queue, failure) in list(_threads.items()):
+        failure.error = failure.error or LaneError("the interpreter is exiting")
+        work_queue.put(None)
+        thread.join(1.0)

@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+import weakref
 from collections import deque
 
 import torch
 
-from ..core.errors import LaneError
+from ..core.errors import LaneError, SettingError
 from ..core.records import Copied, Sink
 from ..core.tags import Tag
-from .cuda_driver import Driver, driver
+from .cuda_driver import Driver, device_index, driver
 from .flags import Flag
-from .lane import Delay, Event, Lane, check_copy
+from .lane import Delay, Event, Lane, as_bytes, check_copy
 
 
 class CudaEvent(Event):
     """A CUDA event. Lanes that are fed by a thread override ``enqueued``, since their event may not be recorded yet."""
 
-    def __init__(self, *, timing: bool = False) -> None:
-        self.cuda = torch.cuda.Event(enable_timing=timing)
+    def __init__(self) -> None:
+        self.cuda = torch.cuda.Event()
 
     def done(self) -> bool:
         return bool(self.cuda.query())
 
     def synchronize(self) -> None:
-        self.cuda.synchronize()
+        wait_for(self.cuda)
 
     def enqueued(self) -> None:
         """Block until the event stands in its stream. A wait for an event that does not would pass at once."""
 
 
 class CudaLane(Lane):
-    """A stream of its own, or with ``stream=None`` whatever stream is current at each call."""
+    """A stream of its own, or with ``own_stream=False`` whatever stream is current at each call."""
 
     def __init__(
         self,
         name: str,
         device: torch.device,
-        stream: torch.cuda.Stream | None,
+        *,
+        own_stream: bool,
         sink: Sink | None = None,
         delay: Delay | None = None,
     ) -> None:
-        self.name, self.device = name, device
-        self._own_stream = stream
+        self.name, self.device_index = name, device_index(device)
+        self._driver = need_driver()
+        self._own = OwnStream(self._driver, self.device_index) if own_stream else None
         self._delay = delay
         self._timer = None if sink is None else CopyTimer(name, sink)
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        return self._own_stream or torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self.device_index) if self._own is None else self._own.stream
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
         size = check_copy(target, source)
@@ -56,18 +62,19 @@ class CudaLane(Lane):
             return
         for side in (target, source):
             # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is for ever.
-            assert side.device.type != "cpu" or side.is_pinned(), "a CUDA lane copies page-locked memory only"
+            if side.device.type == "cpu" and not side.is_pinned():
+                raise SettingError("A CUDA lane copies page-locked memory only. Take it from a pinned HostArena.")
         self._wait_out_delay()
         stream = self.stream
         start = None if self._timer is None else self._timer.start(stream)
-        _driver().copy(stream.cuda_stream, target.data_ptr(), source.data_ptr(), size)
+        self._driver.copy(self.device_index, stream.cuda_stream, target.data_ptr(), source.data_ptr(), size)
         if self._timer is not None and start is not None:
             self._timer.finish(stream, start, tag, size)
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
         self._wait_out_delay()
         with torch.cuda.stream(self.stream):
-            target.detach().view(torch.uint8).fill_(byte)
+            as_bytes(target).fill_(byte)
 
     def record(self) -> Event:
         event = CudaEvent()
@@ -82,26 +89,32 @@ class CudaLane(Lane):
             event.synchronize()
 
     def write_flag(self, flag: Flag, value: int) -> None:
+        flag.board.raise_if_aborted()
         if flag.device_address is None:  # the driver cannot: the host waits and writes
-            self.stream.synchronize()
+            self.record().synchronize()
             flag.set(value)
         else:
-            _driver().write_value(self.stream.cuda_stream, flag.device_address, value)
+            self._driver.write_value(self.device_index, self.stream.cuda_stream, flag.device_address, value)
 
     def wait_flag(self, flag: Flag, value: int) -> None:
         if flag.device_address is None:
             flag.wait(value)
         else:
             flag.expect(value)
-            _driver().wait_value(self.stream.cuda_stream, flag.device_address, value)
+            self._driver.wait_value(self.device_index, self.stream.cuda_stream, flag.device_address, value)
 
     def synchronize(self) -> None:
-        self.stream.synchronize()
+        self.record().synchronize()
         if self._timer is not None:
             self._timer.emit()
 
     def close(self) -> None:
-        self.synchronize()
+        if self._own is None or self._own.closed:
+            return
+        # A GPU that failed fails here once more; its owner was told where it happened.
+        with contextlib.suppress(LaneError, RuntimeError):
+            self.synchronize()
+        self._own.close()
 
     def _wait_out_delay(self) -> None:
         if self._delay is not None:
@@ -109,11 +122,35 @@ class CudaLane(Lane):
                 self._delay()
 
 
+class OwnStream:
+    """A CUDA stream that belongs to one lane and to nobody else; see ``Driver.create_stream``."""
+
+    def __init__(self, cuda: Driver, index: int) -> None:
+        handle = cuda.create_stream(index)
+        self.stream = torch.cuda.ExternalStream(handle, device=index)
+        self._end = weakref.finalize(self, cuda.destroy_stream, index, handle)
+        self._end.atexit = False  # the driver takes it back with the process
+
+    @property
+    def closed(self) -> bool:
+        return not self._end.alive
+
+    def close(self) -> None:
+        self._end()
+
+
+def wait_for(event: torch.cuda.Event) -> None:
+    """Block until ``event``, in short naps: torch's own wait cannot be interrupted, and might never end."""
+    while not event.query():
+        time.sleep(50e-6)
+
+
 class CopyTimer:
     """Times copies with events on the stream and emits their records once they are done, never by waiting."""
 
     def __init__(self, lane: str, sink: Sink) -> None:
         self._lane, self._sink = lane, sink
+        self._lock = threading.Lock()  # a lane's thread and whoever synchronizes it both emit
         self._origin: torch.cuda.Event | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int]] = deque()
 
@@ -133,14 +170,15 @@ class CopyTimer:
 
     def emit(self) -> None:
         """Send the records of the copies that have ended."""
-        while self._pending and self._pending[0][1].query():
-            start, end, tag, size = self._pending.popleft()
-            assert self._origin is not None
-            start_s, seconds = self._origin.elapsed_time(start) / 1e3, start.elapsed_time(end) / 1e3
-            self._sink(Copied(self._lane, tag, size, start_s, seconds))
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                start, end, tag, size = self._pending.popleft()
+                assert self._origin is not None
+                start_s, seconds = self._origin.elapsed_time(start) / 1e3, start.elapsed_time(end) / 1e3
+                self._sink(Copied(self._lane, tag, size, start_s, seconds))
 
 
-def _driver() -> Driver:
+def need_driver() -> Driver:
     cuda = driver()
     if cuda is None:
         raise LaneError("The CUDA driver library is gone.")

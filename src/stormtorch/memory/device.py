@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ..core.errors import OutOfBudget
-from ..core.sizes import format_bytes, round_up
+from ..core.errors import LaneError, OutOfBudget
+from ..core.sizes import format_bytes, parse_bytes, round_up
 from ..core.tags import Tag, Tier
 from .lane import Event, Lane
 from .ledger import Ledger
@@ -28,11 +28,12 @@ class DeviceBlock:
     """Bytes on the device for as long as the block is open, charged before they are allocated."""
 
     def __init__(self, device: torch.device, size: int, *, ledger: Ledger, tag: Tag) -> None:
-        self.size = size
+        self.size = size = parse_bytes(size)
         self._reservation = ledger.reserve(Tier.DEVICE, tag, round_up(size, _GRAIN))
         try:
-            self._bytes: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
+            with torch.inference_mode(False):  # or lanes could not write it
+                self._bytes: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # CUDA's OutOfMemoryError is one, the CPU allocator has no name for it
             self._reservation.release()
             budget = ledger.budgets[Tier.DEVICE]
             raise OutOfBudget(
@@ -107,7 +108,7 @@ class SlotRing:
         compute: Lane,
         poison: Lane | None = None,
     ) -> None:
-        self.slot_bytes = round_up(slot_bytes, _GRAIN)
+        self.slot_bytes = round_up(parse_bytes(slot_bytes), _GRAIN)
         self._block = DeviceBlock(device, count * self.slot_bytes, ledger=ledger, tag=tag)
         self._poison = poison
         # The allocator may have given us memory that queued work of compute still uses: no lane may run ahead of that.
@@ -125,11 +126,13 @@ class SlotRing:
 
     def acquire(self, lane: Lane) -> Slot | None:
         """The slot that has been free for longest, with ``lane`` waiting for its last use; None while all are held."""
+        if not self.slots:
+            raise LaneError("Cannot acquire a slot of a ring that was closed.")
         if not self._free:
             return None
+        lane.wait(self._free[0].last_use)  # first, for it may raise, and the slot must not be lost then
         slot = self._free.popleft()
         self._held.add(slot.index)
-        lane.wait(slot.last_use)
         return slot
 
     def check(self) -> None:
@@ -142,11 +145,14 @@ class SlotRing:
 
         Held slots must be idle. Safe to call twice.
         """
-        while self._free:
-            self._free.popleft().last_use.synchronize()
-        self._held.clear()
-        self.slots = ()
-        self._block.close()
+        try:
+            for slot in self._free:
+                slot.last_use.synchronize()
+        finally:
+            self._free.clear()
+            self._held.clear()
+            self.slots = ()
+            self._block.close()
 
     def _release(self, slot: Slot, last_use: Event) -> None:
         assert slot.index in self._held, f"slot {slot.index} is not held"

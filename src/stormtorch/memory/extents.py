@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from ..core.sizes import round_up
+from ..core.errors import SettingError
+from ..core.sizes import parse_bytes, round_up
 
 _TRIES = 8  # holes of just the right size that are looked at before settling for one that fits at any alignment
 
@@ -33,8 +34,11 @@ class Extents:
 
     def take(self, size: int, alignment: int) -> int | None:
         """Offset of ``size`` bytes at a multiple of ``alignment``, or None if no hole fits. Size 0 takes nothing."""
+        size = parse_bytes(size)
         if size == 0:
             return 0
+        if alignment < 1:
+            raise SettingError(f"alignment={alignment} cannot be meant. Accepted: 1 or more.")
         start = self._find(size, alignment)
         if start is None:
             return None

@@ -13,13 +13,15 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 
 import torch
 
 from ..core.errors import LaneError
 from ..core.tags import Tag
 from ..native import flag_words
-from .cuda_driver import Driver, DriverError, driver
+from ..native.jobs import FlagValue
+from .cuda_driver import Driver, DriverError, device_index, driver
 from .host import HostArena
 from .ledger import Ledger
 from .page_lock import PageLock
@@ -33,32 +35,39 @@ def reached(word: int, value: int) -> bool:
 
 
 class Flag:
-    """One word. Made by `Flags`, which must outlive it."""
+    """One word. It keeps its board, and with it the memory, alive."""
+
+    __slots__ = ("address", "board", "device_address")
 
     def __init__(self, board: Flags, address: int, device_address: int | None) -> None:
-        self.board = board
-        self.address = address
-        self.device_address = device_address  # None where no GPU can reach it
-        self.awaited = 0  # the latest value that somebody waits for; what abort writes
+        self.board, self.address = board, address
+        self.device_address = device_address  # None where no stream can write or await it
+
+    def at(self, value: int) -> FlagValue:
+        """This flag and a value of it, as the CPU worker takes them."""
+        return FlagValue(self.address, value, owner=self.board)
 
     def read(self) -> int:
         return flag_words.load(self.address)
 
     def set(self, value: int) -> None:
-        """Store ``value``; everything this thread wrote before is visible to whoever sees it."""
-        self.board.raise_if_aborted()
-        flag_words.store(self.address, value)
-
-    def expect(self, value: int) -> None:
-        """Note that somebody is about to wait for ``value``; call before the wait is enqueued."""
+        """Raise the flag to ``value``; everything this thread wrote before is visible to whoever sees it."""
         with self.board.lock:
             self.board.raise_if_aborted()
-            if reached(value, self.awaited):
-                self.awaited = value
+            flag_words.store(self.address, value)
+
+    def expect(self, value: int) -> None:
+        """Note that a stream is about to wait for ``value``; call before the wait is enqueued. See ``Flags.abort``."""
+        with self.board.lock:
+            self.board.raise_if_aborted()
+            awaited = self.board.awaited.get(self.address, 0)
+            self.board.awaited[self.address] = value if reached(value, awaited) else awaited
 
     def wait(self, value: int, timeout_s: float | None = None) -> bool:
-        """Block until the flag has reached ``value``; False if ``timeout_s`` passed first. Ctrl-C gets through."""
-        self.expect(value)
+        """Block until the flag has reached ``value``; False if ``timeout_s`` passed first.
+
+        Raises if the board is aborted meanwhile. Ctrl-C gets through.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = 0.1 if deadline is None else min(0.1, deadline - time.monotonic())
@@ -71,19 +80,25 @@ class Flag:
 
 
 class Flags:
-    """A board of flags, all zero at first. ``on_stream`` tells whether CUDA streams can write and await them."""
+    """A board of flags, all zero at first. ``on_stream`` tells whether CUDA streams can write and await them.
+
+    ``aborted`` is one more word, 0 until ``abort``: jobs of the CPU worker that name it are dropped instead of run.
+    """
 
     def __init__(self, count: int, *, ledger: Ledger, device: torch.device, page_lock: PageLock | None = None) -> None:
         self.lock = threading.RLock()
+        self.awaited: dict[int, int] = {}  # address -> the latest value that a stream waits for
         self._error: BaseException | None = None
-        self._arena = HostArena(max(1, count) * _SPACING, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
-        self._words = self._arena.allocate(max(1, count) * _SPACING, alignment=_SPACING)
-        start = self._words.tensor().data_ptr()
+        self._arena = HostArena((count + 1) * _SPACING, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
+        words = self._arena.tensor(((count + 1) * _SPACING,), torch.uint8, alignment=_SPACING)
         cuda = driver() if device.type == "cuda" and self._arena.pinned else None
-        offset = _stream_offset(cuda, start, device)
+        offset = None if cuda is None else _stream_offset(cuda, words.data_ptr(), device)
         self.on_stream = offset is not None
-        addresses = range(start, start + count * _SPACING, _SPACING)
-        self._flags = [Flag(self, address, None if offset is None else address + offset) for address in addresses]
+        addresses = range(words.data_ptr(), words.data_ptr() + (count + 1) * _SPACING, _SPACING)
+        self._flags = [Flag(self, a, None if offset is None else a + offset) for a in addresses]
+        self.aborted = self._flags.pop()
+        # Runs at exit and when the board is dropped, before its memory goes: a GPU must not be left waiting.
+        self._finalizer = weakref.finalize(self, _let_go, self.awaited, self.aborted.address, words)
 
     def __getitem__(self, index: int) -> Flag:
         return self._flags[index]
@@ -92,39 +107,55 @@ class Flags:
         return len(self._flags)
 
     def abort(self, error: BaseException) -> None:
-        """Let every wait on this board pass and make every later use raise LaneError from ``error``.
+        """Let every wait of a stream pass and make every later use raise LaneError from ``error``; the first one stays.
 
-        The first error stays.
+        What the streams do then is stale: jobs that name ``aborted`` are dropped, so that none of it reaches home.
         """
         with self.lock:
             self._error = self._error or error
-            for flag in self._flags:
-                if not reached(flag.read(), flag.awaited):
-                    flag_words.store(flag.address, flag.awaited)
+            _let_go(self.awaited, self.aborted.address)
 
     def raise_if_aborted(self) -> None:
         if self._error is not None:
             raise LaneError(f"A writer of this flag ended early: {self._error}") from self._error
 
     def close(self) -> None:
-        """Release every wait and return the memory. The lanes that used the flags must be empty."""
+        """Release every wait and return the memory. The lanes that used the flags must be empty. Safe to call twice."""
         self.abort(LaneError("the flags were closed"))
+        self._finalizer.detach()
         self._arena.close()
 
 
-def _stream_offset(cuda: Driver | None, start: int, device: torch.device) -> int | None:
+def _let_go(awaited: dict[int, int], aborted: int, words: torch.Tensor | None = None) -> None:  # noqa: ARG001
+    """Mark the board as aborted, then raise every flag to what is awaited of it.
+
+    ``words`` keeps the memory until then.
+    """
+    flag_words.store(aborted, 1)
+    for address, value in list(awaited.items()):
+        flag_words.store(address, value)
+
+
+def _stream_offset(cuda: Driver, start: int, device: torch.device) -> int | None:
     """Device address minus host address of the words, or None if streams of ``device`` cannot write and await them."""
-    if cuda is None:
-        return None
+    word = ctypes.c_uint32.from_address(start)
+    index = device_index(device)
     try:
-        with torch.cuda.device(device):
-            address = cuda.device_address(start)
-            stream = torch.cuda.Stream(device)
-            cuda.write_value(stream.cuda_stream, address, 1)
-            cuda.wait_value(stream.cuda_stream, address, 1)
-            stream.synchronize()
+        address = cuda.device_address(index, start)
+        stream = cuda.create_stream(index)
+        try:
+            cuda.write_value(index, stream, address, 1)
+            cuda.wait_value(index, stream, address, 1)
+            deadline = time.monotonic() + 2
+            event = torch.cuda.Event()
+            event.record(torch.cuda.ExternalStream(stream, device=index))
+            while not event.query() and time.monotonic() < deadline:
+                time.sleep(1e-4)
+            worked = bool(event.query())
+            word.value = 1  # whatever happened, the stream gets past its wait
+        finally:
+            cuda.destroy_stream(index, stream)
     except DriverError:
         return None
-    worked = ctypes.c_uint32.from_address(start).value == 1
-    flag_words.store(start, 0)
+    word.value = 0
     return address - start if worked else None

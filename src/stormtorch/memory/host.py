@@ -7,25 +7,29 @@ process, and cannot fall back to pageable when the system refuses to lock it.
 
 Every tensor made from an arena keeps its mapping alive, with the page-lock and the charge in the ledger: an arena that
 is merely dropped goes when its last tensor does. ``close`` ends lock and charge at once; a tensor that outlives it
-still reads valid memory, never a dangling address, but memory that is pageable and that nobody counts.
+still reads valid memory, never a dangling address, but memory that is pageable and that nobody counts. A forked child
+has no access to a page-locked arena.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ..core.errors import OutOfBudget, SettingError, StormError
 from ..core.notices import say_once
-from ..core.sizes import GiB, MiB, format_bytes, round_down, round_up
+from ..core.sizes import GiB, MiB, format_bytes, parse_bytes, round_down, round_up
 from ..core.tags import Tag, Tier
 from ..native.touch import first_touch
 from . import limits
@@ -49,7 +53,10 @@ def capacity_for(sizes: Iterable[int], alignment: int | None = None) -> int:
     end = 0
     for size in sizes:
         if size:
-            end = round_up(round_up(end, alignment or natural_alignment(size)) + size, _GRAIN)
+            start = round_up(end, alignment or natural_alignment(size))
+            if start // _REGION_LIMIT != (start + size - 1) // _REGION_LIMIT:
+                start = round_up(start, _REGION_LIMIT)  # no block crosses two regions
+            end = round_up(start + size, _GRAIN)
     return end
 
 
@@ -109,20 +116,23 @@ class HostArena:
 
         With ``page_lock`` given and refused, the arena stays pageable and says so.
         """
-        self.capacity_bytes = round_up(capacity_bytes, PAGE)
+        self.capacity_bytes = round_up(parse_bytes(capacity_bytes), PAGE)
         self.tag = tag
-        self._lock = threading.Lock()
         self._regions: list[_Region] = []
-        whole, rest = divmod(self.capacity_bytes, _REGION_LIMIT)
         reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes)
+        whole, rest = divmod(self.capacity_bytes, _REGION_LIMIT)
+        self._hold = _Hold(reservation, page_lock)
         try:
             for index, size in enumerate([_REGION_LIMIT] * whole + [rest] * (rest > 0)):
-                self._regions.append(_map_shared(index, size) if shared else _map_private(index, size))
-                first_touch(self._regions[-1].address, size, touch_threads)
+                region = _map_shared(index, size) if shared else _map_private(index, size, fork=page_lock is None)
+                self._hold.add(region)
+                self._regions.append(region)
+                first_touch(region.address, size, touch_threads)
+            self._finish()
         except BaseException:
-            reservation.release()
+            with contextlib.suppress(StormError):  # an interrupted lock may or may not have happened
+                self._hold.end_all()
             raise
-        self._finish(page_lock, reservation)
 
     @classmethod
     def attach(cls, shared: SharedArena, *, page_lock: PageLock | None = None) -> HostArena:
@@ -133,50 +143,48 @@ class HostArena:
         arena = cls.__new__(cls)
         arena.capacity_bytes = sum(shared.region_bytes)
         arena.tag = Tag.STAGING
-        arena._lock = threading.Lock()
-        arena._regions = [
-            _attach(index, shared.pid, descriptor, size)
-            for index, (descriptor, size) in enumerate(zip(shared.descriptors, shared.region_bytes, strict=True))
-        ]
-        arena._finish(page_lock, None)
+        arena._regions = []
+        arena._hold = _Hold(None, page_lock)
+        try:
+            for index, (descriptor, size) in enumerate(zip(shared.descriptors, shared.region_bytes, strict=True)):
+                arena._regions.append(_attach(index, shared.pid, descriptor, size))
+                arena._hold.add(arena._regions[-1])
+            arena._finish()
+        except BaseException:
+            with contextlib.suppress(StormError):
+                arena._hold.end_all()
+            raise
         return arena
 
-    def _finish(self, page_lock: PageLock | None, reservation: Reservation | None) -> None:
-        """Page-lock the regions, all or none, and see to it that whatever ends them gives everything back."""
+    def _finish(self) -> None:
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[_Region, int, int]] = deque()
         self._closed = False
-        self.pinned = page_lock is not None and _lock_regions(self._regions, page_lock)
-        if self.pinned and reservation is not None:
-            reservation.mark_pinned()
-        used_lock = page_lock if self.pinned else None
-        live = {region.index for region in self._regions}
-        if not live and reservation is not None:
-            reservation.release()  # an arena of nothing
-        self._finalizers = [
-            weakref.finalize(
-                region.pages, _end, used_lock, region.address, region.descriptor, reservation, live, region.index
-            )
-            for region in self._regions
-        ]
-        for region in self._regions:
-            del region.pages  # from here on the tensors alone keep them
+        self.pinned = self._hold.lock(self._regions)
 
     @property
     def taken_bytes(self) -> int:
         """Bytes in live blocks."""
-        with self._lock:
+        with self._locked():
             return sum(region.extents.taken_bytes for region in self._regions)
 
     def allocate(self, size: int, *, alignment: int | None = None) -> HostBlock:
         """A block of exactly ``size`` bytes. Raises OutOfBudget if no hole of the arena is large enough."""
         if self._closed:
             raise StormError("Cannot allocate from a host arena that was closed.")
+        size = parse_bytes(size)
         if size == 0:
             return HostBlock(self, None, 0, 0)
-        with self._lock:
+        with self._locked():
             for region in self._regions:
                 offset = region.extents.take(size, alignment or natural_alignment(size))
                 if offset is not None:
                     return HostBlock(self, region, offset, size)
+        if size > _REGION_LIMIT:
+            raise SettingError(
+                f"Cannot allocate {format_bytes(size)} in one piece: page-locked memory comes in regions of "
+                f"{format_bytes(_REGION_LIMIT)}. Use several smaller pieces."
+            )
         raise OutOfBudget(
             f"Cannot allocate {format_bytes(size)} for {self.tag.name} from a host arena",
             f"{format_bytes(self.taken_bytes)} of {format_bytes(self.capacity_bytes)} taken, no hole is large enough",
@@ -186,8 +194,8 @@ class HostArena:
 
     def tensor(self, shape: Iterable[int], dtype: torch.dtype, *, alignment: int | None = None) -> torch.Tensor:
         """A tensor for the life of the arena, where nobody will release the block."""
-        shape = torch.Size(shape)
-        return self.allocate(shape.numel() * dtype.itemsize, alignment=alignment).tensor(dtype, shape)
+        shape = tuple(parse_bytes(length) for length in shape)
+        return self.allocate(math.prod(shape) * dtype.itemsize, alignment=alignment).tensor(dtype, shape)
 
     def at(self, place: tuple[int, int, int], dtype: torch.dtype, shape: Iterable[int] | None = None) -> torch.Tensor:
         """The tensor at a ``HostBlock.place`` of this arena, or of the arena that this one is attached to."""
@@ -200,12 +208,13 @@ class HostArena:
         Only for arenas made with ``shared=True``.
         """
         descriptors = tuple(region.descriptor for region in self._regions if region.descriptor is not None)
-        assert len(descriptors) == len(self._regions), "only an arena made with shared=True can be shared"
+        if len(descriptors) != len(self._regions):
+            raise SettingError("Only a host arena made with shared=True can be shared.")
         return SharedArena(os.getpid(), descriptors, tuple(region.size for region in self._regions))
 
     def check(self) -> None:
         """Assert that free and taken pieces tile the arena."""
-        with self._lock:
+        with self._locked():
             for region in self._regions:
                 region.extents.check()
 
@@ -215,13 +224,25 @@ class HostArena:
         The memory itself goes when the last tensor made from it does.
         """
         self._closed, self.pinned = True, False
-        for finalizer in self._finalizers:
-            finalizer()
-        self._regions = []
+        try:
+            self._hold.end_all()
+        finally:
+            self._regions = []
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            while self._returned:
+                region, offset, size = self._returned.popleft()
+                region.extents.give(offset, size)
+            yield
 
     def _give(self, region: _Region, offset: int, size: int) -> None:
-        with self._lock:
-            region.extents.give(offset, size)
+        """Put a block aside; the next call that holds the lock takes it back.
+
+        Blocks are released by finalizers too, and those may run on this very thread while it holds the lock.
+        """
+        self._returned.append((region, offset, size))
 
 
 class _Region:
@@ -234,14 +255,15 @@ class _Region:
         self.extents = Extents(size, grain=_GRAIN)
         # Through a ctypes array, not from the mmap itself: its finalizer runs before the mapping ends, an mmap's after.
         self.pages = (ctypes.c_ubyte * size).from_buffer(mapping, start)
-        self.bytes = torch.frombuffer(self.pages, dtype=torch.uint8)
+        with torch.inference_mode(False):  # or a caller in that mode would get memory that lanes may not write
+            self.bytes = torch.frombuffer(self.pages, dtype=torch.uint8)
 
     @property
     def address(self) -> int:
         return self.bytes.data_ptr()
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _view(data: torch.Tensor, offset: int, size: int, dtype: torch.dtype, shape: Iterable[int] | None) -> torch.Tensor:
@@ -249,26 +271,41 @@ def _view(data: torch.Tensor, offset: int, size: int, dtype: torch.dtype, shape:
     return flat if shape is None else flat.view(torch.Size(shape))
 
 
-def _map_private(index: int, size: int) -> _Region:
+def _map_private(index: int, size: int, *, fork: bool) -> _Region:
     """Anonymous memory aligned to huge pages.
 
     The slack for the alignment is never touched, so it costs addresses only.
     """
-    mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OutOfBudget(
+            f"Cannot map {format_bytes(size)} of RAM",
+            f"the system refused: {error.strerror}",
+            "The limit is the system's, not ram.",
+            "Raise ulimit -v, or vm.overcommit_memory, or lower ram.",
+        ) from error
     start = -ctypes.addressof(ctypes.c_ubyte.from_buffer(mapping)) % _HUGE_PAGE
     whole = round_down(size, _HUGE_PAGE)  # the tail stays in small pages: a huge one would exceed what was charged
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel without transparent huge pages refuses: small ones work as well, only more slowly to lock.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    if not fork:
+        # A fork copies page-locked memory at once, all of it, for each worker of a data loader. The child gets none.
+        mapping.madvise(mmap.MADV_DONTFORK)
     return _Region(index, mapping, start, size)
 
 
 def _map_shared(index: int, size: int) -> _Region:
     """Memory in an anonymous file: no name, no use of /dev/shm, gone with its last user."""
     descriptor = os.memfd_create("stormtorch", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size)
-    return _Region(index, mmap.mmap(descriptor, size), 0, size, descriptor)
+    try:
+        os.ftruncate(descriptor, size)
+        return _Region(index, mmap.mmap(descriptor, size), 0, size, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _attach(index: int, pid: int, descriptor: int, size: int) -> _Region:
@@ -278,43 +315,82 @@ def _attach(index: int, pid: int, descriptor: int, size: int) -> _Region:
         raise SettingError(
             f"Cannot attach the shared arena of process {pid}: {error.strerror}. It must run, with the arena open."
         ) from error
-    region = _Region(index, mmap.mmap(opened, size), 0, size, opened)
+    try:
+        region = _Region(index, mmap.mmap(opened, size), 0, size, opened)
+    except BaseException:
+        os.close(opened)
+        raise
     region.extents = Extents(0)  # what is free is the owner's to know
     return region
 
 
-def _lock_regions(regions: list[_Region], page_lock: PageLock) -> bool:
-    """Page-lock all regions or none; says so once if it is none."""
-    locked: list[int] = []
-    for region in regions:
-        try:
-            page_lock.lock(region.address, region.size)
-        except StormError as error:
-            for address in locked:
-                page_lock.unlock(address)
-            say_once(
-                f"Host page-lock refused for {format_bytes(sum(r.size for r in regions))} ({error}); the limit is "
-                f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, at a lower rate.",
-                key="page-lock refused",
-            )
+class _Hold:
+    """What an arena must give back: page-locks, descriptors, the charge. Each region's end is tied to its last tensor.
+
+    The ties are made before anything is locked, so that an interrupt at any moment leaves nothing locked behind.
+    """
+
+    def __init__(self, reservation: Reservation | None, page_lock: PageLock | None) -> None:
+        self.reservation, self.page_lock = reservation, page_lock
+        self.owner_pid = os.getpid()
+        self.locked: set[int] = set()
+        self.finalizers: list[weakref.finalize[[int, int | None], ctypes.Array[ctypes.c_ubyte]]] = []
+
+    def add(self, region: _Region) -> None:
+        """From here on the tensors of ``region`` alone keep it."""
+        finalizer = weakref.finalize(region.pages, self._end, region.address, region.descriptor)
+        finalizer.atexit = False  # a GPU may still be at work then; the end of the process unlocks in the right order
+        self.finalizers.append(finalizer)
+        del region.pages
+
+    def lock(self, regions: list[_Region]) -> bool:
+        """Page-lock all regions or none; says so once if it is none although a lock was given."""
+        if self.page_lock is None:
             return False
-        locked.append(region.address)
-    return True
+        for region in regions:
+            self.locked.add(region.address)
+            try:
+                self.page_lock.lock(region.address, region.size)
+            except StormError as error:
+                self.locked.remove(region.address)
+                self._unlock_all()
+                say_once(
+                    f"Host page-lock refused for {format_bytes(sum(r.size for r in regions))} ({error}); the limit is "
+                    f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, at a lower rate.",
+                    key="page-lock refused",
+                )
+                return False
+        if self.reservation is not None:
+            self.reservation.pinned = True
+        return True
 
+    def end_all(self) -> None:
+        """End what has not ended. Goes through to the last region, then raises the first error."""
+        errors = []
+        for finalizer in self.finalizers:
+            try:
+                finalizer()
+            except StormError as error:
+                errors.append(error)
+        if self.reservation is not None:
+            self.reservation.release()
+        if errors:
+            raise errors[0]
 
-def _end(
-    page_lock: PageLock | None,
-    address: int,
-    descriptor: int | None,
-    reservation: Reservation | None,
-    live: set[int],
-    index: int,
-) -> None:
-    """Runs once for each region, when it is closed or its last tensor goes. The last one returns the charge."""
-    if page_lock is not None:
-        page_lock.unlock(address)
-    if descriptor is not None:
-        os.close(descriptor)
-    live.discard(index)
-    if not live and reservation is not None:
-        reservation.release()
+    def _end(self, address: int, descriptor: int | None) -> None:
+        try:
+            # A forked child inherits this object, but the lock is its parent's.
+            if address in self.locked and self.owner_pid == os.getpid() and not sys.is_finalizing():
+                self.locked.remove(address)
+                assert self.page_lock is not None
+                self.page_lock.unlock(address)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+            if self.reservation is not None and not any(finalizer.alive for finalizer in self.finalizers):
+                self.reservation.release()
+
+    def _unlock_all(self) -> None:
+        assert self.page_lock is not None
+        while self.locked:
+            self.page_lock.unlock(self.locked.pop())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from ..core.errors import SettingError
 from ..core.tags import Tag
 from .flags import Flag
 
@@ -75,14 +76,17 @@ class Lane(ABC):
 
 
 def check_copy(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Assert that a lane can copy ``source`` to ``target``; returns the bytes.
+    """Refuse what a lane cannot copy; returns the bytes.
 
     Casts and strides are compute, not transport.
     """
-    assert target.dtype == source.dtype, f"a lane does not cast {source.dtype} to {target.dtype}"
-    assert target.numel() == source.numel(), f"{source.numel()} elements into {target.numel()}"
-    assert target.is_contiguous(), "the target of a lane's copy must be contiguous"
-    assert source.is_contiguous(), "the source of a lane's copy must be contiguous"
+    if target.dtype != source.dtype:
+        raise SettingError(f"A lane does not cast: the target is {target.dtype}, the source {source.dtype}.")
+    if target.numel() != source.numel():
+        raise SettingError(f"A lane cannot copy {source.numel()} elements into {target.numel()}.")
+    for tensor in (target, source):
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise SettingError("A lane copies contiguous memory, not strided or lazy views. Use .contiguous().")
     return source.nbytes
 
 
@@ -95,7 +99,7 @@ def coalesce(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[t
     for target, source in pairs:
         if check_copy(target, source) == 0:
             continue
-        pair = (_as_bytes(target), _as_bytes(source))
+        pair = (as_bytes(target), as_bytes(source))
         if merged and all(_follows(last, new) for last, new in zip(merged[-1], pair, strict=True)):
             grown = [_grow(last, new.numel()) for last, new in zip(merged[-1], pair, strict=True)]
             merged[-1] = (grown[0], grown[1])
@@ -104,7 +108,8 @@ def coalesce(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[t
     return merged
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous ``tensor``, flat."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

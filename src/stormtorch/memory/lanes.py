@@ -28,6 +28,7 @@ from ..core.records import Sink
 from .cpu_lanes import CpuComputeLane, CpuLane
 from .cuda_lanes import CudaLane
 from .lane import Delay, Lane
+from .limits import usable_device
 from .staged_lanes import StagedCudaLane
 
 
@@ -46,22 +47,30 @@ class Lanes:
             lane.synchronize()
 
     def close(self) -> None:
-        self.load.close()
-        self.store.close()
+        """Close both ways. Abort the flags that a lane may wait for first, or drain what leads to them."""
+        try:
+            self.load.close()
+        finally:
+            self.store.close()
 
 
 def open_lanes(
-    device: torch.device, *, staging: torch.Tensor | None = None, sink: Sink | None = None, delay: Delay | None = None
+    device: torch.device | str,
+    *,
+    staging: torch.Tensor | None = None,
+    sink: Sink | None = None,
+    delay: Delay | None = None,
 ) -> Lanes:
     """Lanes for ``device``.
 
     ``staging`` is a page-locked ring; give it where the host memory to copy is not page-locked itself.
     """
+    device = usable_device(device)
     if device.type == "cpu":
         return Lanes(device, CpuLane("load", sink, delay), CpuLane("store", sink, delay), CpuComputeLane())
-    compute = CudaLane("compute", device, None)
+    compute = CudaLane("compute", device, own_stream=False)
     if staging is None:
-        load, store = (CudaLane(name, device, torch.cuda.Stream(device), sink, delay) for name in ("load", "store"))
+        load, store = (CudaLane(name, device, own_stream=True, sink=sink, delay=delay) for name in ("load", "store"))
         return Lanes(device, load, store, compute)
     half = staging.numel() // 2
     return Lanes(

@@ -7,7 +7,9 @@ a browser took 40 of them.
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,25 +27,22 @@ Available = Callable[[], int]
 
 
 class Reservation:
-    """Bytes charged to one tier and tag until ``release``. As a context manager it releases on exit."""
+    """Bytes charged to one tier and tag until ``release``, or until nobody holds it any more.
 
-    __slots__ = ("_ledger", "bytes", "pinned", "tag", "tier")
+    The second keeps the books right where an exception or Ctrl-C takes away whoever was to release it. As a context
+    manager it releases on exit.
+    """
 
-    def __init__(self, ledger: Ledger, tier: Tier, tag: Tag, size: int) -> None:
-        self._ledger: Ledger | None = ledger
+    __slots__ = ("__weakref__", "_book", "_number", "bytes", "pinned", "tag", "tier")
+
+    def __init__(self, book: _Book, number: int, tier: Tier, tag: Tag, size: int) -> None:
+        self._book, self._number = book, number
         self.tier, self.tag, self.bytes = tier, tag, size
-        self.pinned = False
-
-    def mark_pinned(self) -> None:
-        """Note that these host bytes are page-locked now. They count as such until released."""
-        if self._ledger is not None:
-            self._ledger._mark_pinned(self)
+        self.pinned = False  # whether these host bytes are page-locked
 
     def release(self) -> None:
-        """Give the bytes back to the ledger. A second call does nothing."""
-        ledger, self._ledger = self._ledger, None
-        if ledger is not None:
-            ledger._release(self)
+        """Give the bytes back to the ledger. A second call does nothing. Safe inside a finalizer: it takes no lock."""
+        self._book.pop(self._number, None)
 
     def __enter__(self) -> Reservation:
         return self
@@ -52,6 +51,9 @@ class Reservation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+_Book = weakref.WeakValueDictionary[int, Reservation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +73,28 @@ class Ledger:
         """``available`` tells what the machine has free on a tier right now; other tiers are held by budget alone."""
         self.budgets: dict[Tier, Budget] = {budget.tier: budget for budget in budgets}
         self._available = dict(available or {})
-        # Re-entrant: an arena that the garbage collector ends may release its charge in the middle of any call below.
-        self._lock = threading.RLock()
-        self._live: dict[int, Reservation] = {}
-        self._used: dict[tuple[Tier, Tag], int] = {}
+        # The live reservations are the only truth, and all sums are made from them: what a signal or a finalizer cuts
+        # in two can then leave no wrong total behind. There are dozens of them, not thousands.
+        self._book: _Book = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()  # re-entrant: the garbage collector may end an arena inside any call below
         self._peak: dict[tuple[Tier, Tag], int] = {}
-        self._tier_used = dict.fromkeys(Tier, 0)
         self._tier_peak = dict.fromkeys(Tier, 0)
-        self._pinned = 0
 
     def reserve(self, tier: Tier, tag: Tag, size: int) -> Reservation:
         """Charge ``size`` bytes or raise OutOfBudget; allocates nothing itself."""
-        assert size >= 0
+        size = parse_bytes(size)
         budget = self.budgets.get(tier)
         if budget is None:
             raise OutOfBudget(
                 f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
                 "no budget for it",
                 f"{tier.setting} was not given.",
-                f"Give {tier.setting}= a size.",
+                "Give disk= a directory." if tier is Tier.DISK else f"Give {tier.setting}= a size.",
             )
         free = self._available[tier]() if tier in self._available and size else None
         with self._lock:
-            used = self._tier_used[tier]
+            used = self.used_bytes(tier)
             if used + size > budget.limit_bytes:
                 raise OutOfBudget(
                     f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
@@ -109,13 +110,15 @@ class Ledger:
                     f"The limit is what other programs leave, not {budget.given}.",
                     _REMEDY_FREE[tier],
                 )
-            reservation = Reservation(self, tier, tag, size)
-            self._live[id(reservation)] = reservation
-            self._charge(reservation, size)
+            number = next(self._numbers)
+            reservation = self._book[number] = Reservation(self._book, number, tier, tag, size)
+            self._tier_peak[tier] = max(self._tier_peak[tier], used + size)
+            self._peak[tier, tag] = max(self._peak.get((tier, tag), 0), self.used_bytes(tier, tag))
         return reservation
 
-    def used_bytes(self, tier: Tier) -> int:
-        return self._tier_used[tier]
+    def used_bytes(self, tier: Tier, tag: Tag | None = None) -> int:
+        """What is charged to ``tier`` now; with ``tag``, its share."""
+        return sum(live.bytes for live in self._live() if live.tier is tier and tag in (None, live.tag))
 
     def peak_bytes(self, tier: Tier) -> int:
         return self._tier_peak[tier]
@@ -123,70 +126,48 @@ class Ledger:
     def free_bytes(self, tier: Tier) -> int:
         """What the budget of ``tier`` still allows; 0 without a budget."""
         budget = self.budgets.get(tier)
-        return 0 if budget is None else budget.limit_bytes - self._tier_used[tier]
+        return 0 if budget is None else budget.limit_bytes - self.used_bytes(tier)
 
     @property
     def pinned_bytes(self) -> int:
         """Host bytes charged as page-locked."""
-        return self._pinned
+        return sum(live.bytes for live in self._live() if live.pinned)
 
     def balances(self) -> list[Balance]:
         """Every tag that was ever charged, in the order of tiers and tags."""
-        with self._lock:
-            return [
-                Balance(tier, tag, self._used[tier, tag], self._peak[tier, tag])
-                for tier in Tier
-                for tag in Tag
-                if (tier, tag) in self._peak
-            ]
+        return [
+            Balance(tier, tag, self.used_bytes(tier, tag), self._peak[tier, tag])
+            for tier in Tier
+            for tag in Tag
+            if (tier, tag) in self._peak
+        ]
 
     def check(self) -> None:
-        """Assert conservation: the sums by tag and by tier equal the live reservations, and no budget is exceeded."""
-        with self._lock:
-            sums: dict[tuple[Tier, Tag], int] = {}
-            for live in list(self._live.values()):
-                sums[live.tier, live.tag] = sums.get((live.tier, live.tag), 0) + live.bytes
-            assert {key: used for key, used in self._used.items() if used} == {k: s for k, s in sums.items() if s}
-            for tier in Tier:
-                assert self._tier_used[tier] == sum(s for (t, _), s in sums.items() if t is tier)
-                assert self._tier_used[tier] <= self._tier_peak[tier]
-            for tier, budget in self.budgets.items():
-                assert self._tier_peak[tier] <= budget.limit_bytes
-            assert self._pinned == sum(live.bytes for live in list(self._live.values()) if live.pinned)
+        """Assert conservation: the tags of a tier add up to it, and neither now nor ever was it above its budget."""
+        for tier, budget in self.budgets.items():
+            used = self.used_bytes(tier)
+            assert used == sum(line.used_bytes for line in self.balances() if line.tier is tier)
+            assert used <= self._tier_peak[tier] <= budget.limit_bytes
+        assert all(line.used_bytes <= line.peak_bytes for line in self.balances())
+        assert self.pinned_bytes <= self.used_bytes(Tier.HOST)
 
     def table(self) -> str:
         """Tiers, tags, bytes now and at the peak, against the limits; plain text."""
         lines = [f"{'tier':<8}{'tag':<14}{'now':>12}{'peak':>12}{'limit':>12}"]
         balances = self.balances()
         for tier, budget in self.budgets.items():
-            numbers = (self._tier_used[tier], self._tier_peak[tier], budget.limit_bytes)
+            numbers = (self.used_bytes(tier), self._tier_peak[tier], budget.limit_bytes)
             lines.append(f"{tier.value:<8}{'all':<14}" + "".join(f"{format_bytes(n):>12}" for n in numbers))
             for line in balances:
                 if line.tier is tier:
                     numbers_of_tag = f"{format_bytes(line.used_bytes):>12}{format_bytes(line.peak_bytes):>12}"
                     lines.append(f"{'':<8}{line.tag.value:<14}{numbers_of_tag}")
-        lines.append(f"page-locked {format_bytes(self._pinned)} of host RAM")
+        lines.append(f"page-locked {format_bytes(self.pinned_bytes)} of host RAM")
         lines.extend(f"{budget.given}: {budget.reason}" for budget in self.budgets.values() if budget.reason)
         return "\n".join(lines)
 
-    def _charge(self, reservation: Reservation, change: int) -> None:
-        key = (reservation.tier, reservation.tag)
-        self._used[key] = self._used.get(key, 0) + change
-        self._peak[key] = max(self._peak.get(key, 0), self._used[key])
-        self._tier_used[reservation.tier] += change
-        self._tier_peak[reservation.tier] = max(self._tier_peak[reservation.tier], self._tier_used[reservation.tier])
-
-    def _mark_pinned(self, reservation: Reservation) -> None:
-        with self._lock:
-            assert reservation.tier is Tier.HOST
-            self._pinned += 0 if reservation.pinned else reservation.bytes
-            reservation.pinned = True
-
-    def _release(self, reservation: Reservation) -> None:
-        with self._lock:
-            del self._live[id(reservation)]
-            self._charge(reservation, -reservation.bytes)
-            self._pinned -= reservation.bytes if reservation.pinned else 0
+    def _live(self) -> list[Reservation]:
+        return list(self._book.values())
 
 
 _THE = {Tier.DEVICE: "the device", Tier.HOST: "the host", Tier.DISK: "the disk"}
@@ -203,9 +184,10 @@ _REMEDY_FREE = {
 
 
 def open_ledger(
-    device: torch.device, *, vram: object = "auto", ram: object = "auto", disk: Path | str | None = None
+    device: torch.device | str, *, vram: object = "auto", ram: object = "auto", disk: Path | str | None = None
 ) -> Ledger:
     """A ledger for this machine from the user's settings; refuses budgets that the machine can never meet."""
+    device = limits.usable_device(device)
     free, total = limits.device_memory_bytes(device)
     budgets = [
         _budget(

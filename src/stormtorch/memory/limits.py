@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -16,8 +17,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..core.errors import StorageError
+from ..core.errors import SettingError, StorageError
 
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes blanks in a path
 _CGROUP_UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2^63
 
 
@@ -103,12 +105,24 @@ def page_lock_limit() -> str:
     return "the driver (too little free RAM, or memory that is already registered)"
 
 
+def usable_device(device: torch.device | str) -> torch.device:
+    """``device`` with its index, if STORM can use it; else SettingError with the list of those that it can."""
+    accepted = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    name = str(device)
+    if name == "cuda" and len(accepted) > 1:
+        name = f"cuda:{torch.cuda.current_device()}"
+    if name not in accepted:
+        raise SettingError(f"device={name!r} cannot be used here. Accepted: {', '.join(accepted)}.")
+    return torch.device(name)
+
+
 def device_memory_bytes(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of ``device``. A CPU device plays its role in host memory, so host numbers answer for it."""
     if device.type == "cpu":
         return host_available_bytes(), host_total_bytes()
     free, total = torch.cuda.mem_get_info(device)
-    return int(free), int(total)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, but free to reuse
+    return int(free) + cached, int(total)
 
 
 def disk_free_bytes(directory: Path) -> int:
@@ -127,7 +141,7 @@ def filesystem_type(path: Path) -> str:
     best, kind = -1, "unknown"
     for line in _read_text(Path("/proc/self/mountinfo")).splitlines():
         fields = line.split()
-        mount = Path(fields[4].encode().decode("unicode_escape"))
+        mount = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
         if (target == mount or mount in target.parents) and len(mount.parts) >= best:
             best, kind = len(mount.parts), fields[fields.index("-") + 1]
     return kind
@@ -135,6 +149,6 @@ def filesystem_type(path: Path) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")
     except OSError:
         return ""

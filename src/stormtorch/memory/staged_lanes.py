@@ -7,18 +7,20 @@ another. The same lane serves drivers that cannot wait for flags on a stream: it
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 
 import torch
 
+from ..core.errors import SettingError
 from ..core.records import Sink
 from ..core.sizes import MiB, round_down
 from ..core.tags import Tag
 from .cpu_lanes import Failure, ThreadLane, wait_interruptibly
-from .cuda_lanes import CopyTimer, CudaEvent
-from .flags import Flag
-from .lane import Delay, Event, check_copy
+from .cuda_driver import device_index
+from .cuda_lanes import CopyTimer, CudaEvent, OwnStream, need_driver, wait_for
+from .lane import Delay, Event, as_bytes, check_copy
 
 _PIECES = 4
 RING_BYTES = 64 * MiB
@@ -60,10 +62,12 @@ class StagedCudaLane(ThreadLane):
     def __init__(
         self, name: str, device: torch.device, ring: torch.Tensor, sink: Sink | None = None, delay: Delay | None = None
     ) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._own = OwnStream(need_driver(), device_index(device))
+        self._stream = self._own.stream
         super().__init__(name, self._on_stream(delay) if delay is not None else None)
         piece = round_down(ring.numel() // _PIECES, 64)
-        assert piece > 0, "the staging ring is too small"
+        if piece == 0:
+            raise SettingError(f"A staging ring of {ring.numel()} bytes is too small. Give {RING_BYTES}.")
         self._pieces = deque((ring[i * piece : (i + 1) * piece], torch.cuda.Event()) for i in range(_PIECES))
         self._timer = None if sink is None else CopyTimer(name, sink)
 
@@ -81,7 +85,7 @@ class StagedCudaLane(ThreadLane):
         if size == 0:
             return
         stream, pieces, timer = self._stream, self._pieces, self._timer
-        target_bytes, source_bytes = (t.detach().view(-1).view(torch.uint8) for t in (target, source))
+        target_bytes, source_bytes = as_bytes(target), as_bytes(source)
 
         def copy() -> None:
             with torch.cuda.stream(stream):
@@ -100,7 +104,7 @@ class StagedCudaLane(ThreadLane):
 
         def fill() -> None:
             with torch.cuda.stream(stream):
-                target.view(torch.uint8).fill_(byte)
+                as_bytes(target).fill_(byte)
 
         self.enqueue(fill)
 
@@ -109,14 +113,22 @@ class StagedCudaLane(ThreadLane):
         self.enqueue(lambda: event.record(stream), always=True)
         return event
 
-    def write_flag(self, flag: Flag, value: int) -> None:
-        self.enqueue(self._stream.synchronize)
-        super().write_flag(flag, value)
-
     def synchronize(self) -> None:
         super().synchronize()
         if self._timer is not None:
             self._timer.emit()
+
+    def close(self) -> None:
+        super().close()
+        if not self._own.closed:
+            with contextlib.suppress(RuntimeError):  # a GPU that failed fails here once more
+                self.settle()  # copies out of the ring may still be under way
+            self._own.close()
+
+    def settle(self) -> None:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        wait_for(event)
 
 
 Pieces = deque[tuple[torch.Tensor, torch.cuda.Event]]

@@ -7,15 +7,11 @@ goes in chunks, because each operation needs a temporary and the tensors here ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from .library import Scalars
 from .split import join, split
-
-if TYPE_CHECKING:
-    from .adamw import AdamTensors
-    from .library import Scalars
+from .update import AdamTensors
 
 CHUNK = 1 << 18  # elements; about 10 MiB of temporaries
 
@@ -24,7 +20,7 @@ def _fma(a: torch.Tensor | float, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
     return b.double().mul_(a).add_(c).float()
 
 
-@torch.no_grad()
+@torch.inference_mode()  # tensors made under it may be changed under it only, and a worker's thread never inherits it
 def update_(tensors: AdamTensors, scalars: Scalars, first: int, last: int) -> None:
     """Updates elements ``[first, last)`` in place, on the calling thread and torch's own."""
     for start in range(first, last, CHUNK):

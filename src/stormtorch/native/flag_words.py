@@ -1,40 +1,56 @@
 """Loads, stores and waits on 32-bit words that other threads, or a GPU, read and write.
 
+A word *has reached* a value when ``(int32)(word - value) >= 0``, and it only moves forward: a store of what it has
+already reached does nothing, so that writers who come out of order cannot take back what others wait for.
+
 With the library: acquire and release order, and a wait that sleeps outside the GIL. Without it every reader and writer
-on the CPU is a Python thread, which the GIL orders.
+on the CPU is a Python thread, which the GIL orders; only a store needs a lock of its own, being a load and a store.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 
 from .library import FlagWord, library
 
 _POLL_S = 20e-6
+_storing = threading.RLock()  # held by the fallback; re-entrant, because a collected board's finalizer stores too
+
+
+def has_reached(word: int, value: int) -> bool:
+    """The cyclic comparison, on numbers."""
+    return (word - value) & 0xFFFFFFFF < 1 << 31
 
 
 def load(address: int) -> int:
-    """The word at ``address``."""
+    """The word at ``address``; who reads it also sees everything that its writer wrote before."""
+    native = library()
+    if native is not None:
+        return int(native.c.storm_load_flag(address))
     return ctypes.c_uint32.from_address(address).value
 
 
 def store(address: int, value: int) -> None:
-    """Write ``value``; whoever sees it also sees everything that this thread wrote before."""
+    """Write ``value``, unless the word has reached it; who sees it also sees everything this thread wrote before."""
     native = library()
     if native is not None:
         native.c.storm_set_flag(FlagWord(address, value & 0xFFFFFFFF))
-    else:
-        ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF
+        return
+    with _storing:
+        word = ctypes.c_uint32.from_address(address)
+        if not has_reached(word.value, value):
+            word.value = value & 0xFFFFFFFF
 
 
 def wait(address: int, value: int, timeout_s: float) -> bool:
-    """Block until the word has reached ``value`` in the cyclic sense; False if ``timeout_s`` passed first."""
+    """Block until the word has reached ``value``; False if ``timeout_s`` passed first."""
     native = library()
     if native is not None:
         return bool(native.c.storm_wait_flag(FlagWord(address, value & 0xFFFFFFFF), timeout_s))
     deadline = time.monotonic() + timeout_s
-    while (load(address) - value) & 0xFFFFFFFF >= 1 << 31:
+    while not has_reached(load(address), value):
         if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_S)

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from . import flag_words
-from .adamw import AdamStep, AdamTensors
+from .update import AdamStep, AdamTensors
 
 
-class FlagValue(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FlagValue:
     """The address of a 32-bit flag word, and the value it must reach.
 
     Reached means ``(int32)(word - value) >= 0``, the cyclic rule of ``cuStreamWaitValue32`` with GEQ: counters may
-    wrap, as long as they are never 2^31 apart. The word must live until whoever uses it is done.
+    wrap, as long as they are never 2^31 apart.
+
+    ``owner`` is what keeps the word's memory; a worker holds it until the job is over. Without one, the caller must.
     """
 
     address: int
     value: int
+    owner: object = field(default=None, compare=False, repr=False)
 
     def reached(self) -> bool:
-        return (flag_words.load(self.address) - self.value) & 0xFFFFFFFF < 1 << 31
+        return flag_words.has_reached(flag_words.load(self.address), self.value)
 
     def write(self) -> None:
+        """Raises the word to the value; one that is already further stays there."""
         flag_words.store(self.address, self.value)
 
 
@@ -45,6 +50,10 @@ class Worker(abc.ABC):
     A job is *waiting* until its ready flag is reached, then *ready*: it competes by (priority, order of submission),
     lowest first, and one that becomes ready overtakes a less urgent one between two chunks. It is *over* when its
     done flag is written, which happens to every accepted job: after it was finished, or when it was abandoned.
+
+    A job that has begun is always finished. One that has not is abandoned by ``close``, and when its abort flag is
+    reached: whether or not its ready flag ever is, so that after an abort ``drain`` ends. Whoever aborts must write
+    that flag before it lets ready flags be reached with nothing behind them; then no such gradient is ever used.
     """
 
     threads: int
@@ -59,11 +68,13 @@ class Worker(abc.ABC):
         priority: int = 0,
         ready: FlagValue | None = None,
         done: FlagValue | None = None,
+        abort: FlagValue | None = None,
     ) -> int:
         """Queues one update and returns its ticket, counted from 1. Does not block.
 
-        The tensors are kept alive until the job is over and a later call on the worker notices it. Raises LaneError
-        when the worker is closed, has failed, or belongs to the process this one was forked from.
+        The tensors and the owners of the flags are kept alive until the job is over and a later call on the worker
+        notices it. Raises LaneError when the worker is closed, has failed, or belongs to the process this one was
+        forked from. Ctrl-C during the call leaves the job either queued or not; the worker stays usable.
         """
 
     @abc.abstractmethod
@@ -78,7 +89,7 @@ class Worker(abc.ABC):
     def close(self) -> int:
         """Ends the threads and returns how many jobs were abandoned in all. May be called again.
 
-        A job that has begun is finished, the others are abandoned, their done flags written. Drain first to keep them.
+        Jobs that have not begun are abandoned. Drain first to keep them.
         """
 
     def __enter__(self) -> Self:

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 1  # STORM_ABI in csrc/storm.h
+ABI = 2  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -70,15 +70,19 @@ _SIGNATURES = {
     "storm_isa_best": (_I32, ()),
     "storm_adamw": (_I32, (ctypes.POINTER(Update), _I32, _I32)),
     "storm_pool_open": (_I32, (ctypes.POINTER(_I32), _I32, _I32, _I32, ctypes.POINTER(_P))),
-    "storm_pool_submit": (_I64, (_P, ctypes.POINTER(Update), _I32, FlagWord, FlagWord)),
+    "storm_pool_submit": (_I32, (_P, ctypes.POINTER(Update), _I64, _I32, FlagWord, FlagWord, FlagWord)),
     "storm_pool_reap": (_I64, (_P, ctypes.POINTER(_I64), _I64)),
     "storm_pool_drain": (_I32, (_P, _F64)),
     "storm_pool_read_stats": (None, (_P, ctypes.POINTER(PoolStats))),
     "storm_pool_stop": (_I64, (_P,)),
     "storm_pool_free": (None, (_P,)),
     "storm_touch": (_I32, (_P, ctypes.c_size_t, _I32)),
-    "storm_set_flag": (None, (FlagWord,)),
     "storm_wait_flag": (_I32, (FlagWord, _F64)),
+}
+# Over in nanoseconds: giving up the GIL for them would cost a wait of milliseconds to get it back.
+_AT_ONCE = {
+    "storm_load_flag": (ctypes.c_uint32, (_P,)),
+    "storm_set_flag": (None, (FlagWord,)),
 }
 
 
@@ -102,6 +106,8 @@ def _open(path: Path) -> Library | str:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(c, name)
             function.restype, function.argtypes = result, arguments
+        for name, (result, arguments) in _AT_ONCE.items():
+            setattr(c, name, ctypes.PYFUNCTYPE(result, *arguments)((name, c)))
     except (OSError, AttributeError) as error:
         return f"{path.name} does not load: {error}"
     isas = {c.storm_isa_name(i).decode(): i for i in range(c.storm_isa_count()) if c.storm_isa_supported(i)}

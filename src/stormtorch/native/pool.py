@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
 
 from ..core.errors import LaneError, SettingError
 from .jobs import FlagValue, Worker, WorkerStats
 from .library import FlagWord, Library, PoolStats
-
-if TYPE_CHECKING:
-    from .adamw import AdamStep, AdamTensors
+from .update import AdamStep, AdamTensors
 
 _SLICE_S = 0.1  # longest time inside C at once, so that Ctrl-C is noticed
 _REAP = 64
@@ -28,14 +26,19 @@ def _word(flag: FlagValue | None) -> FlagWord:
 
 
 class _Pool:
-    """The C object and what it needs alive. Apart from the worker, so that it can outlive it for its own ending."""
+    """The C object and what it needs alive. Apart from the worker, so that it can outlive it for its own ending.
+
+    What a job needs is let go after the lock was: with a tensor goes whatever its owner has attached to it, and that
+    may call the worker. For what the garbage collector or a signal handler does in the middle, the lock is re-entrant.
+    """
 
     def __init__(self, library: Library, threads: int, cores: list[int]) -> None:
         self.c = library.c
         self.pid = os.getpid()
         self.pointer = ctypes.c_void_p()
-        self.lock = threading.Lock()
-        self.held: dict[int, AdamTensors] = {}  # ticket → tensors of a job that may still be running
+        self.lock = threading.RLock()
+        self.tickets = itertools.count(1)
+        self.held: dict[int, object] = {}  # ticket → tensors and flags of a job that may still be running
         self.inside = 0  # threads inside a C call without the lock
         self.final: WorkerStats | None = None  # set once the threads have ended
         mask = (ctypes.c_int32 * len(cores))(*cores)
@@ -47,14 +50,17 @@ class _Pool:
                 f"Accepted: CPU ids out of {sorted(os.sched_getaffinity(0))}, and as many threads as the system allows."
             )
 
-    def reap(self) -> None:
-        """Lets go of the tensors of jobs that are over. Needs the lock."""
-        if not self.pointer:
-            return
-        tickets = (ctypes.c_int64 * _REAP)()
-        while (count := self.c.storm_pool_reap(self.pointer, tickets, _REAP)) > 0:
-            for ticket in tickets[:count]:
-                del self.held[ticket]
+    def reap(self) -> list[object]:
+        """What jobs that are over have needed, to be let go. Needs the lock.
+
+        Ctrl-C in here can leave some of it in ``held`` until the pool stops, which is late but safe.
+        """
+        gone: list[object] = []
+        if self.pointer:
+            tickets = (ctypes.c_int64 * _REAP)()
+            while (count := self.c.storm_pool_reap(self.pointer, tickets, _REAP)) > 0:
+                gone += [self.held.pop(ticket, None) for ticket in tickets[:count]]
+        return gone
 
     def stats(self) -> WorkerStats:
         """Needs the lock."""
@@ -67,20 +73,24 @@ class _Pool:
     def stop(self) -> int:
         if os.getpid() != self.pid:  # the threads stayed with the parent, and so did its jobs
             return 0
+        gone: dict[int, object] = {}
         with self.lock:
             if self.final is None:
                 self.c.storm_pool_stop(self.pointer)
-                self.reap()
+                gone, self.held = self.held, gone
                 self.final = self.stats()
-            return self.final.abandoned
+            abandoned = self.final.abandoned
+        gone.clear()
+        return abandoned
 
     def end(self) -> None:
         """For when nobody can use the worker any more: it was collected, or the interpreter exits."""
         if os.getpid() == self.pid:
             self.stop()
-            if self.inside == 0:  # at exit a daemon thread may still be in drain; its memory then goes with the process
-                self.c.storm_pool_free(self.pointer)
-                self.pointer = ctypes.c_void_p()
+            with self.lock:
+                if self.inside == 0:  # at exit a daemon thread may be in drain; its memory then goes with the process
+                    self.c.storm_pool_free(self.pointer)
+                    self.pointer = ctypes.c_void_p()
 
 
 class PoolWorker(Worker):
@@ -107,16 +117,21 @@ class PoolWorker(Worker):
         priority: int = 0,
         ready: FlagValue | None = None,
         done: FlagValue | None = None,
+        abort: FlagValue | None = None,
     ) -> int:
-        pool, update = self._own(), tensors.bind(step.scalars)
+        pool, update, flags = self._own(), tensors.bind(step.scalars), (ready, done, abort)
+        words = [_word(flag) for flag in flags]
         with pool.lock:
             if pool.final is not None:
                 raise LaneError("Cannot submit to a worker that was closed. Open another one.")
-            ticket: int = pool.c.storm_pool_submit(pool.pointer, update, priority, _word(ready), _word(done))
-            if ticket < 0:
-                raise LaneError(f"The worker did not take the job: {os.strerror(-ticket)}.")
-            pool.held[ticket] = tensors
-            pool.reap()
+            ticket = next(pool.tickets)
+            pool.held[ticket] = tensors, flags  # before the call: Ctrl-C may come right after it
+            status = pool.c.storm_pool_submit(pool.pointer, update, ticket, priority, *words)
+            if status < 0:
+                pool.held.pop(ticket, None)
+                raise LaneError(f"The worker did not take the job: {os.strerror(-status)}.")
+            gone = pool.reap()
+        gone.clear()
         return ticket
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -136,13 +151,16 @@ class PoolWorker(Worker):
         finally:
             with pool.lock:
                 pool.inside -= 1
-                pool.reap()
+                gone = pool.reap()
+            gone.clear()
 
     def stats(self) -> WorkerStats:
         pool = self._own()
         with pool.lock:
-            pool.reap()
-            return pool.stats()
+            gone = pool.reap()
+            stats = pool.stats()
+        gone.clear()
+        return stats
 
     def close(self) -> int:
         return self._pool.stop()

@@ -1,28 +1,31 @@
 """The worker without the C library: one Python thread that runs the torch fallback. Same interface, same order, slower.
 
 Torch's operations release the GIL and bring their own threads, so a choice of threads and cores has no effect here.
+
+Ctrl-C can end ``submit`` between any two of its operations, and the garbage collector can drop a worker on any thread,
+the worker's own included. So there is no counter beside the lists that it could disagree with, and only the worker's
+thread takes jobs off them: all others add a job, or ask it to stop.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import os
 import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..core.errors import LaneError
 from . import fallback
 from .jobs import FlagValue, Worker, WorkerStats
-
-if TYPE_CHECKING:
-    from .adamw import AdamStep, AdamTensors
-    from .library import Scalars
+from .library import Scalars
+from .update import AdamStep, AdamTensors
 
 _POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the one that launches
+_SLICE_S = 0.2  # longest sleep at once of a caller: a Ctrl-C just before it would go unnoticed until its end
 
 
 @dataclass(slots=True, eq=False)
@@ -33,11 +36,18 @@ class _Job:
     ticket: int
     ready: FlagValue | None
     done: FlagValue | None
+    abort: FlagValue | None
     begun: bool = False
     next: int = 0  # elements already updated
 
     def __lt__(self, other: _Job) -> bool:
         return (self.priority, self.ticket) < (other.priority, other.ticket)
+
+    def is_ready(self) -> bool:
+        return self.ready is None or self.ready.reached()
+
+    def is_aborted(self) -> bool:
+        return self.abort is not None and self.abort.reached()
 
 
 class _Queue:
@@ -47,15 +57,19 @@ class _Queue:
         self.pid = os.getpid()
         self.changed = threading.Condition()  # its lock guards everything below
         self.waiting: list[_Job] = []
-        self.ready: list[_Job] = []  # heap
+        self.ready: list[_Job] = []  # heap; a job stays here until it is over
         self.tickets = itertools.count(1)
-        self.pending = self.finished = self.abandoned = self.elements = 0
+        self.finished = self.abandoned = self.elements = 0
         self.busy_s = 0.0
         self.stopping = False
         self.error: BaseException | None = None
         self.error_was_raised = False
         self.thread = threading.Thread(target=self._loop, name="storm-adam-0", daemon=True)
         self.thread.start()
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting) + len(self.ready)
 
     def _loop(self) -> None:
         try:
@@ -68,58 +82,57 @@ class _Queue:
                     self.elements += last - job.next
                     job.next = last
                     if last == job.tensors.numel:
-                        self.ready.remove(job)
-                        heapq.heapify(self.ready)
                         self.finished += 1
-                        self._end(job)
+                        self._end([job])
                 del job  # a sleeping thread must not keep the last tensors alive
         except BaseException as error:  # raised again, chained, on the thread that calls next
             with self.changed:
-                self.error = error
-                self._abandon(self.waiting + self.ready)
+                self.error, self.stopping = error, True
+                gone = self.waiting + self.ready
+                self.abandoned += len(gone)
+                self._end(gone)
 
     def _take(self) -> _Job | None:
         """The most urgent ready job, left on the heap; blocks until there is one. None: the thread should end."""
-        with self.changed:
-            while True:
-                self._look_at_flags()
+        while True:
+            with self.changed:
+                gone = self._look_at_flags()
                 if self.ready:
                     self.ready[0].begun = True
                     return self.ready[0]
                 if self.stopping:
                     return None
-                self.changed.wait(_POLL_S if self.waiting else None)
+                if not gone:
+                    self.changed.wait(_POLL_S if self.waiting else None)
+            gone.clear()  # after the lock: what hangs on their tensors may need it
 
-    def _look_at_flags(self) -> None:
-        still: list[_Job] = []
-        for job in self.waiting:
-            if job.ready is None or job.ready.reached():
-                heapq.heappush(self.ready, job)
-            else:
-                still.append(job)
-        self.waiting = still
+    def _look_at_flags(self) -> list[_Job]:
+        """Sorts out what is ready, and returns what was abandoned. Abort flags come last; csrc/worker.c says why."""
+        for job in [job for job in self.waiting if job.is_ready()]:
+            self.waiting.remove(job)
+            heapq.heappush(self.ready, job)
+        gone = [job for job in self.waiting + self.ready if not job.begun and (self.stopping or job.is_aborted())]
+        self.abandoned += len(gone)
+        self._end(gone)
+        return gone
 
-    def _end(self, job: _Job) -> None:
-        if job.done is not None:
-            job.done.write()
-        self.pending -= 1
-        self.changed.notify_all()
-
-    def _abandon(self, jobs: list[_Job]) -> None:
-        self.stopping = True
-        self.waiting = []
-        self.ready = [job for job in self.ready if job not in jobs]
-        self.abandoned += len(jobs)
-        for job in jobs:
-            self._end(job)
-        self.changed.notify_all()
+    def _end(self, jobs: list[_Job]) -> None:
+        if jobs:
+            for job in jobs:
+                if job.done is not None:
+                    job.done.write()
+                (self.ready if job in self.ready else self.waiting).remove(job)
+            heapq.heapify(self.ready)
+            self.changed.notify_all()
 
     def stop(self) -> None:
         if os.getpid() != self.pid:  # the thread stayed with the parent
             return
         with self.changed:
-            self._abandon([job for job in self.waiting + self.ready if not job.begun])
-        self.thread.join()
+            self.stopping = True
+            self.changed.notify_all()
+        if threading.current_thread() is not self.thread:  # where the worker was collected there: it ends by itself
+            self.thread.join()
 
 
 class ThreadWorker(Worker):
@@ -155,6 +168,7 @@ class ThreadWorker(Worker):
         priority: int = 0,
         ready: FlagValue | None = None,
         done: FlagValue | None = None,
+        abort: FlagValue | None = None,
     ) -> int:
         queue = self._own()
         with queue.changed:
@@ -162,17 +176,18 @@ class ThreadWorker(Worker):
             if queue.stopping:
                 raise LaneError("Cannot submit to a worker that was closed. Open another one.")
             ticket = next(queue.tickets)
-            queue.waiting.append(_Job(tensors, step.scalars, priority, ticket, ready, done))
-            queue.pending += 1
-            queue.changed.notify_all()
+            queue.changed.notify_all()  # takes effect when the lock is released; Ctrl-C cannot come between
+            queue.waiting.append(_Job(tensors, step.scalars, priority, ticket, ready, done, abort))
         return ticket
 
     def drain(self, timeout_s: float | None = None) -> bool:
         queue = self._own()
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with queue.changed:
-            drained = queue.changed.wait_for(lambda: queue.pending == 0, timeout_s)
+            while queue.pending > 0 and (left := until - time.monotonic()) > 0:
+                queue.changed.wait(min(left, _SLICE_S))
             self._raise_error()
-        return drained
+            return queue.pending == 0
 
     def stats(self) -> WorkerStats:
         queue = self._own()

@@ -33,7 +33,7 @@
  * The placement of the fma is not ours. It is what gcc makes of torch's fused CPU kernel (2.11 to 2.13), and with it fp32
  * Adam and AdamW equal torch.optim bit for bit, which is what users compare us with. gcc decides one of them per
  * architecture: on x86-64 the square of the gradient is fused into v, on aarch64 the old moment. Hence SQUARE_FUSED: the
- * host says once which it wants (adamw.py does, by architecture) and every kernel obeys, whatever it runs on. Torch's
+ * host says once which it wants (update.py does, by architecture) and every kernel obeys, whatever it runs on. Torch's
  * own scalar loop, the last numel % 8 elements of a tensor on x86-64, uses the other one.
  *
  * The road not taken: one division by (sqrt(v) + eps'), the bias corrections folded into the scalars. It saves a

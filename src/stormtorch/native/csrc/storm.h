@@ -11,7 +11,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 1u
+#define STORM_ABI 2u
 
 typedef struct storm_pool storm_pool;
 
@@ -26,7 +26,7 @@ typedef struct {
     double busy_s;     /* thread-seconds spent in the kernel */
     int64_t elements;  /* elements updated */
     int64_t finished;  /* jobs updated entirely */
-    int64_t abandoned; /* jobs that stop() dropped before they began */
+    int64_t abandoned; /* jobs dropped before they began, by stop or by their abort flag */
     int64_t pending;   /* jobs queued or running */
 } storm_pool_stats;
 
@@ -45,21 +45,25 @@ STORM_API int32_t storm_adamw(const storm_update *update, int32_t isa, int32_t t
 /* Threads that take jobs from one queue. `cores` is the affinity mask of all of them; none: inherited. */
 STORM_API int32_t storm_pool_open(const int32_t *cores, int32_t core_count, int32_t threads, int32_t isa,
                                   storm_pool **pool);
-/* Returns the job's ticket, counted from 1. The memory of the update and its flags must live until it is reaped. */
-STORM_API int64_t storm_pool_submit(storm_pool *pool, const storm_update *update, int32_t priority, storm_flag ready,
-                                    storm_flag done);
+/* Queues one update. `ticket` is the caller's name for it: above 0, and larger than those before. A caller that may be
+ * interrupted can thus note what the job needs before this call, rather than after. The memory of the update and of its
+ * flags must live until the ticket is reaped. `abort`: once reached, the job is abandoned instead of begun. */
+STORM_API int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
+                                    storm_flag ready, storm_flag done, storm_flag abort);
 /* Moves up to `capacity` tickets of jobs that are over into `tickets`; returns how many. */
 STORM_API int64_t storm_pool_reap(storm_pool *pool, int64_t *tickets, int64_t capacity);
 /* 1 when no job is left, 0 when `timeout_s` passed first. */
 STORM_API int32_t storm_pool_drain(storm_pool *pool, double timeout_s);
 STORM_API void storm_pool_read_stats(storm_pool *pool, storm_pool_stats *stats);
-/* Ends the threads; returns how many jobs were abandoned. Reaping still works afterwards; call once, before free. */
+/* Ends the threads; returns how many jobs were abandoned. Reaping still works afterwards. Call it before free. */
 STORM_API int64_t storm_pool_stop(storm_pool *pool);
 STORM_API void storm_pool_free(storm_pool *pool);
 
 /* Stores a zero into every 4 KiB of fresh, zero-filled memory, so that its pages exist. Destroys anything else. */
 STORM_API int32_t storm_touch(void *address, size_t bytes, int32_t threads);
-/* Writes the value; who sees it sees what this thread wrote before. */
+/* The word; who calls sees what its writer wrote before. */
+STORM_API uint32_t storm_load_flag(const uint32_t *address);
+/* Writes the value, unless the word has already reached it; who sees it sees what this thread wrote before. */
 STORM_API void storm_set_flag(storm_flag flag);
 /* 1 when the flag was reached within `timeout_s`, else 0. */
 STORM_API int32_t storm_wait_flag(storm_flag flag, double timeout_s);

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include "clock.h"
+#include "flags.h"
 #include "storm.h"
 
 /* Threads take whole blocks of this size, so that no two fault on one huge page. */
@@ -45,12 +46,14 @@ int32_t storm_touch(void *address, size_t bytes, int32_t threads) {
     return 0;
 }
 
-void storm_set_flag(storm_flag flag) { __atomic_store_n(flag.address, flag.value, __ATOMIC_RELEASE); }
+uint32_t storm_load_flag(const uint32_t *address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
+
+void storm_set_flag(storm_flag flag) { storm_advance(flag); }
 
 int32_t storm_wait_flag(storm_flag flag, double timeout_s) {
     const int64_t start = storm_now_ns(), until = storm_deadline_ns(timeout_s);
     for (;;) {
-        if ((int32_t)(__atomic_load_n(flag.address, __ATOMIC_ACQUIRE) - flag.value) >= 0)
+        if (storm_reached(flag))
             return 1;
         int64_t now = storm_now_ns();
         if (now >= until)

@@ -13,8 +13,12 @@
  * No jobs: every thread sleeps on a condition. All waiting: every thread but the poller does.
  *
  * A GPU that waits for a done flag waits for ever, so every job that was accepted gets its flag written, on every path:
- * finished, or abandoned by stop. Stop abandons what never began, and finishes what did: a half-updated job would leave
+ * finished, or abandoned, by stop or by its abort flag. Both abandon what never began only: a half-updated job would leave
  * weights of two different steps. Nothing allocates memory after a job was accepted, so nothing can fail there.
+ *
+ * The abort flag is for gradients that will never come, or come out of a GPU whose waits were let pass and hold nothing.
+ * Whoever aborts sets that flag before it lets anything pass; we look at it last, after the ready flag and just before
+ * the first chunk, so that a gradient made of nothing is never used.
  *
  * Roads not taken. One job per thread: the first result comes threads-times later, and the tail of a step runs on one
  * core. Lock-free queues: a lock per 0.1 ms chunk does not show. An eventfd or a futex instead of polling: a GPU can only
@@ -30,6 +34,7 @@
 #include <sys/prctl.h>
 
 #include "clock.h"
+#include "flags.h"
 #include "storm.h"
 
 #define POLL_NS 20000
@@ -37,7 +42,7 @@
 typedef struct {
     storm_update update;
     storm_kernel *kernel;
-    storm_flag ready, done;
+    storm_flag ready, done, abort;
     int64_t ticket;
     int32_t priority;
     int64_t next;      /* elements handed out */
@@ -62,16 +67,15 @@ struct storm_pool {
     int64_t reap_count;
     int64_t capacity;   /* of each of the three; never less than the accepted jobs whose tickets are not collected */
     int64_t held;       /* that number */
-    int64_t last_ticket;
     int64_t last_poll_ns;
     int polling; /* some thread is the poller */
     int stopping;
     storm_pool_stats stats;
 };
 
-static int reached(storm_flag flag) {
-    return !flag.address || (int32_t)(__atomic_load_n(flag.address, __ATOMIC_ACQUIRE) - flag.value) >= 0;
-}
+static int is_ready(const job *candidate) { return !candidate->ready.address || storm_reached(candidate->ready); }
+
+static int is_aborted(const job *candidate) { return candidate->abort.address && storm_reached(candidate->abort); }
 
 static int more_urgent(const job *a, const job *b) {
     return a->priority != b->priority ? a->priority < b->priority : a->ticket < b->ticket;
@@ -105,7 +109,7 @@ static void pop_ready(job_list *heap) {
 
 static void end_job(storm_pool *pool, job *over) {
     if (over->done.address)
-        __atomic_store_n(over->done.address, over->done.value, __ATOMIC_RELEASE);
+        storm_advance(over->done);
     pool->reaped[pool->reap_count++] = over->ticket;
     pool->stats.pending--;
     free(over);
@@ -116,7 +120,12 @@ static void end_job(storm_pool *pool, job *over) {
     }
 }
 
-/* Moves waiting jobs whose flag was reached to the heap; at most once per poll interval. */
+static void abandon_job(storm_pool *pool, job *dropped) {
+    pool->stats.abandoned++;
+    end_job(pool, dropped);
+}
+
+/* Moves waiting jobs whose flag was reached to the heap, and ends aborted ones; at most once per poll interval. */
 static void poll_waiting(storm_pool *pool) {
     if (pool->waiting.count == 0)
         return;
@@ -127,8 +136,10 @@ static void poll_waiting(storm_pool *pool) {
     int64_t kept = 0, before = pool->waiting.count;
     for (int64_t i = 0; i < before; i++) {
         job *candidate = pool->waiting.items[i];
-        if (reached(candidate->ready))
+        if (is_ready(candidate))
             push_ready(&pool->ready, candidate);
+        else if (is_aborted(candidate))
+            abandon_job(pool, candidate);
         else
             pool->waiting.items[kept++] = candidate;
     }
@@ -137,9 +148,15 @@ static void poll_waiting(storm_pool *pool) {
         pthread_cond_broadcast(&pool->work);
 }
 
-/* Takes the next chunk of the most urgent ready job and runs it with the lock released. */
+/* Takes the next chunk of the most urgent ready job and runs it with the lock released; or drops the job, if it was
+ * aborted before it began. */
 static void run_chunk(storm_pool *pool) {
     job *current = pool->ready.items[0];
+    if (current->next == 0 && is_aborted(current)) {
+        pop_ready(&pool->ready);
+        abandon_job(pool, current);
+        return;
+    }
     int64_t first = current->next, last = first + STORM_CHUNK;
     if (last >= current->update.count) {
         last = current->update.count;
@@ -279,8 +296,8 @@ static int grow(storm_pool *pool) {
     return 0;
 }
 
-int64_t storm_pool_submit(storm_pool *pool, const storm_update *update, int32_t priority, storm_flag ready,
-                          storm_flag done) {
+int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
+                          storm_flag ready, storm_flag done, storm_flag abort) {
     storm_kernel *kernel = storm_find_kernel(update, pool->isa);
     if (!kernel)
         return -EINVAL;
@@ -294,16 +311,16 @@ int64_t storm_pool_submit(storm_pool *pool, const storm_update *update, int32_t 
         free(added);
         return -error;
     }
-    int64_t ticket = ++pool->last_ticket;
     added->update = *update;
     added->kernel = kernel;
     added->ready = ready;
     added->done = done;
+    added->abort = abort;
     added->ticket = ticket;
     added->priority = priority;
     pool->held++;
     pool->stats.pending++;
-    if (!reached(ready)) {
+    if (!is_ready(added)) {
         pool->waiting.items[pool->waiting.count++] = added;
         pthread_cond_signal(&pool->work);
     } else {
@@ -314,7 +331,7 @@ int64_t storm_pool_submit(storm_pool *pool, const storm_update *update, int32_t 
             pthread_cond_signal(&pool->work);
     }
     pthread_mutex_unlock(&pool->lock);
-    return ticket;
+    return 0;
 }
 
 int64_t storm_pool_reap(storm_pool *pool, int64_t *tickets, int64_t capacity) {
@@ -356,8 +373,7 @@ int64_t storm_pool_stop(storm_pool *pool) {
                 push_ready(&pool->ready, candidate);
                 continue;
             }
-            pool->stats.abandoned++;
-            end_job(pool, candidate);
+            abandon_job(pool, candidate);
         }
     pthread_cond_broadcast(&pool->work);
     pthread_mutex_unlock(&pool->lock);

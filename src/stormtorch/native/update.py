@@ -1,0 +1,142 @@
+"""One AdamW or Adam step over one set of tensors: its numbers and its tensors, checked. adamw.py and workers run it.
+
+The arithmetic is specified in csrc/adamw.h and is the same wherever it runs. The tensors of an update, by those names:
+
+    weight      what the model computes with: fp32, bf16 or fp16. The home image.
+    master      what the image lacks to be the fp32 weight:
+                    fp32 weight   nothing (None)
+                    bf16 weight   int16 remainder, ``bits(fp32) = (bits(weight) << 16) + master``
+                    fp16 weight   the fp32 weight itself
+    exp_avg     first moment, fp32
+    exp_avg_sq  second moment, fp32
+    grad        gradient: fp32, bf16 or fp16, whatever the weight is
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from ..core.errors import SettingError
+from .library import Scalars, Update
+
+_L2, _FROM_GRAD, _SQUARE_FUSED = 1, 2, 4  # csrc/adamw.h
+# Which product torch's compiler fused into the second moment; see csrc/adamw.h. Every kernel of a run uses this one.
+_FUSION = _SQUARE_FUSED if platform.machine().lower() in ("x86_64", "amd64") else 0
+
+_WEIGHT_KINDS = {(torch.float32, None): 0, (torch.bfloat16, torch.int16): 1, (torch.float16, torch.float32): 2}
+_GRAD_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ACCEPTED = (
+    "Accepted: contiguous CPU tensors of one size that share no memory; weight float32 without master, bfloat16 with "
+    "an int16 master, or float16 with a float32 master; moments float32; grad float32, bfloat16 or float16."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamStep:
+    """The numbers of one step, as ``torch.optim`` knows them. ``step`` counts from 1.
+
+    ``grad_scale`` multiplies every gradient first: a clip factor, or one over a loss scale.
+    ``decoupled`` is AdamW; without it weight decay is added to the gradient, as Adam does.
+    """
+
+    lr: float
+    step: int
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decoupled: bool = True
+    maximize: bool = False
+    grad_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        good = {
+            "lr": self.lr >= 0,
+            "step": self.step >= 1,
+            "betas": all(0 <= beta < 1 for beta in self.betas),
+            "eps": self.eps >= 0,
+            "weight_decay": self.weight_decay >= 0,
+        }
+        if bad := [f"{name}={getattr(self, name)!r}" for name, fine in good.items() if not fine]:
+            raise SettingError(
+                f"{', '.join(bad)} cannot be meant. Accepted: lr, eps and weight_decay of at least 0, "
+                "both betas in [0, 1), step of at least 1."
+            )
+
+    @functools.cached_property
+    def scalars(self) -> Scalars:
+        """What kernels use: computed in double, as torch does, then rounded to float once by the struct."""
+        beta1, beta2 = self.betas
+        lerp_weight = ctypes.c_float(1 - beta1).value
+        from_grad = lerp_weight >= 0.5  # torch's lerp starts from the nearer end
+        l2 = not self.decoupled and self.weight_decay != 0
+        return Scalars(
+            grad_scale=-self.grad_scale if self.maximize else self.grad_scale,
+            l2=self.weight_decay if l2 else 0.0,
+            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            lerp_weight=lerp_weight - 1 if from_grad else lerp_weight,
+            beta2=beta2,
+            grad_sq_weight=1 - beta2,
+            root_bias2=math.sqrt(1 - beta2**self.step),
+            eps=self.eps,
+            minus_step_size=-(self.lr / (1 - beta1**self.step)),
+            flags=(_L2 if l2 else 0) | (_FROM_GRAD if from_grad else 0) | _FUSION,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdamTensors:
+    """The tensors of one update, checked when made. See the top of this file for what each one is."""
+
+    weight: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    grad: torch.Tensor
+    master: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        named = {name: getattr(self, name) for name in ("weight", "master", "exp_avg", "exp_avg_sq", "grad")}
+        present: dict[str, torch.Tensor] = {name: tensor for name, tensor in named.items() if tensor is not None}
+        kind = (self.weight.dtype, None if self.master is None else self.master.dtype)
+        wrong = [
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}] on {tensor.device}"
+            + ("" if tensor.is_contiguous() else ", not contiguous")
+            for name, tensor in present.items()
+            if not tensor.is_contiguous()
+            or tensor.device.type != "cpu"
+            or tensor.numel() != self.weight.numel()
+            or (name in ("exp_avg", "exp_avg_sq") and tensor.dtype != torch.float32)
+            or (name == "grad" and tensor.dtype not in _GRAD_KINDS)
+            or (name in ("weight", "master") and kind not in _WEIGHT_KINDS)
+        ]
+        if not wrong and kind not in _WEIGHT_KINDS:
+            wrong = [f"weight is {self.weight.dtype} and master is missing"]
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in present.items() if t.numel())
+        wrong += [f"{a[2]} and {b[2]} share memory" for a, b in itertools.pairwise(spans) if a[1] > b[0]]
+        if wrong:
+            raise SettingError(f"Cannot update these tensors: {'; '.join(wrong)}. {_ACCEPTED}")
+
+    @property
+    def numel(self) -> int:
+        return self.weight.numel()
+
+    def bind(self, scalars: Scalars) -> Update:
+        """The C form. It holds addresses only: the tensors must outlive its use."""
+        master = self.master
+        return Update(
+            weight=self.weight.data_ptr(),
+            master=None if master is None else master.data_ptr(),
+            exp_avg=self.exp_avg.data_ptr(),
+            exp_avg_sq=self.exp_avg_sq.data_ptr(),
+            grad=self.grad.data_ptr(),
+            count=self.numel,
+            weight_kind=_WEIGHT_KINDS[self.weight.dtype, None if master is None else master.dtype],
+            grad_kind=_GRAD_KINDS[self.grad.dtype],
+            scalars=scalars,
+        )
