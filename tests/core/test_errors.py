@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
 
 import pytest
 
 from stormtorch.core.budget import Budget
-from stormtorch.core.errors import OutOfBudget, StormError
+from stormtorch.core.errors import OutOfBudget, StorageError, StormError
 from stormtorch.core.notices import say_once
 from stormtorch.core.tags import Tier
 
@@ -18,6 +19,13 @@ def test_an_out_of_budget_error_has_four_parts_in_one_line_and_survives_pickling
     assert str(again) == str(error)
     assert isinstance(again, StormError)
     assert isinstance(again, MemoryError)
+
+
+def test_a_storage_error_keeps_its_errno_through_pickling() -> None:
+    error = StorageError("Cannot read a.bin")
+    error.errno = errno.EIO
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.errno) == ("Cannot read a.bin", errno.EIO)
 
 
 def test_a_notice_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -85,6 +85,7 @@ def test_a_training_step_in_miniature_is_the_same_as_in_place(device: torch.devi
                     priority=index,
                     ready=arrived[index].at(step),
                     done=updated[index].at(step),
+                    abort=arrived.aborted.at(1),
                 )
                 plain[index]["grad"] = plain[index]["weight"] * 2 + index
                 adamw_(AdamTensors(**plain[index]), numbers)

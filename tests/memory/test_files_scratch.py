@@ -123,12 +123,16 @@ def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Pat
     del file
     gc.collect()
     assert ledger.used_bytes(Tier.DISK) == MiB
-    with pytest.warns(ResourceWarning, match="was not closed"):
+
+    def finish() -> None:
         opened.set()
         assert future.result(10) == 4096
         deadline = time.perf_counter() + 10
         while ledger.used_bytes(Tier.DISK) and time.perf_counter() < deadline:
             time.sleep(0.01)  # the pool's thread drops the request, and with it the last reference
+
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        finish()
     assert ledger.used_bytes(Tier.DISK) == 0
 
 

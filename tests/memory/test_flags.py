@@ -10,16 +10,19 @@ from hypothesis import strategies as st
 
 from stormtorch.core.errors import LaneError
 from stormtorch.core.tags import Tag
-from stormtorch.memory.flags import Flags, reached
+from stormtorch.memory.flags import Flags
 from stormtorch.memory.lanes import open_lanes
 from stormtorch.memory.ledger import Ledger
 from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.native.flag_words import has_reached
+from stormtorch.native.update import AdamStep, AdamTensors
+from stormtorch.native.worker import open_worker
 
 
 @given(st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 31) - 1))
 def test_the_comparison_is_cyclic(value: int, ahead: int) -> None:
-    assert reached((value + ahead) & 0xFFFFFFFF, value)
-    assert not reached((value - 1 - ahead) & 0xFFFFFFFF, value)
+    assert has_reached((value + ahead) & 0xFFFFFFFF, value)
+    assert not has_reached((value - 1 - ahead) & 0xFFFFFFFF, value)
 
 
 def test_flags_start_at_zero_a_cache_line_apart(ledger: Ledger, device: torch.device) -> None:
@@ -71,6 +74,27 @@ def test_abort_lets_every_waiter_go_and_they_raise(ledger: Ledger) -> None:
         flags[0].set(1)
     with pytest.raises(LaneError):
         flags[0].wait(0)
+    flags.close()
+
+
+def test_abort_drops_the_jobs_that_wait_for_the_board(ledger: Ledger) -> None:
+    """Their gradients never came: they must neither be used nor be waited for."""
+    flags = Flags(2, ledger=ledger, device=torch.device("cpu"))
+    tensors = AdamTensors(**{name: torch.ones(100) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")})
+    with open_worker() as worker:
+        worker.submit(
+            tensors,
+            AdamStep(lr=0.1, step=1),
+            ready=flags[0].at(1),
+            done=flags[1].at(1),
+            abort=flags.aborted.at(1),
+        )
+        assert not worker.drain(timeout_s=0.05)
+        flags.abort(RuntimeError("the loop ended"))
+        assert worker.drain(timeout_s=30)
+        assert worker.stats().abandoned == 1
+    assert bool((tensors.weight == 1).all())
+    assert flags[1].read() == 1, "whoever waits for the update is let go"
     flags.close()
 
 

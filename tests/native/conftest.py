@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -52,13 +53,14 @@ class Words:
         self.tensor = torch.zeros(count, dtype=torch.int32)
 
     def at(self, index: int, value: int = 1) -> FlagValue:
-        return FlagValue(self.tensor.data_ptr() + 4 * index, value)
+        return FlagValue(self.tensor.data_ptr() + 4 * index, value, owner=self.tensor)
 
     def __getitem__(self, index: int) -> int:
         return int(self.tensor[index])
 
     def __setitem__(self, index: int, value: int) -> None:
-        FlagValue(self.tensor.data_ptr() + 4 * index, value).write()
+        """Whatever was there before; `FlagValue.write` only moves forward."""
+        ctypes.c_uint32.from_address(self.tensor.data_ptr() + 4 * index).value = value
 
 
 @pytest.fixture

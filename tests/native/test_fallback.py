@@ -12,6 +12,7 @@ from stormtorch.native import fallback
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.split import join
 from stormtorch.native.update import AdamStep, AdamTensors
+from stormtorch.native.worker import Worker
 
 MakeTensors = Callable[..., AdamTensors]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -88,3 +89,29 @@ def test_close_to_torch_without_a_library() -> None:
         adamw_(AdamTensors(weight=ours, exp_avg=m, exp_avg_sq=v, grad=weight.grad), AdamStep(lr=1e-2, step=number))
         optimizer.step()
     torch.testing.assert_close(ours, weight.data, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight", DTYPES)
+def test_modes_of_the_caller_have_no_effect(
+    weight: torch.dtype, make_tensors: MakeTensors, open_any: Callable[..., Worker]
+) -> None:
+    """Tensors made under inference mode may be changed under it only, and a worker's thread is never under it."""
+    step, worker = AdamStep(lr=1e-2, step=2), open_any()
+    expected = make_tensors(1000, weight)
+    adamw_(expected, step)
+    outside = [make_tensors(1000, weight) for _ in range(2)]
+    outside[0].weight.requires_grad_()
+    with torch.inference_mode():
+        inside = [make_tensors(1000, weight) for _ in range(2)]
+    adamw_(inside[0], step)
+    worker.submit(inside[1], step)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            adamw_(outside[0], step)
+            worker.submit(outside[1], step)
+            assert worker.drain(20)
+    finally:
+        torch.set_default_device(None)
+    for tensors in outside + inside:
+        assert torch.equal(tensors.weight, expected.weight)

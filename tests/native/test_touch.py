@@ -1,4 +1,4 @@
-"""First touch makes pages exist; waiting for a word ends when it should."""
+"""First touch makes pages exist; waiting for a word ends when it should; a word never runs backwards."""
 
 from __future__ import annotations
 
@@ -56,3 +56,39 @@ def test_comparison_is_cyclic(word: int, value: int, reached: bool, words: Any) 
     words[0] = word
     assert flag_words.wait(words.at(0).address, value, 0.0) is reached
     assert words.at(0, value).reached() is reached
+
+
+@pytest.mark.usefixtures("_either")
+@pytest.mark.parametrize(
+    ("word", "value", "after"),
+    [(0, 5, 5), (5, 5, 5), (7, 5, 7), (0xFFFFFFFE, 3, 3), (3, 0xFFFFFFFE, 3), (9, (1 << 32) + 10, 10)],
+)
+def test_a_word_only_moves_forward(word: int, value: int, after: int, words: Any) -> None:
+    words[0] = word
+    flag_words.store(words.at(0).address, value)
+    assert flag_words.load(words.at(0).address) == after
+
+
+@pytest.mark.usefixtures("_either")
+def test_load_gives_all_32_bits(words: Any) -> None:
+    words[0] = 0xFFFFFFFF
+    assert flag_words.load(words.at(0).address) == 0xFFFFFFFF
+
+
+@pytest.mark.usefixtures("_either")
+def test_writers_out_of_order_leave_the_furthest_value(words: Any) -> None:
+    address = words.at(0).address
+
+    def write(first: int) -> None:
+        for value in range(first, 4001, 4):
+            flag_words.store(address, value)
+
+    writers = [threading.Thread(target=write, args=(first,)) for first in (4, 3, 2, 1)]
+    for writer in writers:
+        writer.start()
+    seen = 0
+    while any(writer.is_alive() for writer in writers):
+        now = flag_words.load(address)
+        assert now >= seen
+        seen = now
+    assert flag_words.load(address) == 4000

@@ -31,6 +31,9 @@ class StorageError(StormError, OSError):
     ``errno`` is set when known.
     """
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self.args, {"errno": self.errno}
+
 
 class LaneError(StormError, RuntimeError):
     """Work queued on a lane or on the optimizer's worker failed; the cause is chained. Later work on it is refused."""

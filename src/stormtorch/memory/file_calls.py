@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,46 @@ class SystemCalls:
     close: Callable[[int], None] = os.close
     set_direct: Callable[[int, bool], None] = _set_direct
     filesystem_type: Callable[[Path], str] = limits.filesystem_type
+
+
+class Descriptor:
+    """An open file descriptor, closed at most once however many hold this object; without a holder, with a warning.
+
+    One object from ``open`` on: were the bare number handed from owner to owner, a Ctrl-C between two of them would
+    leave it with none, or with both, and the second to close it would hit whoever has the number by then.
+    """
+
+    number = -1  # for __del__, should Ctrl-C come before __init__ has set it
+    freed: Callable[[], None] | None = None  # called after each close; must bear to be called again
+
+    def __init__(self, number: int, name: str, calls: SystemCalls) -> None:
+        self.name, self.calls, self._process = name, calls, os.getpid()
+        self.number = number
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process got it by a fork, which copies no threads, and locks in whatever state they are."""
+        return os.getpid() != self._process
+
+    def close(self) -> None:
+        """Close it, unless that was done; raises the kernel's OSError, and counts as closed even then."""
+        number, self.number = self.number, -1
+        try:
+            if number >= 0:
+                self.calls.close(number)
+        finally:
+            if self.freed is not None:
+                self.freed()
+
+    def __del__(self) -> None:
+        # No lock is taken here: the garbage collector may come while this very thread holds any of them.
+        if self.number < 0:
+            return
+        try:
+            if not self.inherited:  # a copy that a fork made was not forgotten by anyone
+                warnings.warn(f"{self.name} was not closed", ResourceWarning, source=self, stacklevel=2)
+        finally:  # under -W error the warning raises
+            self.close()
 
 
 def storage_error(what: str, cause: OSError, *, numbers: str = "") -> StorageError:

@@ -16,8 +16,13 @@ caller says that nothing does. No lock is needed for that: starts are aligned, s
 anyway.
 
 Ctrl-C may come at any instruction of the main thread. Inside the start of a thread it leaves one that the pool does not
-know, so the queue counts the runners at work itself and closes the descriptor after the last. And one that comes just
-before the main thread falls asleep on a lock is not seen until it wakes, so waiting for a future wakes now and then.
+know, so the queue counts the runners at work itself and closes the descriptor after the last. Between two runners it
+leaves a request whose future nobody will get: the runners that have not begun are withdrawn, and the others end with
+their block. And one that comes just before the main thread falls asleep on a lock is not seen until it wakes, so
+waiting for a future wakes now and then.
+
+A fork copies the file without its threads, and the locks in whatever state they were. So the child touches none of
+them: every use is refused by the process number alone, and ``close`` closes the child's descriptor and nothing else.
 """
 
 from __future__ import annotations
@@ -28,9 +33,9 @@ import mmap
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,7 +44,7 @@ import torch
 from ..core.errors import SettingError, StorageError
 from ..core.records import FileAccess, Sink
 from ..core.sizes import round_down
-from .file_calls import ELSEWHERE, SystemCalls, storage_error
+from .file_calls import ELSEWHERE, Descriptor, storage_error
 
 Buffer: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | bytes | bytearray | memoryview | mmap.mmap"
 
@@ -68,11 +73,34 @@ def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
 class Transfer(Future[int]):
     """The future of a request: its number of bytes. Ctrl-C gets through within a tick, however long the disk takes."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+
     def result(self, timeout: float | None = None) -> int:
-        while timeout is None and not self.done():
-            with contextlib.suppress(TimeoutError):
-                return super().result(_TICK_S)
+        if os.getpid() != self._process and not self.done():
+            raise StorageError(
+                "Cannot wait for this request: it runs in the process that made it. Ask again after the fork, of a "
+                "file opened there."
+            )
+        if timeout is None:
+            _wait(self)
         return super().result(timeout)
+
+
+def _wait(future: Future[Any]) -> None:
+    """Block until ``future`` is done. Looks at ``done``, since its own error may be a TimeoutError too (ETIMEDOUT)."""
+    while not future.done():
+        with contextlib.suppress(TimeoutError):
+            Future.exception(future, _TICK_S)
+
+
+@dataclass(slots=True)
+class Ending:
+    """What is called when a request ends, just before its future resolves."""
+
+    call: Callable[[], None]
+    owed: bool = False  # the request has begun, hence will make the call, even if starting it raises
 
 
 class RequestQueue:
@@ -80,25 +108,29 @@ class RequestQueue:
 
     def __init__(
         self,
-        fd: int,
-        name: str,
+        descriptor: Descriptor,
         size_bytes: int,
         *,
         alignment: int,
         threads: int,
         block_bytes: int,
         sink: Sink | None,
-        calls: SystemCalls,
     ) -> None:
-        self.fd, self.name, self.size_bytes, self.alignment = fd, name, size_bytes, alignment
-        self.block_bytes, self.sink, self.calls = block_bytes, sink, calls
+        self.name, self.calls = descriptor.name, descriptor.calls
+        self.size_bytes, self.alignment, self.block_bytes, self.sink = size_bytes, alignment, block_bytes, sink
         self.closed = False
         self.cancelled = False
+        self._descriptor = descriptor  # requests hold the queue, so none is under way when the last holder lets it go
         self._threads = threads
         self._lock = threading.Lock()
         self._at_work = 0  # runners that may use the descriptor
         self._all_left = threading.Condition(self._lock)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="storm-file")
+
+    @property
+    def fd(self) -> int:
+        """The kernel's number; negative once closed."""
+        return self._descriptor.number
 
     def submit(
         self,
@@ -107,14 +139,15 @@ class RequestQueue:
         *,
         write: bool,
         padded: bool,
-        ended: Callable[[], None] | None,
+        ending: Ending | None,
         stop: threading.Event | None,
     ) -> Transfer:
-        """Start one request, or raise before anything moved. ``ended`` is called just before its future resolves.
+        """Start one request, or raise before anything moved; Ctrl-C may raise later, and ``ending`` then says so.
 
         ``padded``: nothing of value lies between the end of this write and the next alignment boundary. ``stop``, once
         set, lets no further block begin.
         """
+        self.refuse_after_fork()
         if self.alignment > 1 and len(view):
             address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
             if offset % self.alignment or address % self.alignment:
@@ -124,7 +157,7 @@ class RequestQueue:
                     f"{address % self.alignment} past one. Take a page-aligned buffer, such as "
                     "torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), or open the file with direct=False."
                 )
-        request = Request(self, view, offset, write=write, padded=padded, ended=ended, stop=stop)
+        request = Request(self, view, offset, write=write, padded=padded, ending=ending, stop=stop)
         with self._lock:
             self._refuse_if_closed()
             request.start(self._pool, min(self._threads, -(-len(view) // self.block_bytes)))
@@ -134,9 +167,11 @@ class RequestQueue:
 
     def flush(self) -> None:
         """Block until the kernel has made every finished write durable."""
+        self.refuse_after_fork()
         with self._lock:
             self._refuse_if_closed()
             done = self._pool.submit(self._sync)  # on the pool: close waits for it, Ctrl-C need not
+        _wait(done)
         try:
             done.result()
         except OSError as error:
@@ -144,23 +179,32 @@ class RequestQueue:
 
     def close(self, *, cancel: bool) -> None:
         """Refuse new requests, wait for the accepted ones (with ``cancel`` only for blocks under way), close."""
-        with self._lock:
-            self.closed = True
-            self.cancelled |= cancel
-        self._pool.shutdown(wait=True)
-        with self._lock:
-            while self._at_work:
-                self._all_left.wait()
-            fd, self.fd = self.fd, -1
-        if fd >= 0:
-            try:
-                self.calls.close(fd)
-            except OSError as error:
-                raise storage_error(f"close {self.name}", error) from error
+        try:
+            if self._descriptor.inherited:
+                self.closed = True
+                self._descriptor.close()
+                return
+            with self._lock:
+                self.closed = True
+                self.cancelled |= cancel
+            self._pool.shutdown(wait=True)
+            with self._lock:
+                while self._at_work:
+                    self._all_left.wait(_TICK_S)
+                self._descriptor.close()  # under the lock: a runner that the pool did not know may come just now
+        except OSError as error:
+            raise storage_error(f"close {self.name}", error) from error
+
+    def refuse_after_fork(self) -> None:
+        """Raise in a process that has no threads to serve this file. Comes before any lock; see the essay."""
+        if self._descriptor.inherited:
+            raise StorageError(
+                f"Cannot use {self.name}: it belongs to the process it was opened in; open it again after the fork."
+            )
 
     @contextlib.contextmanager
-    def descriptor(self) -> Iterator[bool]:
-        """Around all use of the descriptor on another thread: keeps it open. Gives False if it is closed already."""
+    def kept_open(self) -> Iterator[bool]:
+        """Around all use of the descriptor on another thread: nobody closes it. Gives False if it is closed already."""
         with self._lock:
             is_open = self.fd >= 0
             self._at_work += 1
@@ -172,20 +216,13 @@ class RequestQueue:
                 self._all_left.notify_all()
 
     def _sync(self) -> None:
-        with self.descriptor() as is_open:
+        with self.kept_open() as is_open:
             if is_open:
                 self.calls.sync(self.fd)
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
             raise StorageError(f"Cannot use {self.name}: it is closed. Open it again.")
-
-    def __del__(self) -> None:
-        # Requests hold the queue, so none is under way here, and the pool's threads end by themselves once it is gone.
-        # No lock is taken: the garbage collector may have come here while this very thread holds it.
-        if self.fd >= 0:
-            warnings.warn(f"{self.name} was not closed", ResourceWarning, source=self, stacklevel=2)
-            self.calls.close(self.fd)
 
 
 class Request:
@@ -202,12 +239,13 @@ class Request:
         *,
         write: bool,
         padded: bool,
-        ended: Callable[[], None] | None,
+        ending: Ending | None,
         stop: threading.Event | None,
     ) -> None:
         self.future = Transfer()
         self.future.set_running_or_notify_cancel()
-        self._queue, self._write, self._padded, self._ended, self._stop = queue, write, padded, ended, stop
+        self._queue, self._write, self._padded, self._ending = queue, write, padded, ending
+        self._stop = stop or threading.Event()
         self._view: memoryview | None = view
         self._offset, self._end = offset, offset + len(view)
         self._next = offset  # the first byte of the next block
@@ -218,18 +256,26 @@ class Request:
         self._start_s = time.perf_counter()
 
     def start(self, pool: ThreadPoolExecutor, runners: int) -> None:
-        """Queue ``runners`` of them; does not block. Whatever happens, the future will resolve."""
-        self._waiting = set(range(runners))
-        for runner in range(runners):
-            try:
+        """Queue ``runners`` of them; does not block. Whatever happens, with any runners the future will resolve.
+
+        The caller holds the queue's lock, without which no runner gets to its first block.
+        """
+        try:
+            if runners and self._ending is not None:
+                self._ending.owed = True
+            self._waiting = set(range(runners))
+            for runner in range(runners):
                 pool.submit(self._run, runner)
-            except RuntimeError as error:  # no thread could be started, or the interpreter is going down
-                failure = StorageError(
-                    f"Cannot {self._words(self._offset)}: {error}. Raise ulimit -u, or use fewer threads."
-                )
-                failure.__cause__ = error
-                self._leave(failure, range(runner, runners))
-                return
+        except RuntimeError as error:  # no thread could be started, or the interpreter is going down
+            failure = StorageError(
+                f"Cannot {self._words(self._offset)}: {error}. Raise ulimit -u, or use fewer threads."
+            )
+            failure.__cause__ = error
+            self._leave(failure, withdraw=True)
+        except BaseException:
+            self._stop.set()  # nobody gets the future, so nobody wants the blocks that have not begun
+            self._leave(None, withdraw=True)
+            raise
 
     def resolve(self) -> None:
         """Called once, after the last runner has left: forget the buffer, tell the sink, then the future."""
@@ -240,13 +286,13 @@ class Request:
             if error.__cause__ is not None:
                 error.__cause__.__traceback__ = None
         if error is None and self._next < self._end:
-            why = "its caller was interrupted" if self._stop and self._stop.is_set() else "its file was closed"
+            why = "its caller was interrupted" if self._stop.is_set() else "its file was closed"
             error = StorageError(
                 f"Cannot {self._words(self._next)}: cancelled, because {why}. Ask again if still wanted."
             )
             error.errno = errno.ECANCELED
-        if self._ended is not None:
-            self._ended()
+        if self._ending is not None:
+            self._ending.call()
         if error is None and self._queue.sink is not None:
             size, seconds = self._end - self._offset, time.perf_counter() - self._start_s
             try:
@@ -260,11 +306,11 @@ class Request:
 
     def _run(self, runner: int) -> None:
         with self._lock:
-            if runner not in self._waiting:  # the pool queued it, then raised for want of a thread
+            if runner not in self._waiting:  # withdrawn: the pool queued it, then raised
                 return
             self._waiting.remove(runner)
             self._running += 1
-        with self._queue.descriptor() as is_open:
+        with self._queue.kept_open() as is_open:
             error: BaseException | None = None
             try:
                 while is_open and self._move_next():
@@ -273,14 +319,14 @@ class Request:
                 error = failure
             self._leave(error)
 
-    def _leave(self, error: BaseException | None, withdrawn: range | None = None) -> None:
-        """One running runner ends, or ``withdrawn`` ones never begin; the last of all resolves the future."""
+    def _leave(self, error: BaseException | None, *, withdraw: bool = False) -> None:
+        """One running runner ends, or with ``withdraw`` those who have not begun; the last resolves the future."""
         with self._lock:
             self._error = self._error or error
-            if withdrawn is None:
-                self._running -= 1
+            if withdraw:
+                self._waiting.clear()
             else:
-                self._waiting.difference_update(withdrawn)
+                self._running -= 1
             last = not self._running and not self._waiting
         if last:
             self.resolve()
@@ -291,7 +337,7 @@ class Request:
             begin = self._next
             if begin == self._offset:
                 self._start_s = time.perf_counter()  # time in the queue is not time of the disk
-            stopped = self._queue.cancelled or (self._stop is not None and self._stop.is_set())
+            stopped = self._queue.cancelled or self._stop.is_set()
             if stopped or self._error is not None or begin == self._end:
                 return False
             self._next = min(begin + self._queue.block_bytes, self._end)

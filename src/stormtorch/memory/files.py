@@ -23,7 +23,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +34,8 @@ from ..core.notices import say_once
 from ..core.records import Sink
 from ..core.sizes import MiB, format_bytes
 from . import limits
-from .file_calls import SystemCalls, storage_error
-from .file_requests import Buffer, RequestQueue, Transfer, bytes_of
+from .file_calls import Descriptor, SystemCalls, storage_error
+from .file_requests import Buffer, Ending, RequestQueue, Transfer, bytes_of
 
 ALIGNMENT = 4096  # of addresses, offsets and extents: a multiple of every sector size in use
 Mode = Literal["direct", "buffered"]
@@ -57,42 +57,39 @@ class File:
     """An open file of ``size_bytes``. ``mode`` and ``mode_reason`` say how it is accessed.
 
     Addresses and offsets of requests must be multiples of ``alignment``; lengths need not. Any thread may use it.
-    Requests run at the same time and in no order: who reads what another wrote waits for that future first.
+    Requests run at the same time and in no order: who reads what another wrote waits for that future first. A process
+    made by a fork may close it, and nothing else.
     """
 
     def __init__(
         self,
-        fd: int,
-        name: str,
+        descriptor: Descriptor,
         *,
         where: Path,
         size_bytes: int,
         writable: bool,
-        direct: bool | Literal["auto"] = "auto",
-        threads: int = 4,
-        block_bytes: int = 8 * MiB,
-        sink: Sink | None = None,
-        calls: SystemCalls | None = None,
+        **options: Unpack[FileOptions],
     ) -> None:
-        """Takes ``fd`` over, unless it raises. ``where`` tells the filesystem. Users call ``open_file`` etc."""
+        """Takes ``descriptor`` over; if it raises, the caller closes it. ``where`` tells the filesystem.
+
+        Users call ``open_file`` etc.
+        """
+        threads, block_bytes = options.get("threads", 4), options.get("block_bytes", 8 * MiB)
         if threads < 1 or block_bytes < ALIGNMENT or block_bytes % ALIGNMENT:
             raise SettingError(
                 f"threads={threads}, block_bytes={block_bytes}: accepted are at least one thread, and blocks of a "
                 f"positive multiple of {ALIGNMENT} bytes."
             )
-        self.name, self.size_bytes, self.writable = name, size_bytes, writable
-        calls = calls or SystemCalls()
-        self.mode, self.mode_reason = _choose_mode(fd, self, where, direct, calls)
+        self.name, self.size_bytes, self.writable = descriptor.name, size_bytes, writable
+        self.mode, self.mode_reason = _choose_mode(descriptor, self, where, options.get("direct", "auto"))
         self.alignment = ALIGNMENT if self.mode == "direct" else 1
         self._requests = RequestQueue(
-            fd,
-            name,
+            descriptor,
             size_bytes,
             alignment=self.alignment,
             threads=threads,
             block_bytes=block_bytes,
-            sink=sink,
-            calls=calls,
+            sink=options.get("sink"),
         )
 
     def pread(self, buffer: Buffer, offset: int) -> Future[int]:
@@ -145,7 +142,7 @@ class File:
         *,
         write: bool,
         padded: bool = False,
-        ended: Callable[[], None] | None = None,
+        ending: Ending | None = None,
         stop: threading.Event | None = None,
     ) -> Transfer:
         end = offset + len(view)
@@ -157,7 +154,7 @@ class File:
                 f"Bytes {offset} to {end} are not inside {self.name}, which has {self.size_bytes} bytes."
             )
         return self._requests.submit(
-            view, offset, write=write, padded=padded or end == self.size_bytes, ended=ended, stop=stop
+            view, offset, write=write, padded=padded or end == self.size_bytes, ending=ending, stop=stop
         )
 
     def __enter__(self) -> Self:
@@ -174,16 +171,17 @@ class File:
 
 def open_file(path: Path | str, **options: Unpack[FileOptions]) -> File:
     """An existing regular file of any size, to read. Changes nothing."""
-    path, calls = Path(path), options.setdefault("calls", SystemCalls())
+    path, calls = Path(path), options.get("calls", SystemCalls())
+    flags = os.O_RDONLY | os.O_NONBLOCK  # NONBLOCK: a named pipe would wait for its writer
     try:
-        fd = calls.open(str(path), os.O_RDONLY | os.O_NONBLOCK, 0)  # NONBLOCK: a named pipe would wait for its writer
+        descriptor = Descriptor(calls.open(str(path), flags, 0), str(path), calls)
     except OSError as error:
         raise storage_error(f"open {path} to read", error) from error
-    with closed_on_error(fd, calls):
-        status = os.fstat(fd)
+    with closed_on_error(descriptor):
+        status = os.fstat(descriptor.number)
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(f"Cannot open {path} to read: it is not a regular file. Name a file.")
-        return File(fd, str(path), where=path, size_bytes=status.st_size, writable=False, **options)
+        return File(descriptor, where=path, size_bytes=status.st_size, writable=False, **options)
 
 
 def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> File:
@@ -191,15 +189,16 @@ def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> 
 
     Never replaces a file; if it cannot be made in full, nothing is left. No ledger is charged: it is the user's file.
     """
-    path, calls = Path(path), options.setdefault("calls", SystemCalls())
+    path, calls = Path(path), options.get("calls", SystemCalls())
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
-        fd = calls.open(str(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = Descriptor(calls.open(str(path), flags, 0o666), str(path), calls)
     except OSError as error:
         raise storage_error(f"create {path}", error) from error
     try:
-        with closed_on_error(fd, calls):
-            preallocate(fd, size, str(path), path.parent, calls)
-            return File(fd, str(path), where=path, size_bytes=size, writable=True, **options)
+        with closed_on_error(descriptor):
+            preallocate(descriptor, size, path.parent)
+            return File(descriptor, where=path, size_bytes=size, writable=True, **options)
     except BaseException:
         with contextlib.suppress(OSError):  # what went wrong first is what the user must hear
             calls.unlink(str(path))
@@ -217,36 +216,36 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def closed_on_error(fd: int, calls: SystemCalls) -> Iterator[None]:
-    """Closes ``fd`` if the block raises, for the time until a ``File`` owns it."""
+def closed_on_error(descriptor: Descriptor) -> Iterator[None]:
+    """Closes ``descriptor`` if the block raises, whether or not a ``File`` had it by then."""
     try:
         yield
     except BaseException:
-        calls.close(fd)
+        descriptor.close()
         raise
 
 
-def preallocate(fd: int, size: int, name: str, directory: Path, calls: SystemCalls) -> None:
+def preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
     """Give ``[0, size)`` of a new file its place on the disk, so that a full one is noticed now, not hours later."""
     free = limits.disk_free_bytes(directory)  # asked before, since a failed attempt may keep what it got for a while
     try:
         if size:
-            calls.fallocate(fd, 0, size)
+            descriptor.calls.fallocate(descriptor.number, 0, size)
     except OSError as error:
         numbers = f"{format_bytes(free)} were free"
-        raise storage_error(f"preallocate {format_bytes(size)} for {name}", error, numbers=numbers) from error
+        raise storage_error(
+            f"preallocate {format_bytes(size)} for {descriptor.name}", error, numbers=numbers
+        ) from error
 
 
-def _choose_mode(
-    fd: int, file: File, where: Path, direct: bool | Literal["auto"], calls: SystemCalls
-) -> tuple[Mode, str]:
-    """The mode and its reason; leaves O_DIRECT on ``fd`` accordingly."""
+def _choose_mode(descriptor: Descriptor, file: File, where: Path, direct: bool | Literal["auto"]) -> tuple[Mode, str]:
+    """The mode and its reason; leaves O_DIRECT on ``descriptor`` accordingly."""
     if not isinstance(direct, bool) and direct != "auto":
         raise SettingError(f"direct={direct!r} is not accepted. Accepted: 'auto', True, False.")
     if direct is False:
         return "buffered", "direct=False"
-    kind = calls.filesystem_type(where)
-    obstacle = f"{kind} lives in RAM" if kind in _IN_RAM else _try_direct(fd, file, kind, calls)
+    kind = descriptor.calls.filesystem_type(where)
+    obstacle = f"{kind} lives in RAM" if kind in _IN_RAM else _try_direct(descriptor, file, kind)
     if obstacle is None:
         return "direct", f"{kind} passed an aligned trial"
     if direct is True:
@@ -258,9 +257,9 @@ def _choose_mode(
     return "buffered", obstacle
 
 
-def _try_direct(fd: int, file: File, kind: str, calls: SystemCalls) -> str | None:
+def _try_direct(descriptor: Descriptor, file: File, kind: str) -> str | None:
     """Set O_DIRECT and move one unit; what is in the way, or None. A writable file is new: zeros replace zeros."""
-    block = memoryview(mmap.mmap(-1, ALIGNMENT))
+    fd, calls, block = descriptor.number, descriptor.calls, memoryview(mmap.mmap(-1, ALIGNMENT))
     try:
         calls.set_direct(fd, True)
         if file.writable and file.size_bytes >= ALIGNMENT:

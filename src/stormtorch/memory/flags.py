@@ -29,11 +29,6 @@ from .page_lock import PageLock
 _SPACING = 64  # a cache line each, so that a polling core does not slow the writer of the neighbour
 
 
-def reached(word: int, value: int) -> bool:
-    """The cyclic comparison, on numbers."""
-    return (word - value) & 0xFFFFFFFF < 1 << 31
-
-
 class Flag:
     """One word. It keeps its board, and with it the memory, alive."""
 
@@ -61,7 +56,7 @@ class Flag:
         with self.board.lock:
             self.board.raise_if_aborted()
             awaited = self.board.awaited.get(self.address, 0)
-            self.board.awaited[self.address] = value if reached(value, awaited) else awaited
+            self.board.awaited[self.address] = value if flag_words.has_reached(value, awaited) else awaited
 
     def wait(self, value: int, timeout_s: float | None = None) -> bool:
         """Block until the flag has reached ``value``; False if ``timeout_s`` passed first.

@@ -231,7 +231,7 @@ def open_ledger(
 
 def _budget(tier: Tier, value: object, *, free: int, total: int, headroom: int, reserve_for: str) -> Budget:
     name = tier.setting
-    if value != "auto":
+    if str(value).strip().lower() != "auto":
         limit = parse_bytes(value, setting=name)
         if limit > total:
             raise SettingError(

@@ -15,7 +15,7 @@ from .library import FlagWord, Library, PoolStats
 from .update import AdamStep, AdamTensors
 
 _SLICE_S = 0.1  # longest time inside C at once, so that Ctrl-C is noticed
-_REAP = 64
+_REAP = 16  # tickets fetched at once
 
 
 def _word(flag: FlagValue | None) -> FlagWord:
@@ -39,6 +39,7 @@ class _Pool:
         self.lock = threading.RLock()
         self.tickets = itertools.count(1)
         self.held: dict[int, object] = {}  # ticket → tensors and flags of a job that may still be running
+        self.over = (ctypes.c_int64 * _REAP)()  # the tickets last fetched
         self.inside = 0  # threads inside a C call without the lock
         self.final: WorkerStats | None = None  # set once the threads have ended
         mask = (ctypes.c_int32 * len(cores))(*cores)
@@ -51,15 +52,13 @@ class _Pool:
             )
 
     def reap(self) -> list[object]:
-        """What jobs that are over have needed, to be let go. Needs the lock.
-
-        Ctrl-C in here can leave some of it in ``held`` until the pool stops, which is late but safe.
-        """
+        """What jobs that are over have needed, to be let go. Needs the lock."""
         gone: list[object] = []
-        if self.pointer:
-            tickets = (ctypes.c_int64 * _REAP)()
-            while (count := self.c.storm_pool_reap(self.pointer, tickets, _REAP)) > 0:
-                gone += [self.held.pop(ticket, None) for ticket in tickets[:count]]
+        while self.pointer:
+            # Those fetched last time come first, mostly for nothing: Ctrl-C may have ended that call right after C's.
+            gone += [self.held.pop(ticket, None) for ticket in self.over]
+            if self.c.storm_pool_reap(self.pointer, self.over, _REAP) == 0:
+                break
         return gone
 
     def stats(self) -> WorkerStats:

@@ -2,9 +2,10 @@
 
 Torch's operations release the GIL and bring their own threads, so a choice of threads and cores has no effect here.
 
-Ctrl-C can end ``submit`` between any two of its operations, and the garbage collector can drop a worker on any thread,
-the worker's own included. So there is no counter beside the lists that it could disagree with, and only the worker's
-thread takes jobs off them: all others add a job, or ask it to stop.
+Ctrl-C can end a call between any two of its operations, and the garbage collector can drop a worker on any thread, the
+worker's own included. So there is no counter beside the lists that could disagree with them, and only the worker's
+thread takes jobs off them: all others add a job, or ask it to stop. The lock is entered itself, never by its condition,
+whose ``__enter__`` is Python that Ctrl-C can end with the lock taken; for the same reason only the thread waits on it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .library import Scalars
 from .update import AdamStep, AdamTensors
 
 _POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the one that launches
-_SLICE_S = 0.2  # longest sleep at once of a caller: a Ctrl-C just before it would go unnoticed until its end
+_IDLE_S = 1.0  # between two looks without jobs: the collector may call stop here while the thread is about to sleep
+_DRAIN_S = 0.001  # between two looks of a caller that waits; also how late a Ctrl-C just before its sleep is seen
 
 
 @dataclass(slots=True, eq=False)
@@ -49,13 +51,18 @@ class _Job:
     def is_aborted(self) -> bool:
         return self.abort is not None and self.abort.reached()
 
+    def write_done(self) -> None:
+        if self.done is not None:
+            self.done.write()
+
 
 class _Queue:
     """The jobs and the loop that runs them. Apart from the worker, which the thread must not keep alive."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.changed = threading.Condition()  # its lock guards everything below
+        self.lock = threading.RLock()  # guards everything below
+        self.changed = threading.Condition(self.lock)  # the thread should look again
         self.waiting: list[_Job] = []
         self.ready: list[_Job] = []  # heap; a job stays here until it is over
         self.tickets = itertools.count(1)
@@ -77,58 +84,64 @@ class _Queue:
                 last = min(job.next + fallback.CHUNK, job.tensors.numel)
                 start = time.perf_counter()
                 fallback.update_(job.tensors, job.scalars, job.next, last)
-                with self.changed:
+                with self.lock:
                     self.busy_s += time.perf_counter() - start
                     self.elements += last - job.next
                     job.next = last
                     if last == job.tensors.numel:
+                        heapq.heappop(self.ready)  # this job: only _take adds to the heap
                         self.finished += 1
-                        self._end([job])
+                        job.write_done()
                 del job  # a sleeping thread must not keep the last tensors alive
         except BaseException as error:  # raised again, chained, on the thread that calls next
-            with self.changed:
+            with self.lock:
                 self.error, self.stopping = error, True
                 gone = self.waiting + self.ready
-                self.abandoned += len(gone)
-                self._end(gone)
+                self.waiting, self.ready = [], []
+                self._abandon(gone)
 
     def _take(self) -> _Job | None:
         """The most urgent ready job, left on the heap; blocks until there is one. None: the thread should end."""
         while True:
-            with self.changed:
+            with self.lock:
                 gone = self._look_at_flags()
                 if self.ready:
                     self.ready[0].begun = True
                     return self.ready[0]
-                if self.stopping:
+                if self.stopping and not self.waiting:
                     return None
                 if not gone:
-                    self.changed.wait(_POLL_S if self.waiting else None)
+                    self.changed.wait(_POLL_S if self.waiting else _IDLE_S)
             gone.clear()  # after the lock: what hangs on their tensors may need it
 
     def _look_at_flags(self) -> list[_Job]:
         """Sorts out what is ready, and returns what was abandoned. Abort flags come last; csrc/worker.c says why."""
-        for job in [job for job in self.waiting if job.is_ready()]:
-            self.waiting.remove(job)
-            heapq.heappush(self.ready, job)
-        gone = [job for job in self.waiting + self.ready if not job.begun and (self.stopping or job.is_aborted())]
-        self.abandoned += len(gone)
-        self._end(gone)
+        gone: list[_Job] = []
+        looked_at, self.waiting = self.waiting, []
+        for job in looked_at:
+            if job.is_ready():
+                heapq.heappush(self.ready, job)
+            elif self.stopping or job.is_aborted():
+                gone.append(job)
+            else:
+                self.waiting.append(job)
+        if self.stopping:
+            gone += [job for job in self.ready if not job.begun]
+            self.ready = sorted(job for job in self.ready if job.begun)
+        while self.ready and not self.ready[0].begun and self.ready[0].is_aborted():
+            gone.append(heapq.heappop(self.ready))
+        self._abandon(gone)
         return gone
 
-    def _end(self, jobs: list[_Job]) -> None:
-        if jobs:
-            for job in jobs:
-                if job.done is not None:
-                    job.done.write()
-                (self.ready if job in self.ready else self.waiting).remove(job)
-            heapq.heapify(self.ready)
-            self.changed.notify_all()
+    def _abandon(self, jobs: list[_Job]) -> None:
+        self.abandoned += len(jobs)
+        for job in jobs:
+            job.write_done()
 
     def stop(self) -> None:
         if os.getpid() != self.pid:  # the thread stayed with the parent
             return
-        with self.changed:
+        with self.lock:
             self.stopping = True
             self.changed.notify_all()
         if threading.current_thread() is not self.thread:  # where the worker was collected there: it ends by itself
@@ -171,7 +184,7 @@ class ThreadWorker(Worker):
         abort: FlagValue | None = None,
     ) -> int:
         queue = self._own()
-        with queue.changed:
+        with queue.lock:
             self._raise_error()
             if queue.stopping:
                 raise LaneError("Cannot submit to a worker that was closed. Open another one.")
@@ -183,15 +196,18 @@ class ThreadWorker(Worker):
     def drain(self, timeout_s: float | None = None) -> bool:
         queue = self._own()
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with queue.changed:
-            while queue.pending > 0 and (left := until - time.monotonic()) > 0:
-                queue.changed.wait(min(left, _SLICE_S))
-            self._raise_error()
-            return queue.pending == 0
+        while True:
+            with queue.lock:
+                self._raise_error()
+                if queue.pending == 0:
+                    return True
+            if (left := until - time.monotonic()) <= 0:
+                return False
+            time.sleep(min(left, _DRAIN_S))
 
     def stats(self) -> WorkerStats:
         queue = self._own()
-        with queue.changed:
+        with queue.lock:
             return WorkerStats(
                 busy_s=queue.busy_s,
                 elements=queue.elements,

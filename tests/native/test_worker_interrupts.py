@@ -1,0 +1,287 @@
+"""What may come between any two lines: Ctrl-C, the garbage collector, finalizers that call the worker themselves."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stormtorch.core.errors import LaneError
+from stormtorch.native import fallback
+from stormtorch.native.library import Library
+from stormtorch.native.pool import PoolWorker
+from stormtorch.native.thread import ThreadWorker
+from stormtorch.native.update import AdamStep, AdamTensors
+from stormtorch.native.worker import Worker, open_worker
+
+MakeTensors = Callable[..., AdamTensors]
+OpenAny = Callable[..., Worker]
+STEP = AdamStep(lr=1e-2, step=3)
+
+
+class Around:
+    """The C library, with something before or after each submission."""
+
+    def __init__(self, c: Any, before: Callable[[], Any] = int, after: Callable[[], Any] = int) -> None:
+        self.c, self.before, self.after = c, before, after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.c, name)
+
+    def storm_pool_submit(self, *arguments: Any) -> Any:
+        refused = self.before()
+        status = refused or self.c.storm_pool_submit(*arguments)
+        self.after()
+        return status
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def pool_worker(native: Library) -> PoolWorker:
+    return PoolWorker(native, threads=1, cores=[])
+
+
+@pytest.fixture
+def thread_worker() -> ThreadWorker:
+    return ThreadWorker(threads=1, cores=[])
+
+
+def test_ctrl_c_after_c_took_the_job(
+    pool_worker: PoolWorker, native: Library, make_tensors: MakeTensors, words: Any
+) -> None:
+    tensors = make_tensors(1000)
+    alive = weakref.ref(tensors)
+    pool_worker._pool.c = Around(native.c, after=interrupt)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pool_worker.submit(tensors, STEP, ready=words.at(0), done=words.at(1))
+    pool_worker._pool.c = native.c
+    del tensors
+    gc.collect()
+    assert alive() is not None, "C threads will still write there"
+    pool_worker.submit(make_tensors(10), STEP)
+    words[0] = 1
+    assert pool_worker.drain(20)
+    gc.collect()
+    assert alive() is None
+    assert pool_worker.stats().finished == 2
+    pool_worker.close()
+
+
+def test_ctrl_c_before_c_took_the_job(
+    pool_worker: PoolWorker, native: Library, make_tensors: MakeTensors, words: Any
+) -> None:
+    tensors = make_tensors(1000)
+    alive = weakref.ref(tensors)
+    pool_worker._pool.c = Around(native.c, before=interrupt)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        pool_worker.submit(tensors, STEP)
+    pool_worker._pool.c = native.c
+    del tensors
+    pool_worker.submit(make_tensors(10), STEP, done=words.at(0))
+    assert pool_worker.drain(20)
+    assert words[0] == 1
+    pool_worker.close()
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_refused_job_is_not_held(pool_worker: PoolWorker, native: Library, make_tensors: MakeTensors) -> None:
+    pool_worker._pool.c = Around(native.c, before=lambda: -12)  # type: ignore[assignment]
+    with pytest.raises(LaneError, match="did not take the job: Cannot allocate memory"):
+        pool_worker.submit(make_tensors(10), STEP)
+    assert not pool_worker._pool.held
+    pool_worker.close()
+
+
+def test_a_call_in_the_middle_of_a_call(
+    pool_worker: PoolWorker, native: Library, make_tensors: MakeTensors, words: Any
+) -> None:
+    """As the garbage collector or a signal handler would make one: first another submission, then the end."""
+    pool = pool_worker._pool
+
+    def submit_another() -> None:
+        pool.c = native.c
+        pool_worker.submit(make_tensors(10), STEP, done=words.at(1))
+
+    pool.c = Around(native.c, before=submit_another)  # type: ignore[assignment]
+    pool_worker.submit(make_tensors(10), STEP, done=words.at(0))
+    assert pool_worker.drain(20)
+    assert (words[0], words[1]) == (1, 1)
+    pool.c = Around(native.c, before=pool_worker.close)  # type: ignore[assignment]
+    with pytest.raises(LaneError, match="did not take the job"):
+        pool_worker.submit(make_tensors(10), STEP)
+    assert not pool.held
+
+
+def test_tensors_go_when_no_lock_is_held(open_any: OpenAny, make_tensors: MakeTensors, words: Any) -> None:
+    """What hangs on them may need the worker, on this thread or through another one."""
+    worker = open_any()
+    answered: list[bool] = []
+
+    def ask_from_another_thread() -> None:
+        thread = threading.Thread(target=worker.stats, daemon=True)
+        thread.start()
+        thread.join(5)
+        answered.append(not thread.is_alive())
+
+    def submit_one(**flags: Any) -> None:
+        tensors = make_tensors(10)
+        weakref.finalize(tensors, ask_from_another_thread)
+        worker.submit(tensors, STEP, **flags)
+
+    def wait_for(count: int) -> None:
+        end = time.monotonic() + 20
+        while len(answered) < count and time.monotonic() < end:
+            time.sleep(0.001)
+
+    submit_one()
+    worker.drain(20)  # lets the first go
+    wait_for(1)
+    calls: list[Callable[[], object]] = [worker.stats, lambda: worker.submit(make_tensors(10), STEP)]
+    for turn, call in enumerate(calls, 1):
+        submit_one(done=words.at(0, turn))
+        while words[0] < turn:
+            time.sleep(0.001)
+        call()
+        wait_for(1 + turn)
+    submit_one(ready=words.at(1), abort=words.at(2))
+    words[2] = 1
+    worker.drain(20)
+    wait_for(4)
+    submit_one(ready=words.at(1))
+    worker.close()
+    wait_for(5)
+    assert answered == [True] * 5
+
+
+def test_ctrl_c_in_the_fallback_leaves_no_wrong_count(thread_worker: ThreadWorker, make_tensors: MakeTensors) -> None:
+    class Interrupted(list[Any]):
+        def append(self, item: Any) -> None:
+            super().append(item)
+            interrupt()
+
+    queue = thread_worker._queue
+    with queue.lock:
+        queue.waiting = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        thread_worker.submit(make_tensors(10), STEP)
+    end = time.monotonic() + 10
+    while thread_worker.stats().finished == 0 and time.monotonic() < end:
+        time.sleep(0.001)  # nobody calls drain, which could wake the thread
+    with queue.lock:
+        queue.waiting = list(queue.waiting)
+    thread_worker.submit(make_tensors(10), STEP)
+    assert thread_worker.drain(20)
+    stats = thread_worker.stats()
+    assert (stats.finished, stats.pending) == (2, 0)
+    thread_worker.close()
+
+
+def test_a_caller_never_sleeps_long(
+    thread_worker: ThreadWorker, make_tensors: MakeTensors, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C right before a sleep is seen at its end only."""
+    sleep, slept = time.sleep, []
+
+    def noted(seconds: float) -> None:
+        slept.append(seconds)
+        sleep(seconds)
+
+    thread_worker.submit(make_tensors(10), STEP, ready=words.at(0))
+    opener = threading.Timer(0.3, words.__setitem__, (0, 1))
+    opener.start()
+    monkeypatch.setattr(time, "sleep", noted)
+    assert not thread_worker.drain(0.02)
+    assert thread_worker.drain()
+    assert slept
+    assert max(slept) <= 0.2
+    opener.join()
+    thread_worker.close()
+
+
+STORM = """
+import random, signal, sys, threading, time
+import torch
+from stormtorch.native import library
+if {hidden}:
+    library._load = lambda: "hidden by a test"
+from stormtorch.native.update import AdamStep, AdamTensors
+from stormtorch.native.worker import open_worker
+worker, main = open_worker(threads=1), threading.main_thread().ident
+tensors = AdamTensors(**{{name: torch.zeros(8) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}})
+step, over = AdamStep(lr=0.1, step=1), False
+def nag():
+    while not over:
+        time.sleep(random.random() * 0.002)
+        signal.pthread_kill(main, signal.SIGINT)
+nagging = threading.Thread(target=nag)
+hits, end = 0, time.monotonic() + 2
+nagging.start()
+while time.monotonic() < end:
+    try:
+        while worker.stats().pending < 20:
+            worker.submit(tensors, step)
+        worker.drain()
+    except KeyboardInterrupt:
+        hits += 1
+while True:
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        break
+    except KeyboardInterrupt:
+        pass
+over = True
+nagging.join()
+assert worker.drain(20), worker.stats()
+assert worker.stats().pending == 0 == worker.close()
+print("survived" if hits > 100 else f"only {{hits}} came through")
+"""
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["native", "fallback"])
+def test_a_storm_of_ctrl_c(hidden: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STORM.format(hidden=hidden)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "survived\n", done.stderr
+
+
+@pytest.mark.usefixtures("no_library")
+def test_a_worker_collected_on_its_own_thread(
+    make_tensors: MakeTensors, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs wherever memory is allocated. What it raises there, pytest turns into a failure."""
+    real, inside = fallback.update_, threading.Event()
+
+    def collecting(*arguments: Any) -> None:
+        real(*arguments)
+        inside.wait(20)
+        gc.collect()
+
+    monkeypatch.setattr(fallback, "update_", collecting)
+    worker: Any = open_worker()
+    queue = worker._queue
+    worker.submit(make_tensors(10), STEP, done=words.at(0))
+    worker.submit(make_tensors(10), STEP, ready=words.at(9), done=words.at(1))
+    worker.itself = worker  # a cycle: only the collector can end it
+    while not queue.ready:
+        time.sleep(0.001)
+    gc.disable()
+    try:
+        del worker
+        inside.set()
+        queue.thread.join(20)
+    finally:
+        gc.enable()
+    assert not queue.thread.is_alive()
+    assert (queue.finished, queue.abandoned, words[0], words[1]) == (1, 1, 1, 1)
