@@ -224,7 +224,7 @@ def test_buffers_that_cannot_serve_are_refused(paths: Callable[[], Path]) -> Non
             file.pread(torch.zeros(4, 4).t(), 0)
         with pytest.raises(SettingError, match="contiguous"):
             file.pwrite(torch.zeros(4, dtype=torch.complex64).conj(), 0)
-        with pytest.raises(SettingError, match="gaps"):
+        with pytest.raises(SettingError, match="C order"):
             file.pread(np.zeros(10)[::2], 0)
         with pytest.raises(SettingError, match="on meta"):
             file.pread(torch.zeros(4, device="meta"), 0)

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from stormtorch.core.budget import Budget
-from stormtorch.core.errors import StorageError
+from stormtorch.core.errors import SettingError, StorageError
 from stormtorch.core.records import Record
 from stormtorch.core.sizes import GiB, round_down
 from stormtorch.core.tags import Tag, Tier
@@ -332,3 +333,29 @@ def test_eio_in_the_trial_is_an_error_and_no_fallback(tmp_path: Path) -> None:
         create_scratch(tmp_path, 8192, ledger=ledger, tag=Tag.OPTIMIZER, calls=calls)
     assert descriptors() == before
     assert ledger.used_bytes(Tier.DISK) == 0
+
+
+def test_a_sink_that_raises_anything_still_resolves_the_future(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"x" * 100)
+
+    def sink(_: object) -> None:
+        raise SystemExit(3)
+
+    with open_file(path, direct=False, sink=sink) as file:
+        future = file.pread(bytearray(100), 0)
+        with pytest.raises(SystemExit):
+            future.result(10)
+
+
+def test_arrays_in_another_order_or_of_objects_are_refused(tmp_path: Path) -> None:
+    with create_file(tmp_path / "data", 8192, direct=False) as file:
+        with pytest.raises(SettingError, match="C order"):
+            file.write(np.asfortranarray(np.ones((3, 4))), 0)
+        with pytest.raises(SettingError, match="Python objects"):
+            file.read(np.array([object(), None]), 0)
+        file.write(np.array(["2026-01-01"], dtype="datetime64[s]"), 0)
+    for bad in (-1, 1.5):
+        with pytest.raises(SettingError, match="size="):
+            create_file(tmp_path / "bad", bad)  # type: ignore[arg-type]
+    assert not (tmp_path / "bad").exists()

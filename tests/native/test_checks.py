@@ -11,7 +11,7 @@ from stormtorch.core.errors import SettingError
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.library import Library
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import open_worker
+from stormtorch.native.worker import FlagValue, Worker, open_worker
 
 MakeTensors = Callable[..., AdamTensors]
 
@@ -62,3 +62,29 @@ def test_threads_cores_and_instruction_sets(make_tensors: MakeTensors) -> None:
 def test_unknown_instruction_set(native: Library, make_tensors: MakeTensors) -> None:
     with pytest.raises(SettingError, match=f"Accepted: .*{native.isa}"):
         adamw_(make_tensors(1), AdamStep(lr=1e-3, step=1), isa="mmx")
+
+
+def test_what_is_missing_sparse_negated_or_misaligned_is_refused() -> None:
+    good = {name: torch.ones(8) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}
+    bad = {
+        "missing": None,
+        "sparse": torch.ones(8).to_sparse(),
+        "negated": torch._neg_view(torch.ones(8)),
+        "misaligned": torch.frombuffer(bytearray(40), dtype=torch.float32, count=8, offset=1),
+    }
+    for tensor in bad.values():
+        with pytest.raises(SettingError, match="Cannot update these tensors"):
+            AdamTensors(**{**good, "grad": tensor})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("address", [0, -4, 6])
+def test_a_flag_must_have_the_address_of_a_word(address: int) -> None:
+    with pytest.raises(SettingError, match="32-bit word"):
+        FlagValue(address, 1)
+
+
+def test_a_priority_must_fit(open_any: Callable[..., Worker], make_tensors: Callable[..., AdamTensors]) -> None:
+    worker = open_any(threads=1)
+    for priority in (1 << 31, "high"):
+        with pytest.raises(SettingError, match="priority="):
+            worker.submit(make_tensors(8), AdamStep(lr=0.1, step=1), priority=priority)  # type: ignore[arg-type]

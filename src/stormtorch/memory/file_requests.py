@@ -62,9 +62,14 @@ def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
         if buffer.layout is not torch.strided or not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
             raise SettingError("A file needs a contiguous buffer, not a strided or lazy view. Use .contiguous().")
         return buffer.detach().reshape(-1).view(torch.uint8).numpy().data
-    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
-    if not view.contiguous:
-        raise SettingError("A file needs a contiguous buffer, this one has gaps. Copy it first.")
+    if isinstance(buffer, np.ndarray):
+        if buffer.dtype.hasobject:
+            raise SettingError("A file needs numbers; this array holds Python objects. Convert it first.")
+        view = buffer.data if not buffer.flags.c_contiguous else buffer.reshape(-1).view(np.uint8).data
+    else:
+        view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise SettingError("A file needs a contiguous buffer in C order, this one is not. Copy it first.")
     if writable and view.readonly:
         raise SettingError("A read needs a writable buffer, this one is read-only. Use a tensor or a bytearray.")
     return view.cast("B") if view.nbytes else memoryview(bytearray())  # cast refuses shapes with a zero in them
@@ -297,7 +302,7 @@ class Request:
             size, seconds = self._end - self._offset, time.perf_counter() - self._start_s
             try:
                 self._queue.sink(FileAccess(self._queue.name, self._write, size, self._start_s, seconds))
-            except Exception as broken:  # a sink must not raise; if one does, the caller hears it and does not wait
+            except BaseException as broken:  # a sink must not raise, not even SystemExit; else the caller hears of it
                 error = broken
         if error is None:
             self.future.set_result(self._end - self._offset)

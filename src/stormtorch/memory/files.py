@@ -32,7 +32,7 @@ from typing import Literal, Self, TypedDict, Unpack
 from ..core.errors import SettingError, StorageError
 from ..core.notices import say_once
 from ..core.records import Sink
-from ..core.sizes import MiB, format_bytes
+from ..core.sizes import MiB, format_bytes, parse_bytes
 from . import limits
 from .file_calls import Descriptor, SystemCalls, storage_error
 from .file_requests import Buffer, Ending, RequestQueue, Transfer, bytes_of
@@ -189,7 +189,7 @@ def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> 
 
     Never replaces a file; if it cannot be made in full, nothing is left. No ledger is charged: it is the user's file.
     """
-    path, calls = Path(path), options.get("calls", SystemCalls())
+    path, calls, size = Path(path), options.get("calls", SystemCalls()), parse_bytes(size)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
         descriptor = Descriptor(calls.open(str(path), flags, 0o666), str(path), calls)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Unpack
 
 from ..core.errors import OutOfBudget, SettingError, StorageError
-from ..core.sizes import format_bytes, round_up
+from ..core.sizes import format_bytes, parse_bytes, round_up
 from ..core.tags import Tag, Tier
 from .extents import Extents
 from .file_calls import Descriptor, SystemCalls, storage_error
@@ -111,7 +111,7 @@ class ScratchFile(File):
     def take(self, size: int) -> FileExtent:
         """An extent of ``size`` bytes at an aligned offset, or OutOfBudget. Its content is undefined."""
         self._requests.refuse_after_fork()
-        size_taken = round_up(size, ALIGNMENT)
+        size_taken = round_up(parse_bytes(size), ALIGNMENT)
         with self._extents_lock:
             self._read_news()
             offset = self._extents.take(size_taken, ALIGNMENT)
@@ -184,7 +184,7 @@ def create_scratch(
 
     Charges ``ledger`` before the file exists and until it is closed. If it raises, nothing is left or charged.
     """
-    size_bytes = round_up(size, ALIGNMENT)
+    size_bytes = round_up(parse_bytes(size), ALIGNMENT)
     reservation = ledger.reserve(Tier.DISK, tag, size_bytes)
     try:
         return ScratchFile(Path(directory), size_bytes, reservation, **options)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from ..core.errors import SettingError
 from . import flag_words
 from .update import AdamStep, AdamTensors
 
@@ -25,6 +26,12 @@ class FlagValue:
     value: int
     owner: object = field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.address <= 0 or self.address % 4:
+            raise SettingError(
+                f"address={self.address} is not that of a 32-bit word. Accepted: a positive multiple of 4."
+            )
+
     def reached(self) -> bool:
         return flag_words.has_reached(flag_words.load(self.address), self.value)
 
@@ -42,6 +49,12 @@ class WorkerStats:
     finished: int
     abandoned: int
     pending: int
+
+
+def check_priority(priority: int) -> None:
+    """Refuse what the queue, which keeps 32 bits of it, would take for another number."""
+    if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
+        raise SettingError(f"priority={priority!r} cannot be meant. Accepted: a whole number of 32 bits.")
 
 
 class Worker(abc.ABC):

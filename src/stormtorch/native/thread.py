@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ..core.errors import LaneError
 from . import fallback
-from .jobs import FlagValue, Worker, WorkerStats
+from .jobs import FlagValue, Worker, WorkerStats, check_priority
 from .library import Scalars
 from .update import AdamStep, AdamTensors
 
@@ -183,6 +183,7 @@ class ThreadWorker(Worker):
         done: FlagValue | None = None,
         abort: FlagValue | None = None,
     ) -> int:
+        check_priority(priority)
         queue = self._own()
         with queue.lock:
             self._raise_error()

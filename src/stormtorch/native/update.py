@@ -59,7 +59,7 @@ class AdamStep:
         good = {
             "lr": self.lr >= 0,
             "step": self.step >= 1,
-            "betas": all(0 <= beta < 1 for beta in self.betas),
+            "betas": len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             "eps": self.eps >= 0,
             "weight_decay": self.weight_decay >= 0,
         }
@@ -90,6 +90,16 @@ class AdamStep:
         )
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor`` is what it says: no strides, no lazy sign, elements where C may read them."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and (tensor.device.type != "cpu" or tensor.data_ptr() % tensor.itemsize == 0)
+    )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdamTensors:
     """The tensors of one update, checked when made. See the top of this file for what each one is."""
@@ -102,13 +112,16 @@ class AdamTensors:
 
     def __post_init__(self) -> None:
         named = {name: getattr(self, name) for name in ("weight", "master", "exp_avg", "exp_avg_sq", "grad")}
+        missing = [name for name, tensor in named.items() if name != "master" and not isinstance(tensor, torch.Tensor)]
+        if missing:
+            raise SettingError(f"Cannot update these tensors: {', '.join(missing)} missing. {_ACCEPTED}")
         present: dict[str, torch.Tensor] = {name: tensor for name, tensor in named.items() if tensor is not None}
         kind = (self.weight.dtype, None if self.master is None else self.master.dtype)
         wrong = [
             f"{name} is {str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}] on {tensor.device}"
-            + ("" if tensor.is_contiguous() else ", not contiguous")
+            + ("" if _is_plain(tensor) else ", not contiguous memory of whole elements")
             for name, tensor in present.items()
-            if not tensor.is_contiguous()
+            if not _is_plain(tensor)
             or tensor.device.type != "cpu"
             or tensor.numel() != self.weight.numel()
             or (name in ("exp_avg", "exp_avg_sq") and tensor.dtype != torch.float32)
@@ -117,6 +130,8 @@ class AdamTensors:
         ]
         if not wrong and kind not in _WEIGHT_KINDS:
             wrong = [f"weight is {self.weight.dtype} and master is missing"]
+        if wrong:
+            raise SettingError(f"Cannot update these tensors: {'; '.join(wrong)}. {_ACCEPTED}")
         spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in present.items() if t.numel())
         wrong += [f"{a[2]} and {b[2]} share memory" for a, b in itertools.pairwise(spans) if a[1] > b[0]]
         if wrong:
