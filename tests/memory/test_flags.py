@@ -77,6 +77,16 @@ def test_abort_lets_every_waiter_go_and_they_raise(ledger: Ledger) -> None:
     flags.close()
 
 
+def test_a_closed_board_is_still_safe_to_look_at(ledger: Ledger) -> None:
+    flags = Flags(1, ledger=ledger, device=torch.device("cpu"))
+    flag = flags[0]
+    flags.close()
+    flags.close()
+    assert flag.read() == 0
+    with pytest.raises(LaneError, match="closed"):
+        flag.set(1)
+
+
 def test_abort_drops_the_jobs_that_wait_for_the_board(ledger: Ledger) -> None:
     """Their gradients never came: they must neither be used nor be waited for."""
     flags = Flags(2, ledger=ledger, device=torch.device("cpu"))

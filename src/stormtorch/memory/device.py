@@ -33,8 +33,10 @@ class DeviceBlock:
         try:
             with torch.inference_mode(False):  # or lanes could not write it
                 self._bytes: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # CUDA's OutOfMemoryError is one, the CPU allocator has no name for it
+        except RuntimeError as error:
             self._reservation.release()
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise  # the CPU's allocator has no class of its own for what its message says
             budget = ledger.budgets[Tier.DEVICE]
             raise OutOfBudget(
                 f"Cannot allocate {format_bytes(size)} on the device for {tag.name}",

@@ -85,7 +85,8 @@ class Flags:
         self.awaited: dict[int, int] = {}  # address -> the latest value that a stream waits for
         self._error: BaseException | None = None
         self._arena = HostArena((count + 1) * _SPACING, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
-        words = self._arena.tensor(((count + 1) * _SPACING,), torch.uint8, alignment=_SPACING)
+        # Kept for as long as the board is, closed or not: a worker's job or a reader may still look at a word.
+        self._words = words = self._arena.tensor(((count + 1) * _SPACING,), torch.uint8, alignment=_SPACING)
         cuda = driver() if device.type == "cuda" and self._arena.pinned else None
         offset = None if cuda is None else _stream_offset(cuda, words.data_ptr(), device)
         self.on_stream = offset is not None
@@ -115,7 +116,10 @@ class Flags:
             raise LaneError(f"A writer of this flag ended early: {self._error}") from self._error
 
     def close(self) -> None:
-        """Release every wait and return the memory. The lanes that used the flags must be empty. Safe to call twice."""
+        """Release every wait, the page-lock and the charge. The lanes that used the flags must be empty.
+
+        Safe to call twice.
+        """
         self.abort(LaneError("the flags were closed"))
         self._finalizer.detach()
         self._arena.close()
