@@ -35,7 +35,7 @@ class DeviceBlock:
                 self._bytes: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             self._reservation.release()
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
                 raise  # the CPU's allocator has no class of its own for what its message says
             budget = ledger.budgets[Tier.DEVICE]
             raise OutOfBudget(
