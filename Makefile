@@ -35,7 +35,7 @@ check: $(STAMP)  ## lint, format, types, import layers, C warnings
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(CC) -std=gnu11 -O2 -fsyntax-only -ffp-contract=off -Wall -Wextra -Wconversion -Wshadow -Werror src/stormtorch/native/csrc/*.c
+	$(CC) -std=c11 -O2 -fsyntax-only -ffp-contract=off -Wall -Wextra -Wconversion -Wshadow -Werror src/stormtorch/native/csrc/*.c
 
 bench: $(STAMP)  ## run the micro benchmarks of this machine and print their table
 	@$(BIN)/python -m benchmarks.micro

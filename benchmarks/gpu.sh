@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with a GPU and torch, but perhaps no network: build in place, run the GPU tests, then the micro benchmarks.
+# On a machine with a GPU and torch, but perhaps no network: build in place, run all tests, then the micro benchmarks.
 # Usage: benchmarks/gpu.sh OUTPUT_FOLDER      (full logs and the table are written there; a summary is printed last)
 set -uo pipefail
 cd "$(dirname "$0")/.."

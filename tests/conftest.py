@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ from stormtorch.core.notices import forget_notices
 from stormtorch.core.sizes import GiB
 from stormtorch.core.tags import Tier
 from stormtorch.memory.ledger import Ledger
+
+# A background job or nohup has SIGINT ignored, and Python then installs no handler; the tests of Ctrl-C need theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

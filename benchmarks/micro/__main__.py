@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(CASES)} (default: all)")
     parser.add_argument("--tiny", action="store_true", help="small sizes: shows that it runs, not how fast")
     parser.add_argument("--limit", type=float, default=180, help="seconds that one case may take")
-    parser.add_argument("--out", type=Path, help="also write NAME.md and NAME.json there")
+    parser.add_argument("--out", type=Path, metavar="NAME", help="also write NAME.md and NAME.json")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     unknown = set(options.cases) - set(CASES)

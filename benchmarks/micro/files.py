@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -20,8 +21,6 @@ def run(tiny: bool) -> list[Row]:
     size = 16 * MiB if tiny else 2 * GiB
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=".") as directory:
-        from pathlib import Path
-
         ledger = open_ledger(torch.device("cpu"), disk=Path(directory))
         arena = HostArena(size, ledger=ledger, tag=Tag.DATA)
         data = arena.tensor((size,), torch.uint8, alignment=4096)

@@ -1,4 +1,4 @@
-"""What a process does to a GPU when it ends, forks hardware queues or uses lanes from another thread."""
+"""What happens to a GPU when a process ends badly, has one hardware queue, or uses lanes from another thread."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_adamw_uses_it_without_a_library_and_says_so(
     fallback.update_(expected, step.scalars, 0, 5000)
     assert torch.equal(tensors.weight, expected.weight)
     assert [record.message for record in caplog.records] == [
-        "native kernels: not built (hidden by a test); using the torch fallback, about 6 times slower"
+        "native kernels: not in use (hidden by a test); using the torch fallback, about 6 times slower"
     ]
 
 

@@ -90,10 +90,10 @@ def _through_the_device(device: torch.device, arena: HostArena, ledger: Ledger) 
     from ..memory.staged_lanes import RING_BYTES
 
     records: list[Record] = []
-    ring_arena = None
+    staging_arena = None
     if device.type == "cuda" and not arena.pinned:
-        ring_arena = HostArena(RING_BYTES, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
-    staging = None if ring_arena is None else ring_arena.tensor((RING_BYTES,), torch.uint8)
+        staging_arena = HostArena(RING_BYTES, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
+    staging = None if staging_arena is None else staging_arena.tensor((RING_BYTES,), torch.uint8)
     lanes = open_lanes(device, staging=staging, sink=records.append)
     slot_bytes = round_down(ledger.free_bytes(Tier.DEVICE) // _SLOTS, 512)
     ring = SlotRing(device, count=_SLOTS, slot_bytes=slot_bytes, ledger=ledger, tag=Tag.DATA, compute=lanes.compute)
@@ -117,8 +117,8 @@ def _through_the_device(device: torch.device, arena: HostArena, ledger: Ledger) 
     finally:  # before the arena goes, whose memory the lanes may still be copying
         lanes.close()
         ring.close()
-        if ring_arena is not None:
-            ring_arena.close()
+        if staging_arena is not None:
+            staging_arena.close()
     _check(home)
     block.release()
     rates = []

@@ -1,4 +1,4 @@
-"""``storm doctor``: what this machine offers, and what is missing with the way to mend it."""
+"""``storm doctor``: what this machine offers, and what is missing with where to look."""
 
 from __future__ import annotations
 
@@ -27,29 +27,28 @@ def run(options: argparse.Namespace) -> int:
         raise SettingError(f"--disk {disk} is not a directory. Name one that exists.")
     print(f"storm {__version__}, torch {torch.__version__}, Python {platform.python_version()} on {platform.machine()}")
     print(describe())
-    cgroup = limits.cgroup_limit_bytes()
-    under = f", of which the cgroup allows {format_bytes(cgroup)}" if cgroup is not None else ""
-    print(
-        f"host: {format_bytes(limits.host_available_bytes())} RAM free "
-        f"of {format_bytes(limits.host_total_bytes())}{under}"
-    )
+    free, total = format_bytes(limits.host_available_bytes()), format_bytes(limits.host_total_bytes())
+    print(f"host: {free} RAM free of {total}{' (the cgroup limit)' if limits.cgroup_limit_bytes() is not None else ''}")
     for index in range(torch.cuda.device_count()):
-        free, total = limits.device_memory_bytes(torch.device("cuda", index))
+        device_free, device_total = limits.device_memory_bytes(torch.device("cuda", index))
         name = torch.cuda.get_device_name(index)
-        print(f"device cuda:{index}: {name}, {format_bytes(free)} free of {format_bytes(total)}; {_signals(index)}")
+        print(
+            f"device cuda:{index}: {name}, {format_bytes(device_free)} free of {format_bytes(device_total)}; {_signals(index)}"
+        )
     if not torch.cuda.is_available():
         print("device: no CUDA device that torch can use; STORM runs on the CPU device")
-    free_disk, kind = limits.disk_free_bytes(disk), limits.filesystem_type(disk)
+    free_disk, kind = limits.disk_bytes(disk)[0], limits.filesystem_type(disk)
     print(f"disk: {format_bytes(free_disk)} free in {disk} ({kind}); {_io_mode(disk)}")
     return 0
 
 
 def _signals(index: int) -> str:
-    """Page-lock a word and pass it through a stream: says in one phrase what works."""
+    """Page-lock a word and pass it through a stream: says in one phrase what works, and if not, where to look."""
     import torch
 
     from ..core.budget import Budget
     from ..core.tags import Tier
+    from ..memory import limits
     from ..memory.flags import Flags
     from ..memory.ledger import Ledger
     from ..memory.page_lock import page_lock_for
@@ -57,13 +56,13 @@ def _signals(index: int) -> str:
     device = torch.device("cuda", index)
     ledger = Ledger(Budget(tier=Tier.HOST, limit_bytes=1 << 20, given="storm doctor"))
     flags = Flags(1, ledger=ledger, device=device, page_lock=page_lock_for(device))
-    on_stream = flags.on_stream
+    on_stream, pinned = flags.on_stream, ledger.pinned_bytes > 0
     flags.close()
-    return (
-        "page-lock and stream flags work"
-        if on_stream
-        else "no stream flags: copies and the optimizer use the slower fallback"
-    )
+    if on_stream:
+        return "page-lock and stream flags work"
+    if pinned:
+        return "the driver cannot wait for flags on a stream: the host has to, which is slower"
+    return f"no page-lock: copies need the slower staged lanes; the limit is {limits.page_lock_limit()}"
 
 
 def _io_mode(directory: Path) -> str:

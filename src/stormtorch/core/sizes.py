@@ -69,11 +69,6 @@ def format_bytes(count: int) -> str:
     return f"{sign}{scaled:.1f} {unit}"
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """A rate in GB/s, the unit that links, memories and disks are sold in."""
-    return f"{bytes_per_s / 1e9:.2f} GB/s"
-
-
 def round_up(count: int, alignment: int) -> int:
     """The smallest multiple of ``alignment`` that is at least ``count``."""
     return -(-count // alignment) * alignment

@@ -1,9 +1,10 @@
-"""The few calls that torch does not offer, made on NVIDIA's driver library directly.
+"""Calls made on NVIDIA's driver library directly, because torch does not offer them, or at a price.
 
 Page-locking goes through the driver rather than ``cudaHostRegister`` because the runtime keeps the last error of a
-failed call and torch would report it at some later, innocent kernel launch; the driver has no such memory. The stream
-memory operations exist only here. This is the only file that knows the driver's names; nothing in it imports on a
-machine without the library.
+failed call, and torch would report it at some later, innocent kernel launch; the driver has no such memory. Waits and
+writes of flags on a stream exist only here. Copies and streams of our own are here for their cost and their
+independence: see ``copy`` and ``create_stream``. This is the only file that knows the driver's names, and it can be
+imported where there is no such library.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class DriverError(StormError, RuntimeError):
     def __init__(self, call: str, name: str) -> None:
         super().__init__(f"{call} failed with {name}")
         self.call, self.name = call, name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.call, self.name)
 
 
 class Driver:

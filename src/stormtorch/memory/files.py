@@ -227,7 +227,7 @@ def closed_on_error(descriptor: Descriptor) -> Iterator[None]:
 
 def preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
     """Give ``[0, size)`` of a new file its place on the disk, so that a full one is noticed now, not hours later."""
-    free = limits.disk_free_bytes(directory)  # asked before, since a failed attempt may keep what it got for a while
+    free = limits.disk_bytes(directory)[0]  # asked before, since a failed attempt may keep what it got for a while
     try:
         if size:
             descriptor.calls.fallocate(descriptor.number, 0, size)

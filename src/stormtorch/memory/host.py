@@ -1,7 +1,7 @@
 """The host arena: RAM that is mapped once, touched in parallel, page-locked, and handed out in exact pieces.
 
 Why not ``torch.empty(..., pin_memory=True)``: its allocator rounds to powers of two (129 MiB become 256), locks page by
-page (8 GiB took five seconds where mapping, touching and registering take less than one), and returns memory on a
+page (8 GiB take seconds where mapping, touching and registering take a fraction of one), and returns memory on a
 schedule of its own. Why not ``cudaHostAlloc``: such memory cannot have huge pages, cannot be shared with another
 process, and cannot fall back to pageable when the system refuses to lock it.
 
@@ -110,7 +110,6 @@ class HostArena:
         tag: Tag,
         page_lock: PageLock | None = None,
         shared: bool = False,
-        touch_threads: int | None = None,
     ) -> None:
         """Maps, touches and page-locks everything now.
 
@@ -127,7 +126,7 @@ class HostArena:
                 region = _map_shared(index, size) if shared else _map_private(index, size, fork=page_lock is None)
                 self._hold.add(region)
                 self._regions.append(region)
-                first_touch(region.address, size, touch_threads)
+                first_touch(region.address, size)
             self._finish()
         except BaseException:
             with contextlib.suppress(StormError):  # an interrupted lock may or may not have happened
@@ -356,7 +355,7 @@ class _Hold:
                 self._unlock_all()
                 say_once(
                     f"Host page-lock refused for {format_bytes(sum(r.size for r in regions))} ({error}); the limit is "
-                    f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, at a lower rate.",
+                    f"{limits.page_lock_limit()}. Copies need staged lanes, through a small page-locked ring, at a lower rate.",
                     key="page-lock refused",
                 )
                 return False

@@ -174,7 +174,7 @@ _THE = {Tier.DEVICE: "the device", Tier.HOST: "the host", Tier.DISK: "the disk"}
 _REMEDY = {
     Tier.DEVICE: "Raise it, or make the batch or the model smaller.",
     Tier.HOST: "Raise it, or give a disk to spill to.",
-    Tier.DISK: "Raise it, or free space there.",
+    Tier.DISK: "Free space there, or name a directory on another disk.",
 }
 _REMEDY_FREE = {
     Tier.DEVICE: "End other programs on the GPU, or lower vram.",
@@ -196,7 +196,7 @@ def open_ledger(
             free=free,
             total=total,
             headroom=max(512 * MiB, total // 50),
-            reserve_for="the driver, cuBLAS and fragmentation",
+            kept_for="the driver, cuBLAS and fragmentation",
         ),
         _budget(
             Tier.HOST,
@@ -204,7 +204,7 @@ def open_ledger(
             free=limits.host_available_bytes(),
             total=limits.host_total_bytes(),
             headroom=max(2 * GiB, limits.host_total_bytes() // 20),
-            reserve_for="the system, the page cache and your own program",
+            kept_for="the system, the page cache and your own program",
         ),
     ]
     available: dict[Tier, Available] = {Tier.HOST: limits.host_available_bytes}
@@ -214,22 +214,15 @@ def open_ledger(
         directory = Path(disk)
         if not directory.is_dir():
             raise SettingError(f"disk={str(disk)!r} is not a directory. Name one that exists, on the disk to spill to.")
-        free = limits.disk_free_bytes(directory)
-        budgets.append(
-            _budget(
-                Tier.DISK,
-                "auto",
-                free=free,
-                total=free,
-                headroom=max(GiB, free // 20),
-                reserve_for=f"others on {directory}",
-            )
-        )
-        available[Tier.DISK] = lambda: limits.disk_free_bytes(directory)
+        free, total = limits.disk_bytes(directory)
+        headroom = max(GiB, free // 20)
+        given = f"disk={str(disk)!r}"
+        budgets.append(_automatic(Tier.DISK, given, free=free, total=total, headroom=headroom, kept_for="others there"))
+        available[Tier.DISK] = lambda: limits.disk_bytes(directory)[0]
     return Ledger(*budgets, available=available)
 
 
-def _budget(tier: Tier, value: object, *, free: int, total: int, headroom: int, reserve_for: str) -> Budget:
+def _budget(tier: Tier, value: object, *, free: int, total: int, headroom: int, kept_for: str) -> Budget:
     name = tier.setting
     if str(value).strip().lower() != "auto":
         limit = parse_bytes(value, setting=name)
@@ -239,7 +232,12 @@ def _budget(tier: Tier, value: object, *, free: int, total: int, headroom: int, 
                 f"Give at most that, or {name}='auto'."
             )
         return Budget(tier=tier, limit_bytes=limit, given=f"{name}={value!r}")
+    return _automatic(tier, f"{name}='auto'", free=free, total=total, headroom=headroom, kept_for=kept_for)
+
+
+def _automatic(tier: Tier, given: str, *, free: int, total: int, headroom: int, kept_for: str) -> Budget:
+    """What is free, less a head-room; with the numbers as the reason."""
     # On a small machine a fixed head-room could leave nothing: never keep back more than half.
     kept = min(headroom, free // 2)
-    reason = f"{format_bytes(free)} free of {format_bytes(total)}, less {format_bytes(kept)} for {reserve_for}"
-    return Budget(tier=tier, limit_bytes=free - kept, given=f"{name}='auto'", reason=reason)
+    reason = f"{format_bytes(free)} free of {format_bytes(total)}, less {format_bytes(kept)} for {kept_for}"
+    return Budget(tier=tier, limit_bytes=free - kept, given=given, reason=reason)

@@ -125,10 +125,11 @@ def device_memory_bytes(device: torch.device) -> tuple[int, int]:
     return int(free) + cached, int(total)
 
 
-def disk_free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write on the filesystem of ``directory``."""
+def disk_bytes(directory: Path) -> tuple[int, int]:
+    """(free, total) bytes of the filesystem of ``directory``; free is what this user may still write."""
     try:
-        return shutil.disk_usage(directory).free
+        usage = shutil.disk_usage(directory)
+        return usage.free, usage.total
     except OSError as error:
         raise StorageError(
             f"Cannot tell how much space is free in {directory}: {error.strerror}. Is it still there?"

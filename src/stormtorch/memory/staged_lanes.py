@@ -17,10 +17,10 @@ from ..core.errors import SettingError
 from ..core.records import Sink
 from ..core.sizes import MiB, round_down
 from ..core.tags import Tag
-from .cpu_lanes import Failure, ThreadLane, wait_interruptibly
 from .cuda_driver import device_index
 from .cuda_lanes import CopyTimer, CudaEvent, OwnStream, need_driver, wait_for
 from .lane import Delay, Event, as_bytes, check_copy
+from .thread_lane import Failure, ThreadLane, wait_interruptibly
 
 _PIECES = 4
 RING_BYTES = 64 * MiB

@@ -11,7 +11,7 @@ import torch
 
 from .library import Scalars
 from .split import join, split
-from .update import AdamTensors
+from .update import FROM_GRAD, L2, SQUARE_FUSED, AdamTensors
 
 CHUNK = 1 << 18  # elements; about 10 MiB of temporaries
 
@@ -43,12 +43,12 @@ def _update_chunk(tensors: AdamTensors, s: Scalars, chunk: slice) -> None:
     else:
         p = master
 
-    if s.flags & 1:  # L2
+    if s.flags & L2:
         g = _fma(s.l2, p, g)
     p = p * s.decay
-    m.copy_(_fma(s.lerp_weight, g - m, g if s.flags & 2 else m))  # 2: FROM_GRAD
+    m.copy_(_fma(s.lerp_weight, g - m, g if s.flags & FROM_GRAD else m))
     square = g * s.grad_sq_weight
-    v.copy_(_fma(square, g, v * s.beta2) if s.flags & 4 else _fma(s.beta2, v, square.mul_(g)))  # 4: SQUARE_FUSED
+    v.copy_(_fma(square, g, v * s.beta2) if s.flags & SQUARE_FUSED else _fma(s.beta2, v, square.mul_(g)))
     p += m.mul(s.minus_step_size).div_(_sqrt(v).div_(s.root_bias2).add_(s.eps))
 
     if master is None:

@@ -134,4 +134,4 @@ def describe() -> str:
     loaded = _load()
     if isinstance(loaded, Library):
         return f"native kernels: {loaded.isa}"
-    return f"native kernels: not built ({loaded}); using the torch fallback, about {_FALLBACK_SLOWDOWN} times slower"
+    return f"native kernels: not in use ({loaded}); using the torch fallback, about {_FALLBACK_SLOWDOWN} times slower"

@@ -26,9 +26,9 @@ import torch
 from ..core.errors import SettingError
 from .library import Scalars, Update
 
-_L2, _FROM_GRAD, _SQUARE_FUSED = 1, 2, 4  # csrc/adamw.h
+L2, FROM_GRAD, SQUARE_FUSED = 1, 2, 4  # csrc/adamw.h
 # Which product torch's compiler fused into the second moment; see csrc/adamw.h. Every kernel of a run uses this one.
-_FUSION = _SQUARE_FUSED if platform.machine().lower() in ("x86_64", "amd64") else 0
+_FUSION = SQUARE_FUSED if platform.machine().lower() in ("x86_64", "amd64") else 0
 
 _WEIGHT_KINDS = {(torch.float32, None): 0, (torch.bfloat16, torch.int16): 1, (torch.float16, torch.float32): 2}
 _GRAD_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -86,7 +86,7 @@ class AdamStep:
             root_bias2=math.sqrt(1 - beta2**self.step),
             eps=self.eps,
             minus_step_size=-(self.lr / (1 - beta1**self.step)),
-            flags=(_L2 if l2 else 0) | (_FROM_GRAD if from_grad else 0) | _FUSION,
+            flags=(L2 if l2 else 0) | (FROM_GRAD if from_grad else 0) | _FUSION,
         )
 
 
