@@ -32,9 +32,8 @@ def run(options: argparse.Namespace) -> int:
     for index in range(torch.cuda.device_count()):
         device_free, device_total = limits.device_memory_bytes(torch.device("cuda", index))
         name = torch.cuda.get_device_name(index)
-        print(
-            f"device cuda:{index}: {name}, {format_bytes(device_free)} free of {format_bytes(device_total)}; {_signals(index)}"
-        )
+        memory = f"{format_bytes(device_free)} free of {format_bytes(device_total)}"
+        print(f"device cuda:{index}: {name}, {memory}; {_signals(index)}")
     if not torch.cuda.is_available():
         print("device: no CUDA device that torch can use; STORM runs on the CPU device")
     free_disk, kind = limits.disk_bytes(disk)[0], limits.filesystem_type(disk)
