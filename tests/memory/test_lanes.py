@@ -41,19 +41,19 @@ def lane_device(kind: str) -> torch.device:
 @pytest.fixture
 def opened(kind: str, lane_device: torch.device, ledger: Ledger) -> Iterator[OpenLanes]:
     """Opens lanes of the kind under test and closes them; a small staging ring makes every copy take several pieces."""
-    arena = HostArena(MiB // 4, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(lane_device))
-    staging = arena.tensor((MiB // 4,), torch.uint8) if kind == "staged" else None
+    pageable = HostArena(4096, ledger=ledger, tag=Tag.DATA) if kind == "staged" else None
     lanes: list[Lanes] = []
 
     def opener(**settings: object) -> Lanes:
-        lanes.append(open_lanes(lane_device, staging=staging, **settings))  # type: ignore[arg-type]
+        lanes.append(open_lanes(lane_device, home=pageable, ledger=ledger, ring_bytes=MiB // 4, **settings))  # type: ignore[arg-type]
         return lanes[-1]
 
     yield opener
     for each in lanes:
         each.close()
         each.close()
-    arena.close()
+    if pageable is not None:
+        pageable.close()
 
 
 def at_home(kind: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -346,6 +346,23 @@ def test_a_forked_child_is_told_to_open_its_own_lanes() -> None:
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     lanes.close()
+
+
+@pytest.mark.gpu
+def test_an_arena_that_could_not_be_locked_is_served_through_a_ring(ledger: Ledger) -> None:
+    device = torch.device("cuda", 0)
+    home = HostArena(MiB, ledger=ledger, tag=Tag.DATA)
+    lanes = open_lanes(device, home=home, ledger=ledger)
+    assert lanes.ring is not None
+    assert lanes.ring.pinned
+    data, there = home.tensor((MiB,), torch.uint8).fill_(7), torch.zeros(MiB, dtype=torch.uint8, device=device)
+    lanes.load.copy(there, data, Tag.DATA)
+    lanes.synchronize()
+    assert bool((there == 7).all())
+    lanes.close()
+    with pytest.raises(SettingError, match="ledger="):
+        open_lanes(device, home=home)
+    home.close()
 
 
 @pytest.mark.gpu

@@ -84,17 +84,10 @@ def _through_the_device(device: torch.device, arena: HostArena, ledger: Ledger) 
     from ..core.sizes import format_bytes, round_down
     from ..core.tags import Tag, Tier
     from ..memory.device import SlotRing
-    from ..memory.host import HostArena
     from ..memory.lanes import open_lanes
-    from ..memory.page_lock import page_lock_for
-    from ..memory.staged_lanes import RING_BYTES
 
     records: list[Record] = []
-    staging_arena = None
-    if device.type == "cuda" and not arena.pinned:
-        staging_arena = HostArena(RING_BYTES, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
-    staging = None if staging_arena is None else staging_arena.tensor((RING_BYTES,), torch.uint8)
-    lanes = open_lanes(device, staging=staging, sink=records.append)
+    lanes = open_lanes(device, home=arena, ledger=ledger, sink=records.append)
     slot_bytes = round_down(ledger.free_bytes(Tier.DEVICE) // _SLOTS, 512)
     ring = SlotRing(device, count=_SLOTS, slot_bytes=slot_bytes, ledger=ledger, tag=Tag.DATA, compute=lanes.compute)
     block = arena.allocate(arena.capacity_bytes)
@@ -117,8 +110,6 @@ def _through_the_device(device: torch.device, arena: HostArena, ledger: Ledger) 
     finally:  # before the arena goes, whose memory the lanes may still be copying
         lanes.close()
         ring.close()
-        if staging_arena is not None:
-            staging_arena.close()
     _check(home)
     block.release()
     rates = []

@@ -355,7 +355,7 @@ class _Hold:
                 self._unlock_all()
                 say_once(
                     f"Host page-lock refused for {format_bytes(sum(r.size for r in regions))} ({error}); the limit is "
-                    f"{limits.page_lock_limit()}. Copies go through a small page-locked ring (staged lanes), more slowly.",
+                    f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, more slowly.",
                     key="page-lock refused",
                 )
                 return False

@@ -9,8 +9,8 @@ thread.
 Three kinds serve one interface:
 
 - `CudaLane` (cuda_lanes.py): a CUDA stream. The host only enqueues.
-- `StagedCudaLane` (staged_lanes.py): where host memory could not be page-locked, or the driver cannot wait for flags. A
-  thread feeds the stream through a small page-locked ring. Slower, same results.
+- `StagedCudaLane` (staged_lanes.py): where host memory could not be page-locked. A thread feeds the stream through
+  a small page-locked ring. Slower, same results.
 - `CpuLane` (cpu_lanes.py): host memory in the device's role. A worker thread really runs later than its caller, so that
   a missing wait is a wrong number on a machine without a GPU too; tests add delays.
 
@@ -24,22 +24,31 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.errors import SettingError
 from ..core.records import Sink
+from ..core.tags import Tag
 from .cpu_lanes import CpuComputeLane, CpuLane
 from .cuda_lanes import CudaLane
+from .host import HostArena
 from .lane import Delay, Lane
+from .ledger import Ledger
 from .limits import usable_device
-from .staged_lanes import StagedCudaLane
+from .page_lock import page_lock_for
+from .staged_lanes import RING_BYTES, StagedCudaLane
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of one device. ``load`` moves towards compute, ``store`` away from it."""
+    """The lanes of one device. ``load`` moves towards compute, ``store`` away from it.
+
+    ``ring`` is the page-locked memory through which both go where home is pageable; None where they need none.
+    """
 
     device: torch.device
     load: Lane
     store: Lane
     compute: Lane
+    ring: HostArena | None = None
 
     def synchronize(self) -> None:
         """Block until all three are empty."""
@@ -52,30 +61,42 @@ class Lanes:
             self.load.close()
         finally:
             self.store.close()
+            if self.ring is not None:
+                self.ring.close()
 
 
 def open_lanes(
     device: torch.device | str,
     *,
-    staging: torch.Tensor | None = None,
+    home: HostArena | None = None,
+    ledger: Ledger | None = None,
+    ring_bytes: int = RING_BYTES,
     sink: Sink | None = None,
     delay: Delay | None = None,
 ) -> Lanes:
     """Lanes for ``device``.
 
-    ``staging`` is a page-locked ring; give it where the host memory to copy is not page-locked itself.
+    ``home`` is the arena to be copied from and to. If it could not be page-locked for a GPU, the lanes are staged
+    through a ring of ``ring_bytes`` that is charged to ``ledger``. Without ``home``, all host memory must be page-
+    locked.
     """
     device = usable_device(device)
     if device.type == "cpu":
         return Lanes(device, CpuLane("load", sink, delay), CpuLane("store", sink, delay), CpuComputeLane())
     compute = CudaLane("compute", device, own_stream=False)
-    if staging is None:
+    if home is None or home.pinned:
         load, store = (CudaLane(name, device, own_stream=True, sink=sink, delay=delay) for name in ("load", "store"))
         return Lanes(device, load, store, compute)
-    half = staging.numel() // 2
+    if ledger is None:
+        raise SettingError(
+            "Lanes for a pageable arena need a ring of page-locked memory. Give ledger= to charge it to."
+        )
+    ring = HostArena(ring_bytes, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
+    halves = ring.tensor((2, ring_bytes // 2), torch.uint8)
     return Lanes(
         device,
-        StagedCudaLane("load", device, staging[:half], sink, delay),
-        StagedCudaLane("store", device, staging[half:], sink, delay),
+        StagedCudaLane("load", device, halves[0], sink, delay),
+        StagedCudaLane("store", device, halves[1], sink, delay),
         compute,
+        ring,
     )

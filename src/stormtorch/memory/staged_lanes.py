@@ -2,7 +2,7 @@
 
 A copy between pageable memory and a GPU blocks whoever asks for it. Here a thread is blocked instead of the training
 loop, and the bytes pass through pieces of a ring, so that the copy into one piece overlaps with the transfer of
-another. The same lane serves drivers that cannot wait for flags on a stream: its thread can.
+another.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StagedCudaLane(ThreadLane):
         super().__init__(name, self._on_stream(delay) if delay is not None else None)
         piece = round_down(ring.numel() // _PIECES, 64)
         if piece == 0:
-            raise SettingError(f"A staging ring of {ring.numel()} bytes is too small. Give {RING_BYTES}.")
+            raise SettingError(f"A ring of {ring.numel()} bytes is too small for a lane. Give {RING_BYTES} for both.")
         self._pieces = deque((ring[i * piece : (i + 1) * piece], torch.cuda.Event()) for i in range(_PIECES))
         self._timer = None if sink is None else CopyTimer(name, sink)
 
