@@ -219,27 +219,29 @@ from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import open_worker
 worker, main = open_worker(threads=1), threading.main_thread().ident
 tensors = AdamTensors(**{{name: torch.zeros(8) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}})
-step, over = AdamStep(lr=0.1, step=1), False
+step, over, armed = AdamStep(lr=0.1, step=1), False, False
+def interrupt(*_):
+    global armed
+    if armed:  # only inside the try below, and once each time: the script itself must not be hit
+        armed = False
+        raise KeyboardInterrupt
 def nag():
     while not over:
         time.sleep(random.random() * 0.002)
         signal.pthread_kill(main, signal.SIGINT)
+signal.signal(signal.SIGINT, interrupt)
 nagging = threading.Thread(target=nag)
 hits, end = 0, time.monotonic() + 2
 nagging.start()
 while time.monotonic() < end:
     try:
+        armed = True
         while worker.stats().pending < 20:
             worker.submit(tensors, step)
         worker.drain()
+        armed = False
     except KeyboardInterrupt:
         hits += 1
-while True:
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        break
-    except KeyboardInterrupt:
-        pass
 over = True
 nagging.join()
 assert worker.drain(20), worker.stats()
