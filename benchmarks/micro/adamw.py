@@ -26,8 +26,13 @@ _FP32_BYTES, _SPLIT_BYTES = 28, 26
 
 
 def run(tiny: bool) -> list[Row]:
-    # Large against any cache: on a CPU with 300 MiB of it, what the case before left there decides about 2^26 elements.
-    count = 1 << (16 if tiny else 28 if host_available_bytes() > 48 * GiB else 26)
+    # Two sizes: on a CPU with 300 MiB of cache, what the case before left there can decide about 2^26 elements.
+    powers = (16,) if tiny else (26, 28) if host_available_bytes() > 48 * GiB else (26,)
+    return [row for power in powers for row in _measured(power, 2 if tiny else 9)]
+
+
+def _measured(power: int, rounds: int) -> list[Row]:
+    count = 1 << power
     threads = usable_count()
     torch.set_num_threads(threads)
 
@@ -64,21 +69,21 @@ def run(tiny: bool) -> list[Row]:
             call()
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         order, chance = list(ways), random.Random(0)
-        for _ in range(
-            2 if tiny else 9
-        ):  # in turns and in changing order: a slow minute, or a warm cache, is everyone's
+        for _ in range(rounds):
+            # In turns and in changing order: a slow minute, or a warm cache, is everyone's.
             chance.shuffle(order)
             for name in order:
                 start_s = time.perf_counter()
                 ways[name][0]()
                 seconds[name].append(time.perf_counter() - start_s)
         used = worker.threads
+    what = f"2^{power}, {threads} threads"
     rate = {name: size / statistics.median(seconds[name]) / 1e9 for name, (_, size) in ways.items()}
     elements = {name: count / statistics.median(seconds[name]) / 1e9 for name in ways}
     return [
-        Row("adamw", f"fp32, {threads} threads", rate["fp32"], "GB/s", rate["torch"], "torch fused AdamW"),
-        Row("adamw", f"fp32, {threads} threads", elements["fp32"], "Gparam/s", elements["torch"], "torch fused AdamW"),
-        Row("adamw", f"split bf16, {threads} threads", rate["split"], "GB/s", rate["copy"], "RAM copy, read + write"),
-        Row("adamw", f"split bf16, {threads} threads", elements["split"], "Gparam/s"),
-        Row("adamw", f"split bf16, worker of {used}", elements["worker"], "Gparam/s"),
+        Row("adamw", f"fp32, {what}", rate["fp32"], "GB/s", rate["torch"], "torch fused AdamW"),
+        Row("adamw", f"fp32, {what}", elements["fp32"], "Gparam/s", elements["torch"], "torch fused AdamW"),
+        Row("adamw", f"split bf16, {what}", rate["split"], "GB/s", rate["copy"], "RAM copy, read + write"),
+        Row("adamw", f"split bf16, {what}", elements["split"], "Gparam/s"),
+        Row("adamw", f"split bf16, 2^{power}, worker of {used}", elements["worker"], "Gparam/s"),
     ]

@@ -30,15 +30,22 @@ def run(tiny: bool) -> list[Row]:
     for mib in sizes:
         size = mib * MiB
         repeat = 2 if tiny else max(4, min(64, 2048 // mib))
-        ours, plain = _ours(device, size), _plain(device, size)
+        arena = HostArena(2 * size, ledger=open_ledger(device), tag=Tag.DATA, page_lock=page_lock_for(device))
+        up, down = (arena.tensor((size,), torch.uint8) for _ in range(2))
+        pinned = [torch.ones(size, dtype=torch.uint8, pin_memory=gpu) for _ in range(2)]
+        ours, plain, plain_there = _ours(device, up, down), _plain(device, *pinned), _plain(device, up, down)
         for way in ("load", "store", "both"):
             # In turns, so that a machine that slows down does so for both.
             rounds = [
-                (_rate(ours[way], size, repeat), _rate(plain[way], size, repeat)) for _ in range(2 if tiny else 7)
+                [_rate(copies[way], size, repeat) for copies in (ours, plain, plain_there)]
+                for _ in range(2 if tiny else 7)
             ]
-            us, them = (statistics.median(column) for column in zip(*rounds, strict=True))
+            us, them, there = (statistics.median(column) for column in zip(*rounds, strict=True))
             label = f"{mib} MiB {way}" + (", each" if way == "both" else "")
             rows.append(Row("link", label, us, "GB/s", them, "pin_memory, copy_(non_blocking)" if gpu else "copy_"))
+            if gpu and mib >= 256:
+                # Tells the lane's own cost from that of where the arena lies in RAM.
+                rows.append(Row("link", f"{label}, same memory", us, "GB/s", there, "copy_ on the arena's memory"))
     return rows
 
 
@@ -52,10 +59,8 @@ def _rate(copies: Copies, size: int, repeat: int) -> float:
     return size * repeat / (time.perf_counter() - start_s) / 1e9
 
 
-def _ours(device: torch.device, size: int) -> dict[str, Copies]:
-    arena = HostArena(2 * size, ledger=open_ledger(device), tag=Tag.DATA, page_lock=page_lock_for(device))
-    up, down = (arena.tensor((size,), torch.uint8) for _ in range(2))
-    there, here = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+def _ours(device: torch.device, up: torch.Tensor, down: torch.Tensor) -> dict[str, Copies]:
+    there, here = (torch.ones_like(up, device=device) for _ in range(2))
     lanes = open_lanes(device)
 
     def copies(load: bool, store: bool) -> Copies:
@@ -72,10 +77,9 @@ def _ours(device: torch.device, size: int) -> dict[str, Copies]:
     return {"load": copies(True, False), "store": copies(False, True), "both": copies(True, True)}
 
 
-def _plain(device: torch.device, size: int) -> dict[str, Copies]:
+def _plain(device: torch.device, up: torch.Tensor, down: torch.Tensor) -> dict[str, Copies]:
     gpu = device.type == "cuda"
-    up, down = (torch.ones(size, dtype=torch.uint8, pin_memory=gpu) for _ in range(2))
-    there, here = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    there, here = (torch.ones_like(up, device=device) for _ in range(2))
     streams = [torch.cuda.Stream() for _ in range(2)] if gpu else []
 
     def on(index: int) -> AbstractContextManager[None]:

@@ -47,7 +47,7 @@ def test_within_one_rounding_of_native(
         # In units of the largest term: where a sum cancels, one rounding of a term is many of the small result.
         distance = (ours - theirs).abs() / torch.maximum(torch.maximum(old.abs(), ours.abs()), (ours - old).abs())
         assert float(distance.nan_to_num().max()) <= 2**-23
-        assert int(distance.count_nonzero()) <= ours.numel() // 200, "one rounding is rare; this is another formula"
+        assert int(distance.count_nonzero()) <= 3, "one rounding is rare; this is another formula"
     assert torch.equal(native.weight.isnan(), plain.weight.isnan())
     if weight == torch.float16:
         assert plain.master is not None
