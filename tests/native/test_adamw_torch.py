@@ -1,8 +1,11 @@
-"""fp32 Adam and AdamW against torch.optim's fused CPU kernel, over a hundred steps.
+"""fp32 Adam and AdamW against torch.optim on the CPU, its fused kernel and its loop of operations, for a hundred steps.
 
 Torch's result depends on how its compiler fused multiplications (csrc/adamw.h): the placement we follow is that of the
-vector loop of its aarch64 and x86-64 builds, and there bits must be equal. On x86-64 the last ``numel % 8`` elements go
-through a scalar loop with the other placement, and must be as close as two roundings of one formula are.
+vector loops of its aarch64 and x86-64 builds, and there bits must be equal. Not so on x86-64 in two places:
+- the last ``numel % 8`` elements of the fused kernel go through a scalar loop with the other placement, and must be as
+  close as two roundings of one formula are;
+- torch's own sqrt, part of its loop of operations, is off by one in 7 of 1,000 cases. What one step makes of that is
+  small, but where gradients cancel later steps blow it up: there each step starts from torch's state.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ HYPERPARAMETERS = [
 ]
 
 
-def exact_elements(count: int) -> int:
-    """How many leading elements torch computes in its vector loop."""
+def exact_elements(count: int, fused: bool) -> int:
+    """How many leading elements torch computes as we do."""
     if platform.machine() == "aarch64":
         return count
+    if not fused:
+        return 0
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         return count - count % 8
     return 0
@@ -41,6 +46,7 @@ def run_both(
     offset: int = 0,
     decoupled: bool = True,
     maximize: bool = False,
+    fused: bool = True,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(ours, torch's) for weight and both moments after ``steps`` steps with the same gradients."""
     generator = torch.Generator().manual_seed(count + steps)
@@ -49,39 +55,53 @@ def run_both(
     parameter = torch.nn.Parameter(ours.clone())
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     settings = {"weight_decay": 0.01, **settings}
-    optimizer = kind([parameter], maximize=maximize, fused=True, **settings)  # type: ignore[arg-type]
+    optimizer = kind([parameter], maximize=maximize, foreach=False, fused=fused, **settings)  # type: ignore[arg-type]
     for step in range(1, steps + 1):
+        if step > 1 and not fused and not exact_elements(count, fused):
+            state = optimizer.state[parameter]
+            for tensor, theirs in ((ours, parameter.data), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+                tensor.copy_(theirs)
         scale = 10.0 ** (step % 5 - 3)
         gradient = torch.randn(count + offset, generator=generator)[offset:] * scale
         parameter.grad = gradient.clone()
         optimizer.step()
         tensors = AdamTensors(weight=ours, exp_avg=m, exp_avg_sq=v, grad=gradient)
-        adamw_(tensors, AdamStep(step=step, decoupled=decoupled, maximize=maximize, **settings))  # type: ignore[arg-type]
+        numbers = AdamStep(step=step, decoupled=decoupled, maximize=maximize, fused=fused, **settings)  # type: ignore[arg-type]
+        adamw_(tensors, numbers)
     state = optimizer.state[parameter]
     return [(ours, parameter.data), (m, state["exp_avg"]), (v, state["exp_avg_sq"])]
 
 
-def check(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def check(pairs: list[tuple[torch.Tensor, torch.Tensor]], fused: bool) -> None:
     for name, (ours, theirs) in zip(("weight", "exp_avg", "exp_avg_sq"), pairs, strict=True):
-        exact = exact_elements(ours.numel())
+        exact = exact_elements(ours.numel(), fused)
         differing = int((ours[:exact].view(torch.int32) != theirs[:exact].view(torch.int32)).sum())
         assert differing == 0, f"{differing} of {exact} elements of {name} differ from torch's"
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7 if fused else 1e-5)
 
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("settings", HYPERPARAMETERS, ids=lambda s: f"lr{s['lr']}")
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
-def test_hundred_steps(decoupled: bool, maximize: bool, settings: dict[str, object]) -> None:
-    check(run_both(4096, 100, settings, decoupled=decoupled, maximize=maximize))
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "loop"])
+def test_hundred_steps(fused: bool, decoupled: bool, maximize: bool, settings: dict[str, object]) -> None:
+    check(run_both(4096, 100, settings, decoupled=decoupled, maximize=maximize, fused=fused), fused)
 
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 1000, 32768 * 9 + 5])
-def test_sizes_and_alignments(count: int, offset: int) -> None:
-    check(run_both(count, 100 if count < 10_000 else 5, {"lr": 1e-2}, offset=offset))
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "loop"])
+def test_sizes_and_alignments(fused: bool, count: int, offset: int) -> None:
+    check(run_both(count, 100 if count < 10_000 else 5, {"lr": 1e-2}, offset=offset, fused=fused), fused)
+
+
+@pytest.mark.usefixtures("native")
+def test_the_two_differ_where_torch_s_do() -> None:
+    """Else the tests above would say nothing about the choice."""
+    second_moments = [run_both(4096, 3, {"lr": 1e-2}, fused=fused)[2][0] for fused in (True, False)]
+    assert torch.equal(*second_moments) == (platform.machine() == "x86_64")
 
 
 @pytest.mark.usefixtures("native")

@@ -27,12 +27,15 @@ MakeTensors = Callable[..., AdamTensors]
         ({"master": torch.zeros(8, dtype=torch.int16)}, r"master is int16\[8\]"),
         ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, r"weight is bfloat16\[8\]"),
         ({"weight": torch.zeros(8, dtype=torch.float16), "master": torch.zeros(8, dtype=torch.int16)}, "float16"),
+        ({"grad_factor": torch.ones(2)}, r"grad_factor is float32\[2\]"),
+        ({"grad_factor": torch.ones(1, dtype=torch.float64)}, r"grad_factor is float64\[1\]"),
+        ({"grad_factor": torch.ones((), device="meta")}, r"grad_factor is float32\[1\] on meta"),
     ],
 )
 def test_tensors_that_do_not_fit(changed: dict[str, torch.Tensor], message: str) -> None:
     good = {name: torch.zeros(8) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}
     AdamTensors(**good)
-    with pytest.raises(SettingError, match=rf"{message}.*Accepted: contiguous CPU tensors"):
+    with pytest.raises(SettingError, match=rf"{message}.*Accepted: contiguous tensors of one size"):
         AdamTensors(**good | changed)
 
 
@@ -40,6 +43,9 @@ def test_tensors_that_share_memory() -> None:
     block = torch.zeros(20)
     with pytest.raises(SettingError, match="exp_avg and grad share memory"):
         AdamTensors(weight=torch.zeros(8), exp_avg=block[:8], exp_avg_sq=torch.zeros(8), grad=block[7:15])
+    good = {name: torch.zeros(8) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}
+    with pytest.raises(SettingError, match="weight and grad_factor share memory"):
+        AdamTensors(**good, grad_factor=good["weight"][3])
 
 
 @pytest.mark.parametrize(
@@ -81,6 +87,16 @@ def test_what_is_missing_sparse_negated_or_misaligned_is_refused() -> None:
 def test_a_flag_must_have_the_address_of_a_word(address: int) -> None:
     with pytest.raises(SettingError, match="32-bit word"):
         FlagValue(address, 1)
+
+
+def test_a_worker_takes_cpu_tensors_only(
+    open_any: Callable[..., Worker], make_tensors: MakeTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, tensors = open_any(threads=1), make_tensors(8)
+    monkeypatch.setattr(AdamTensors, "device", torch.device("cuda", 3))
+    with pytest.raises(SettingError, match=r"cannot update tensors on cuda:3\. Accepted: CPU tensors"):
+        worker.submit(tensors, AdamStep(lr=0.1, step=1))
+    assert worker.stats().pending == 0
 
 
 def test_a_priority_must_fit(open_any: Callable[..., Worker], make_tensors: Callable[..., AdamTensors]) -> None:

@@ -29,7 +29,9 @@ def results(tensors: AdamTensors) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("grad", DTYPES)
 @pytest.mark.parametrize("weight", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"decoupled": False}, {"betas": (0.3, 0.9), "maximize": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"decoupled": False}, {"betas": (0.3, 0.9), "maximize": True}, {"fused": False}]
+)
 def test_within_one_rounding_of_native(
     weight: torch.dtype,
     grad: torch.dtype,

@@ -1,91 +1,188 @@
-"""A GPU kernel written from csrc/adamw.h gives the bits of the C kernel: an element may be updated on either side."""
+"""The GPU's kernel, written from csrc/adamw.h, gives the C kernel's bits: an element may be updated on either side."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from stormtorch.core.errors import SettingError
+from stormtorch.native import adamw, update
 from stormtorch.native.adamw import adamw_
+from stormtorch.native.split import join
 from stormtorch.native.update import AdamStep, AdamTensors
+from stormtorch.native.worker import Worker
 
 MakeTensors = Callable[..., AdamTensors]
-
-triton: Any = pytest.importorskip("triton")
-tl: Any = pytest.importorskip("triton.language")
-BLOCK = 1024
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def update(  # type: ignore[no-untyped-def]
-    weight, master, exp_avg, exp_avg_sq, grad, count,
-    grad_scale, l2, decay, lerp_weight, beta2, grad_sq_weight, root_bias2, eps, minus_step_size,
-    with_l2: tl.constexpr, from_grad: tl.constexpr, square_fused: tl.constexpr, split: tl.constexpr,
-    block: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < count
-    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * grad_scale
-    if split:
-        high = tl.load(weight + at, mask=inside, other=0).to(tl.int32) << 16
-        p = (high + tl.load(master + at, mask=inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
-    else:
-        p = tl.load(weight + at, mask=inside, other=0.0)
-    m = tl.load(exp_avg + at, mask=inside, other=0.0)
-    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
-    if with_l2:
-        g = tl.fma(p, tl.zeros_like(p) + l2, g)
-    p = p * decay
-    m = tl.fma(tl.zeros_like(p) + lerp_weight, g - m, g if from_grad else m)
-    square = grad_sq_weight * g
-    v = tl.fma(square, g, v * beta2) if square_fused else tl.fma(v, tl.zeros_like(p) + beta2, square * g)
-    d = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(p) + root_bias2) + eps
-    p = p + tl.div_rn(minus_step_size * m, d)
-    tl.store(exp_avg + at, m, mask=inside)
-    tl.store(exp_avg_sq + at, v, mask=inside)
-    if split:
-        bits = tl.where(p != p, 0x7FC00000, p.to(tl.int32, bitcast=True))  # noqa: PLR0124  a NaN
-        tl.store(weight + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
-        tl.store(master + at, bits.to(tl.int16), mask=inside)
-    else:
-        tl.store(weight + at, p, mask=inside)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+RESULTS = ("weight", "master", "exp_avg", "exp_avg_sq")
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"decoupled": False},
+    {"betas": (0.25, 0.9), "maximize": True},
+    {"betas": (0.25, 0.9), "decoupled": False, "fused": False},
+]
 
 
-def update_on_gpu(tensors: dict[str, torch.Tensor], step: AdamStep) -> None:
-    s: Any = step.scalars
-    split = "master" in tensors
-    count = tensors["weight"].numel()
-    update[(triton.cdiv(count, BLOCK),)](
-        tensors["weight"].view(torch.int16) if split else tensors["weight"],
-        tensors.get("master", tensors["weight"]),
-        tensors["exp_avg"], tensors["exp_avg_sq"], tensors["grad"], count,
-        s.grad_scale, s.l2, s.decay, s.lerp_weight, s.beta2, s.grad_sq_weight, s.root_bias2, s.eps, s.minus_step_size,
-        bool(s.flags & 1), bool(s.flags & 2), bool(s.flags & 4), split, BLOCK,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+@pytest.fixture
+def _kernel(native: object) -> None:  # noqa: ARG001  the bits to compare with are the C kernel's
+    pytest.importorskip("triton")
+
+
+def on_gpu(tensors: AdamTensors) -> AdamTensors:
+    named: dict[str, torch.Tensor | None] = {f.name: getattr(tensors, f.name) for f in dataclasses.fields(tensors)}
+    moved: dict[str, Any] = {name: None if tensor is None else tensor.cuda() for name, tensor in named.items()}
+    return AdamTensors(**moved)
+
+
+def assert_same_bits(host: AdamTensors, device: AdamTensors, when: object = "") -> None:
+    for name in RESULTS:
+        ours, theirs = getattr(host, name), getattr(device, name)
+        if ours is not None:
+            kind = torch.int16 if ours.itemsize == 2 else torch.int32
+            differing = int((ours.view(kind) != theirs.cpu().view(kind)).sum())
+            assert differing == 0, f"{differing} elements of {name} differ {when}"
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("options", [{}, {"decoupled": False}, {"betas": (0.25, 0.9), "maximize": True}], ids=str)
-@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("grad", DTYPES)
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("fusion", [0, 4])
 def test_same_bits_on_the_gpu(
-    weight: torch.dtype, grad: torch.dtype, options: dict[str, object], make_tensors: MakeTensors
+    fusion: int,
+    weight: torch.dtype,
+    grad: torch.dtype,
+    options: dict[str, object],
+    make_tensors: MakeTensors,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and torch sees none here")
+    monkeypatch.setattr(update, "_FUSION", fusion)
     host = make_tensors(100_003, weight, grad)
-    names = ("weight", "master", "exp_avg", "exp_avg_sq", "grad")
-    device = {name: tensor.cuda() for name in names if (tensor := getattr(host, name)) is not None}
+    device = on_gpu(host)
     for number in range(1, 6):
         step = AdamStep(lr=1e-2, step=number, weight_decay=0.1, grad_scale=0.3, **options)  # type: ignore[arg-type]
         adamw_(host, step)
-        update_on_gpu(device, step)
-        for name in device.keys() - {"grad"}:
-            ours, theirs = getattr(host, name), device[name].cpu()
-            assert torch.equal(ours, theirs), (
-                f"{int((ours != theirs).sum())} elements of {name} differ in step {number}"
-            )
+        adamw_(device, step)
+        assert_same_bits(host, device, f"in step {number}")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 31, 1023, 1024, 1025, 4096, 32768 * 9 + 5])
+def test_sizes(count: int, weight: torch.dtype, make_tensors: MakeTensors) -> None:
+    host = make_tensors(count, weight, weight)
+    device = on_gpu(host)
+    for tensors in (host, device):
+        adamw_(tensors, AdamStep(lr=1e-2, step=3))
+    assert_same_bits(host, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_kernel")
+def test_subnormals_and_odd_addresses() -> None:
+    """Sixty orders of magnitude, and slices that begin anywhere."""
+    powers = torch.linspace(-149, 60, 40_007).exp2()
+    signs = torch.ones(40_007)
+    signs[::2] = -1
+    host = AdamTensors(
+        weight=powers * signs,
+        exp_avg=(powers * signs.flip(0)).roll(7),
+        exp_avg_sq=powers.roll(13),
+        grad=(powers * signs.flip(0)).roll(3),
+        grad_factor=torch.tensor(0.37),
+    )
+    buffer = torch.zeros(5, 40_010, device="cuda")
+    names = ("weight", "exp_avg", "exp_avg_sq", "grad", "grad_factor")
+    parts = {}
+    for row, (name, start) in enumerate(zip(names, (1, 2, 3, 0, 1), strict=True)):
+        source = getattr(host, name)
+        parts[name] = buffer[row, start : start + source.numel()].copy_(source.reshape(-1))
+    device = AdamTensors(**parts)
+    for number in range(1, 4):
+        step = AdamStep(lr=1e-2, step=number)
+        adamw_(host, step)
+        adamw_(device, step)
+        assert bool(host.weight.isfinite().all())
+        assert_same_bits(host, device, f"in step {number}")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("weight", DTYPES)
+def test_the_factor_is_read_by_the_gpu(weight: torch.dtype, make_tensors: MakeTensors) -> None:
+    """The call returns while the stream is still busy, and the factor is what the stream wrote before."""
+    host = dataclasses.replace(make_tensors(100_003, weight, torch.bfloat16), grad_factor=torch.tensor(1.0))
+    device = on_gpu(host)
+    assert host.grad_factor is not None
+    assert device.grad_factor is not None
+    step = AdamStep(lr=1e-2, step=2, grad_scale=0.7)
+    adamw_(host, step)
+    adamw_(device, step)  # compiles
+    coefficient = torch.tensor(0.3, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    device.grad_factor.copy_(coefficient)
+    adamw_(device, step)
+    busy = not torch.cuda.current_stream().query()
+    host.grad_factor.fill_(0.3)
+    adamw_(host, step)
+    assert_same_bits(host, device)
+    assert busy, "the call waited for the GPU"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_kernel")
+def test_numbers_of_a_step_compile_nothing(make_tensors: MakeTensors) -> None:
+    kernel: Any = pytest.importorskip("stormtorch.native.device_adamw")._update
+    device = on_gpu(make_tensors(1000))
+    variants = []
+    for number, lr in ((1, 1.0), (2, 1e-3), (3, 0.0)):
+        adamw_(device, AdamStep(lr=lr, step=number, weight_decay=0.0, eps=float(number == 1), grad_scale=number))
+        variants.append(len(kernel.device_caches[device.device.index][0]))
+    assert variants == variants[:1] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight", DTYPES)
+def test_torch_operations_without_triton(
+    weight: torch.dtype, make_tensors: MakeTensors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(adamw, "_device_update", lambda: "hidden by a test")
+    host = dataclasses.replace(make_tensors(10_007, weight, weight), grad_factor=torch.tensor(0.3))
+    device = on_gpu(host)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with caplog.at_level(logging.WARNING, logger="stormtorch"):
+            for number in (1, 2):
+                adamw_(device, AdamStep(lr=1e-2, step=number))
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    for number in (1, 2):
+        adamw_(host, AdamStep(lr=1e-2, step=number))
+    assert [record.message.split(";")[0] for record in caplog.records] == ["GPU kernel: not in use (hidden by a test)"]
+
+    def value(tensors: AdamTensors) -> torch.Tensor:
+        if weight == torch.bfloat16:
+            assert tensors.master is not None
+            return join(tensors.weight, tensors.master).cpu()
+        return (tensors.weight if tensors.master is None else tensors.master).cpu()
+
+    torch.testing.assert_close(value(host), value(device), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_what_is_refused(make_tensors: MakeTensors, open_any: Callable[..., Worker]) -> None:
+    host = make_tensors(8)
+    device = on_gpu(host)
+    with pytest.raises(SettingError, match=r"grad is float32\[8\] on cpu.*all on one CUDA device"):
+        dataclasses.replace(device, grad=host.grad)
+    with pytest.raises(SettingError, match=r"cannot update tensors on cuda:0"):
+        open_any().submit(device, AdamStep(lr=1e-2, step=1))

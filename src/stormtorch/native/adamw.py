@@ -1,23 +1,43 @@
-"""The blocking form of an update: the C kernel on a few threads, or the torch fallback. update.py says what one is."""
+"""Runs an update where its tensors are: on the CPU to its end, on a GPU in its stream. update.py says what one is."""
 
 from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
 
 from ..core.errors import SettingError
 from ..core.notices import say_once
 from . import fallback
 from .cores import usable_count
-from .library import describe, library
+from .library import Scalars, describe, library
 from .update import AdamStep, AdamTensors
 
 
-def adamw_(tensors: AdamTensors, step: AdamStep, *, threads: int | None = None, isa: str | None = None) -> None:
-    """Updates weight, master and moments in place. Blocks, without the GIL, until all is done.
+@functools.cache
+def _device_update() -> Callable[[AdamTensors, Scalars], None] | str:
+    """The GPU's kernel, or why there is none. Triton is imported here, at the first update on a GPU."""
+    try:
+        found: Callable[[AdamTensors, Scalars], None] = importlib.import_module(".device_adamw", __package__).update_
+    except ImportError as error:
+        return str(error)
+    return found
 
-    ``threads``: all usable cores where not given. ``isa``: one of ``library().isas`` instead of the fastest; every one
-    of them gives the same bits.
+
+def adamw_(tensors: AdamTensors, step: AdamStep, *, threads: int | None = None, isa: str | None = None) -> None:
+    """Updates weight, master and moments in place.
+
+    On the CPU: blocks, without the GIL, until all is done. ``threads``: all usable cores where not given. ``isa``: one
+    of ``library().isas`` instead of the fastest; every one of them gives the same bits.
+
+    On a GPU: launched on the current stream of the tensors' device, waits for nothing, and gives the CPU's bits.
+    ``threads`` and ``isa`` have no meaning there.
     """
     if threads is not None and threads < 1:
         raise SettingError(f"threads={threads!r} cannot be meant. Accepted: a whole number of at least 1, or None.")
+    if tensors.device.type != "cpu":
+        _update_on_device(tensors, step)
+        return
     native = library()
     if native is None:
         say_once(describe())
@@ -28,3 +48,12 @@ def adamw_(tensors: AdamTensors, step: AdamStep, *, threads: int | None = None, 
     update = tensors.bind(step.scalars)
     status = native.c.storm_adamw(update, native.isas[isa or native.isa], threads or usable_count())
     assert status == 0, f"storm_adamw refused a checked update: {status}"
+
+
+def _update_on_device(tensors: AdamTensors, step: AdamStep) -> None:
+    update = _device_update()
+    if isinstance(update, str):
+        say_once(f"GPU kernel: not in use ({update}); using torch operations, many passes over memory instead of one")
+        fallback.update_(tensors, step.scalars, 0, tensors.numel)
+        return
+    update(tensors, step.scalars)

@@ -1,4 +1,4 @@
-"""The update of csrc/adamw.h in torch operations, for machines where the C library could not be built.
+"""The update of csrc/adamw.h in torch operations: where the C library could not be built, or on a GPU without triton.
 
 It follows the specification operation by operation. Only fma has no counterpart: it is computed in float64, where the
 product is exact, so that a result can differ from the native one by a single rounding, and hardly ever does. The work
@@ -25,17 +25,31 @@ def _fma(a: torch.Tensor | float, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
     return b.double().mul_(a).add_(c).float()
 
 
+@torch.inference_mode()
+def read_scale(tensors: AdamTensors, scalars: Scalars) -> torch.Tensor | float:
+    """What gradients are multiplied with, the factor read now. It stays on its device: a GPU is not waited for."""
+    factor = tensors.grad_factor
+    return float(scalars.grad_scale) if factor is None else factor.view(()).mul(scalars.grad_scale)
+
+
 @torch.inference_mode()  # tensors made under it may be changed under it only, and a worker's thread never inherits it
-def update_(tensors: AdamTensors, scalars: Scalars, first: int, last: int) -> None:
-    """Updates elements ``[first, last)`` in place, on the calling thread and torch's own."""
+def update_(
+    tensors: AdamTensors, scalars: Scalars, first: int, last: int, scale: torch.Tensor | float | None = None
+) -> None:
+    """Updates elements ``[first, last)`` in place, on the calling thread and torch's own.
+
+    ``scale``: what ``read_scale`` gave when the update began; without it, that is now.
+    """
+    if scale is None:
+        scale = read_scale(tensors, scalars)
     for start in range(first, last, CHUNK):
-        _update_chunk(tensors, scalars, slice(start, min(start + CHUNK, last)))
+        _update_chunk(tensors, scalars, scale, slice(start, min(start + CHUNK, last)))
 
 
-def _update_chunk(tensors: AdamTensors, s: Scalars, chunk: slice) -> None:
+def _update_chunk(tensors: AdamTensors, s: Scalars, scale: torch.Tensor | float, chunk: slice) -> None:
     weight, m, v = (t.view(-1)[chunk] for t in (tensors.weight, tensors.exp_avg, tensors.exp_avg_sq))
     master = None if tensors.master is None else tensors.master.view(-1)[chunk]
-    g = tensors.grad.view(-1)[chunk].float() * s.grad_scale
+    g = tensors.grad.view(-1)[chunk].float() * scale
     if master is None:
         p = weight
     elif weight.dtype == torch.bfloat16:

@@ -51,8 +51,12 @@ class WorkerStats:
     pending: int
 
 
-def check_priority(priority: int) -> None:
-    """Refuse what the queue, which keeps 32 bits of it, would take for another number."""
+def check_job(tensors: AdamTensors, priority: int) -> None:
+    """Refuse tensors that the CPU cannot reach, and a priority that the queue, with 32 bits, takes for another one."""
+    if tensors.device.type != "cpu":
+        raise SettingError(
+            f"A worker cannot update tensors on {tensors.device}. Accepted: CPU tensors; adamw_ takes those of a GPU."
+        )
     if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
         raise SettingError(f"priority={priority!r} cannot be meant. Accepted: a whole number of 32 bits.")
 
@@ -85,6 +89,7 @@ class Worker(abc.ABC):
     ) -> int:
         """Queues one update and returns its ticket, counted from 1. Does not block.
 
+        Memory behind the tensors, ``grad_factor`` included, is read once the ready flag was reached, and not before.
         The tensors and the owners of the flags are kept alive until the job is over and a later call on the worker
         notices it. Raises LaneError when the worker is closed, has failed, or belongs to the process this one was
         forked from. Ctrl-C during the call leaves the job either queued or not; the worker stays usable.

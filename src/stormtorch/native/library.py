@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 2  # STORM_ABI in csrc/storm.h
+ABI = 3  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -37,6 +37,7 @@ class Update(ctypes.Structure):
         ("exp_avg", ctypes.c_void_p),
         ("exp_avg_sq", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
+        ("grad_factor", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("weight_kind", ctypes.c_uint32),
         ("grad_kind", ctypes.c_uint32),

@@ -10,7 +10,7 @@ import time
 import weakref
 
 from ..core.errors import LaneError, SettingError
-from .jobs import FlagValue, Worker, WorkerStats, check_priority
+from .jobs import FlagValue, Worker, WorkerStats, check_job
 from .library import FlagWord, Library, PoolStats
 from .update import AdamStep, AdamTensors
 
@@ -118,7 +118,7 @@ class PoolWorker(Worker):
         done: FlagValue | None = None,
         abort: FlagValue | None = None,
     ) -> int:
-        check_priority(priority)
+        check_job(tensors, priority)
         pool, update, flags = self._own(), tensors.bind(step.scalars), (ready, done, abort)
         words = [_word(flag) for flag in flags]
         with pool.lock:

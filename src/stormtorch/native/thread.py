@@ -19,9 +19,11 @@ import time
 import weakref
 from dataclasses import dataclass
 
+import torch
+
 from ..core.errors import LaneError
 from . import fallback
-from .jobs import FlagValue, Worker, WorkerStats, check_priority
+from .jobs import FlagValue, Worker, WorkerStats, check_job
 from .library import Scalars
 from .update import AdamStep, AdamTensors
 
@@ -41,6 +43,7 @@ class _Job:
     abort: FlagValue | None
     begun: bool = False
     next: int = 0  # elements already updated
+    scale: torch.Tensor | float | None = None  # fallback.read_scale, once begun
 
     def __lt__(self, other: _Job) -> bool:
         return (self.priority, self.ticket) < (other.priority, other.ticket)
@@ -83,7 +86,9 @@ class _Queue:
             while (job := self._take()) is not None:
                 last = min(job.next + fallback.CHUNK, job.tensors.numel)
                 start = time.perf_counter()
-                fallback.update_(job.tensors, job.scalars, job.next, last)
+                if job.scale is None:  # not earlier: who raises the ready flag writes the factor before it
+                    job.scale = fallback.read_scale(job.tensors, job.scalars)
+                fallback.update_(job.tensors, job.scalars, job.next, last, job.scale)
                 with self.lock:
                     self.busy_s += time.perf_counter() - start
                     self.elements += last - job.next
@@ -183,7 +188,7 @@ class ThreadWorker(Worker):
         done: FlagValue | None = None,
         abort: FlagValue | None = None,
     ) -> int:
-        check_priority(priority)
+        check_job(tensors, priority)
         queue = self._own()
         with queue.lock:
             self._raise_error()

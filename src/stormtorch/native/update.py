@@ -10,6 +10,8 @@ The arithmetic is specified in csrc/adamw.h and is the same wherever it runs. Th
     exp_avg     first moment, fp32
     exp_avg_sq  second moment, fp32
     grad        gradient: fp32, bf16 or fp16, whatever the weight is
+    grad_factor one fp32 number that multiplies ``grad_scale``, or None. It is read when the update begins to run, not
+                when it is submitted: a GPU can write a clip coefficient there before it raises the ready flag.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ from ..core.errors import SettingError
 from .library import Scalars, Update
 
 L2, FROM_GRAD, SQUARE_FUSED = 1, 2, 4  # csrc/adamw.h
-# Which product torch's compiler fused into the second moment; see csrc/adamw.h. Every kernel of a run uses this one.
+# Which product torch's compiler fused into the second moment of its fused kernel; see csrc/adamw.h.
 _FUSION = SQUARE_FUSED if platform.machine().lower() in ("x86_64", "amd64") else 0
 
 _WEIGHT_KINDS = {(torch.float32, None): 0, (torch.bfloat16, torch.int16): 1, (torch.float16, torch.float32): 2}
+_DEVICES = ("cpu", "cuda")
 _GRAD_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACCEPTED = (
-    "Accepted: contiguous CPU tensors of one size that share no memory; weight float32 without master, bfloat16 with "
-    "an int16 master, or float16 with a float32 master; moments float32; grad float32, bfloat16 or float16."
+    "Accepted: contiguous tensors of one size that share no memory, all on the CPU or all on one CUDA device; weight "
+    "float32 without master, bfloat16 with an int16 master, or float16 with a float32 master; moments float32; grad "
+    "float32, bfloat16 or float16; grad_factor one float32, or none."
 )
 
 
@@ -44,6 +48,8 @@ class AdamStep:
 
     ``grad_scale`` multiplies every gradient first: a clip factor, or one over a loss scale.
     ``decoupled`` is AdamW; without it weight decay is added to the gradient, as Adam does.
+    ``fused`` says whose bits fp32 results have: those of ``torch.optim`` on CPU tensors with ``fused=True``, or without
+    it (``fused=False``, torch's own default). csrc/adamw.h says where they differ, and where equality ends.
     """
 
     lr: float
@@ -54,6 +60,7 @@ class AdamStep:
     decoupled: bool = True
     maximize: bool = False
     grad_scale: float = 1.0
+    fused: bool = True
 
     def __post_init__(self) -> None:
         good = {
@@ -83,20 +90,21 @@ class AdamStep:
             lerp_weight=lerp_weight - 1 if from_grad else lerp_weight,
             beta2=beta2,
             grad_sq_weight=1 - beta2,
-            root_bias2=math.sqrt(1 - beta2**self.step),
+            # Torch's loop takes the power, which may differ from the root in the last bit of a double.
+            root_bias2=math.sqrt(1 - beta2**self.step) if self.fused else (1 - beta2**self.step) ** 0.5,
             eps=self.eps,
             minus_step_size=-(self.lr / (1 - beta1**self.step)),
-            flags=(L2 if l2 else 0) | (FROM_GRAD if from_grad else 0) | _FUSION,
+            flags=(L2 if l2 else 0) | (FROM_GRAD if from_grad else 0) | (_FUSION if self.fused else SQUARE_FUSED),
         )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of ``tensor`` is what it says: no strides, no lazy sign, elements where C may read them."""
+    """Whether the memory of ``tensor`` is what it says: no strides, no lazy sign, elements where they can be read."""
     return (
         tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
-        and (tensor.device.type != "cpu" or tensor.data_ptr() % tensor.itemsize == 0)
+        and (tensor.device.type not in _DEVICES or tensor.data_ptr() % tensor.itemsize == 0)
     )
 
 
@@ -109,22 +117,25 @@ class AdamTensors:
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
     master: torch.Tensor | None = None
+    grad_factor: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        named = {name: getattr(self, name) for name in ("weight", "master", "exp_avg", "exp_avg_sq", "grad")}
-        missing = [name for name, tensor in named.items() if name != "master" and not isinstance(tensor, torch.Tensor)]
+        needed = {name: getattr(self, name) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}
+        missing = [name for name, tensor in needed.items() if not isinstance(tensor, torch.Tensor)]
         if missing:
             raise SettingError(f"Cannot update these tensors: {', '.join(missing)} missing. {_ACCEPTED}")
-        present: dict[str, torch.Tensor] = {name: tensor for name, tensor in named.items() if tensor is not None}
+        optional = {"master": self.master, "grad_factor": self.grad_factor}
+        present: dict[str, torch.Tensor] = needed | {n: tensor for n, tensor in optional.items() if tensor is not None}
         kind = (self.weight.dtype, None if self.master is None else self.master.dtype)
         wrong = [
             f"{name} is {str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}] on {tensor.device}"
             + ("" if _is_plain(tensor) else ", not contiguous memory of whole elements")
             for name, tensor in present.items()
             if not _is_plain(tensor)
-            or tensor.device.type != "cpu"
-            or tensor.numel() != self.weight.numel()
-            or (name in ("exp_avg", "exp_avg_sq") and tensor.dtype != torch.float32)
+            or tensor.device.type not in _DEVICES
+            or tensor.device != self.weight.device
+            or tensor.numel() != (1 if name == "grad_factor" else self.weight.numel())
+            or (name in ("exp_avg", "exp_avg_sq", "grad_factor") and tensor.dtype != torch.float32)
             or (name == "grad" and tensor.dtype not in _GRAD_KINDS)
             or (name in ("weight", "master") and kind not in _WEIGHT_KINDS)
         ]
@@ -138,18 +149,23 @@ class AdamTensors:
             raise SettingError(f"Cannot update these tensors: {'; '.join(wrong)}. {_ACCEPTED}")
 
     @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
     def numel(self) -> int:
         return self.weight.numel()
 
     def bind(self, scalars: Scalars) -> Update:
         """The C form. It holds addresses only: the tensors must outlive its use."""
-        master = self.master
+        master, factor = self.master, self.grad_factor
         return Update(
             weight=self.weight.data_ptr(),
             master=None if master is None else master.data_ptr(),
             exp_avg=self.exp_avg.data_ptr(),
             exp_avg_sq=self.exp_avg_sq.data_ptr(),
             grad=self.grad.data_ptr(),
+            grad_factor=None if factor is None else factor.data_ptr(),
             count=self.numel,
             weight_kind=_WEIGHT_KINDS[self.weight.dtype, None if master is None else master.dtype],
             grad_kind=_GRAD_KINDS[self.grad.dtype],

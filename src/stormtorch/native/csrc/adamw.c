@@ -105,10 +105,6 @@ typedef struct {
 
 static void *run_chunks(void *argument) {
     range *r = argument;
-    fenv_t before;
-    /* Torch can switch a thread, and with it every thread it starts, to flushing subnormals; the specification does not. */
-    fegetenv(&before);
-    fesetenv(FE_DFL_ENV);
     for (;;) {
         int64_t first = __atomic_fetch_add(&r->next, STORM_CHUNK, __ATOMIC_RELAXED);
         if (first >= r->update->count)
@@ -116,15 +112,20 @@ static void *run_chunks(void *argument) {
         int64_t last = first + STORM_CHUNK;
         r->kernel(r->update, first, last < r->update->count ? last : r->update->count);
     }
-    fesetenv(&before);
     return NULL;
 }
 
 int32_t storm_adamw(const storm_update *update, int32_t isa, int32_t threads) {
     enum { MOST = 64 };
-    range r = {update, storm_find_kernel(update, isa), 0};
+    storm_update begun = *update;
+    range r = {&begun, storm_find_kernel(update, isa), 0};
     if (!r.kernel || threads < 1)
         return -EINVAL;
+    fenv_t before;
+    /* Torch can switch a thread, and with it every thread it starts, to flushing subnormals; the specification does not. */
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV);
+    storm_read_factor(&begun);
     pthread_t others[MOST];
     int32_t started = 0;
     /* A thread costs about as much as eight chunks; one that cannot be had is no error, the rest do its work. */
@@ -135,5 +136,6 @@ int32_t storm_adamw(const storm_update *update, int32_t isa, int32_t threads) {
     run_chunks(&r);
     for (int32_t i = 0; i < started; i++)
         pthread_join(others[i], NULL);
+    fesetenv(&before);
     return 0;
 }

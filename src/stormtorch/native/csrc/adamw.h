@@ -6,7 +6,8 @@
  * rounded once; all others are rounded each by itself.
  *
  *   scalars of the step, computed in double as torch does, then rounded to float once:
- *     grad_scale      given factor for gradients, negated to maximize        (1.0: the gradient itself)
+ *     grad_scale      given factor for gradients, negated to maximize        (1.0: the gradient itself);
+ *                     where there is a grad_factor, grad_scale = grad_scale * grad_factor, one operation in float
  *     l2              weight_decay                                           (Adam with weight_decay != 0: flag L2)
  *     decay           1 - lr * weight_decay for AdamW, else 1.0
  *     lerp_weight     1 - beta1 where float(1 - beta1) < 0.5; otherwise float(1 - beta1) - 1 and flag FROM_GRAD
@@ -30,11 +31,16 @@
  *
  * A NaN may come out with any payload and sign; that it is a NaN is specified, its bits are not.
  *
- * The placement of the fma is not ours. It is what gcc makes of torch's fused CPU kernel (2.11 to 2.13), and with it fp32
- * Adam and AdamW equal torch.optim bit for bit, which is what users compare us with. gcc decides one of them per
- * architecture: on x86-64 the square of the gradient is fused into v, on aarch64 the old moment. Hence SQUARE_FUSED: the
- * host says once which it wants (update.py does, by architecture) and every kernel obeys, whatever it runs on. Torch's
- * own scalar loop, the last numel % 8 elements of a tensor on x86-64, uses the other one.
+ * The placement of the fma is not ours. It is what gcc makes of torch's CPU kernels (2.11 to 2.13), and with it fp32 Adam
+ * and AdamW equal torch.optim bit for bit, which is what users compare us with. Only one of them varies, hence
+ * SQUARE_FUSED: the host says once which it wants (update.py does) and every kernel obeys, whatever it runs on.
+ *   fused=True         gcc decides per architecture: on x86-64 the square of the gradient is fused into v, on aarch64 the
+ *                      old moment. The last numel % 8 elements of a tensor on x86-64 go through a scalar loop of torch's
+ *                      that uses the other one.
+ *   fused=False        the loop over torch operations, the default for CPU tensors: V * beta2 is an operation by itself
+ *                      (mul_), so the square is what addcmul_ fuses. Every other operation is as above: add with alpha
+ *                      and lerp_ are one fma each, addcdiv_ is none. On aarch64 this holds for every element, tails
+ *                      included. On x86-64 torch's sqrt is not rounded to nearest and equality cannot be had.
  *
  * The road not taken: one division by (sqrt(v) + eps'), the bias corrections folded into the scalars. It saves a
  * division that mostly hides behind memory traffic, and gives up the equality.
@@ -60,6 +66,7 @@
 #ifndef STORM_ADAMW_H
 #define STORM_ADAMW_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 enum { STORM_FP32 = 0, STORM_BF16_SPLIT = 1, STORM_FP16_IMAGE = 2, STORM_WEIGHT_KINDS = 3 };
@@ -78,11 +85,20 @@ typedef struct {
     float *exp_avg;
     float *exp_avg_sq;
     const void *grad;
+    const float *grad_factor; /* one element, or NULL for none; read when the update begins, not before */
     int64_t count;
     uint32_t weight_kind;
     uint32_t grad_kind;
     storm_scalars scalars;
 } storm_update;
+
+/* Multiplies the factor into grad_scale and forgets its address: every element then sees the same one. Whoever runs an
+ * update does this to a copy of its own, once, before the first element; kernels do not look at the factor. */
+static inline void storm_read_factor(storm_update *update) {
+    if (update->grad_factor)
+        update->scalars.grad_scale *= *update->grad_factor;
+    update->grad_factor = NULL;
+}
 
 /* Updates elements [first, last) on the calling thread, under its present floating-point environment. */
 typedef void storm_kernel(const storm_update *update, int64_t first, int64_t last);

@@ -1,0 +1,59 @@
+"""Runs one case in a process of its own, and ends it when it takes too long or all of the machine's RAM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from stormtorch.core.sizes import GiB
+from stormtorch.memory.limits import host_available_bytes
+
+from .cases import Case
+from .results import Result
+
+_POLL_S = 0.1
+
+
+def run_isolated(case: Case, command: list[str], file: Path, log: Path, *, cwd: Path) -> Result:
+    """The result that the process wrote to ``file``, or why there is none. Its output is appended to ``log``."""
+    free = lowest = host_available_bytes()
+    # A machine whose RAM is full may not answer again: stop short of that.
+    floor = min(2 * GiB, free // 20)
+    reason = ""
+    with log.open("a") as output:
+        output.write(f"\n=== {case.settings}\n")
+        output.flush()
+        end_s = time.monotonic() + case.limit_s
+        process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output, start_new_session=True)
+        try:
+            while not reason:
+                try:
+                    process.wait(timeout=_POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    lowest = min(lowest, host_available_bytes())
+                if lowest < floor:
+                    reason = f"out of RAM: stopped when {lowest / GiB:.1f} GiB were left"
+                elif time.monotonic() > end_s:
+                    reason = f"stopped after {case.limit_s:g} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+    taken = free - lowest
+    if file.exists():
+        return replace(Result.from_json(json.loads(file.read_text())), ram_bytes=taken)
+    if not reason:
+        died = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        reason = f"{died}: {_last_line(log)}"
+    return Result(case=case, failed=reason, ram_bytes=taken)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:160] if lines else ""

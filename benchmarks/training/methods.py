@@ -1,0 +1,100 @@
+"""Our own method and the ceiling: how a ready model becomes something that can be stepped."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .cases import Case
+from .workload import LanguageModel, loss_of
+
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+CLIP_NORM = 1.0
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a method is given: the model in RAM or, if it asked for that, on the device, and the batch on the device."""
+
+    case: Case
+    device: torch.device
+    model: LanguageModel
+    tokens: Tensor
+    targets: Tensor
+
+    def loss(self, model: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return loss_of((model or self.model)(self.tokens), self.targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a method gives back. ``step`` is one whole training step; ``drain`` returns when nothing is pending."""
+
+    step: Callable[[], Tensor]
+    drain: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing
+    report: Callable[[], str] = str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    start: Callable[[Work], Training]
+    prepare: Callable[[Case], None] = lambda _case: None  # imports and compilation: charged to nobody's set-up
+    dtype: torch.dtype = torch.bfloat16
+    on_device: bool = False
+    checkpointing: bool = True
+
+
+def resident(work: Work) -> Training:
+    """The ceiling: bf16 weights, fp32 masters and AdamW all on the device."""
+    weights = list(work.model.parameters())
+    masters = [nn.Parameter(weight.detach().float()) for weight in weights]
+    optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
+
+    def step() -> Tensor:
+        loss = work.loss()
+        loss.backward()
+        if work.case.clip:
+            nn.utils.clip_grad_norm_(weights, CLIP_NORM)
+        for master, weight in zip(masters, weights, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad()
+        torch._foreach_copy_([weight.detach() for weight in weights], [master.detach() for master in masters])
+        return loss.detach()
+
+    return Training(step=step)
+
+
+def storm(work: Work) -> Training:
+    """The loop of the README: an ordinary model in RAM, an ordinary optimizer, one new line."""
+    stormtorch: Any = importlib.import_module("stormtorch")
+    optimizer = torch.optim.AdamW(work.model.parameters(), **ADAMW)
+    budget = {"vram": work.case.vram} if work.case.vram else {}
+    session = stormtorch.stream(work.model, optimizer, device=str(work.device), step=work.case.step, **budget)
+
+    def step() -> Tensor:
+        loss = work.loss()
+        loss.backward()
+        if work.case.clip:
+            session.clip_grad_norm_(CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training(
+        step=step,
+        drain=getattr(session, "synchronize", _nothing),
+        close=session.close,
+        report=lambda: str(session.report()),
+    )

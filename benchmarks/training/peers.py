@@ -1,0 +1,148 @@
+"""The peers, each with its best documented settings. Their packages are not ours and are not installed: see PEERS."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from .cases import Case
+from .methods import ADAMW, CLIP_NORM, Method, Training, Work, resident, storm
+from .packages import folder
+from .workload import loss_of
+
+
+def _alone_in_the_world() -> None:
+    """The environment of a process group of one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+
+
+def fsdp2(work: Work) -> Training:
+    """``fully_shard`` with fp32 parameters, their gradients and AdamW in RAM, bf16 on the device."""
+    gpu = work.device.type == "cuda"
+    _alone_in_the_world()
+    if gpu:
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=work.device)
+    else:
+        dist.init_process_group("gloo")
+    policies: dict[str, Any] = {
+        "mesh": dist.device_mesh.init_device_mesh(work.device.type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=gpu),
+    }
+    model = work.model
+    for part in (model.embed, *model.layers, [model.norm, model.head], model):
+        fully_shard(part, **policies)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step() -> Tensor:
+        loss = work.loss()
+        loss.backward()
+        if work.case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training(step=step, close=dist.destroy_process_group)
+
+
+def _build_cpu_adam(case: Case) -> None:
+    """DeepSpeed compiles its CPU AdamW at first use, about a minute; later cases find it in torch's cache."""
+    nvcc = shutil.which("nvcc")
+    os.environ.setdefault("CUDA_HOME", str(Path(nvcc).parents[1]) if nvcc else "/usr/local/cuda")
+    os.environ.update(DS_ACCELERATOR=case.device, DS_SKIP_CUDA_CHECK="1")
+    if case.device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
+    ninja = folder() / "bin" / "ninja"
+    if shutil.which("ninja") is None and ninja.exists():
+        ninja.chmod(0o755)
+        os.environ["PATH"] = f"{ninja.parent}{os.pathsep}{os.environ['PATH']}"
+    importlib.import_module("deepspeed")
+    importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
+
+
+def ds3(work: Work) -> Training:
+    """DeepSpeed ZeRO-3 with parameters and optimizer in RAM."""
+    _alone_in_the_world()
+    in_ram = {"device": "cpu", "pin_memory": work.device.type == "cuda"}
+    config = {
+        "train_micro_batch_size_per_gpu": work.case.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP_NORM if work.case.clip else 0.0,
+        "bf16": {"enabled": True},
+        "zero_force_ds_cpu_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": in_ram,
+            "offload_optimizer": in_ram,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 200_000_000,
+            "stage3_prefetch_bucket_size": 200_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 400_000_000,
+            "stage3_max_reuse_distance": 400_000_000,
+        },
+    }
+    deepspeed: Any = importlib.import_module("deepspeed")
+    engine, *_ = deepspeed.initialize(model=work.model, model_parameters=work.model.parameters(), config=config)
+
+    def step() -> Tensor:
+        loss = work.loss(engine)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Training(step=step)
+
+
+def ramtorch(work: Work) -> Training:
+    """RamTorch's layer streaming; with an fp32 model the arithmetic is bf16 by autocast, as its documents say."""
+    package: Any = importlib.import_module("ramtorch")
+    plain = work.model
+    chunks = [plain.embed, *plain.layers, nn.Sequential(plain.norm, plain.head)]
+    model = package.OffloadModel(chunks, device=work.device, window=3, keep_activations="checkpoint")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    mixed = plain.head.weight.dtype == torch.float32
+
+    def step() -> Tensor:
+        with torch.autocast(work.device.type, torch.bfloat16, enabled=mixed):
+            result = model.step(work.tokens, targets=work.targets, loss_fn=loss_of)
+        model.flush_grads()
+        if work.case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss: Tensor = result.loss
+        return loss.detach()
+
+    return Training(step=step, close=model.close)
+
+
+def _import_ramtorch(_case: Case) -> None:
+    importlib.import_module("ramtorch")
+
+
+METHODS: dict[str, Method] = {
+    "resident": Method(start=resident, on_device=True),
+    "storm": Method(start=storm),
+    "fsdp2": Method(start=fsdp2, dtype=torch.float32),
+    "ds3": Method(start=ds3, prepare=_build_cpu_adam),
+    # RamTorch checkpoints each chunk itself; torch's checkpoint inside one would read the wrong weights.
+    "ramtorch": Method(start=ramtorch, prepare=_import_ramtorch, dtype=torch.float32, checkpointing=False),
+    "ramtorch-bf16": Method(start=ramtorch, prepare=_import_ramtorch, checkpointing=False),
+}

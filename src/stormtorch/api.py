@@ -1,0 +1,391 @@
+"""`stream` and `Session`: the one line that a user adds, and what it gives back."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from .core.errors import SettingError, StormError
+from .core.tags import Tag, Tier
+from .memory.device_pool import DevicePool
+from .memory.flags import Flags
+from .memory.host import HostArena, capacity_for
+from .memory.lane import Lane
+from .memory.lanes import open_lanes
+from .memory.ledger import open_ledger
+from .memory.page_lock import page_lock_for
+from .native.worker import open_worker
+from .observe.recorder import Recorder
+from .observe.report import Report, make_report
+from .streams.adam import AdamHome, AdamStream
+from .streams.attach import Attachment
+from .streams.gradients import GradHome, GradientStream
+from .streams.optimizer import OptimizerStream, runs_as_adam
+from .streams.parameters import ParameterStream, Residence
+from .streams.partition import Partition, partition
+from .streams.placement import Placement, growth, place
+from .streams.settings import Settings, Trial
+from .streams.unit import Unit
+
+_STREAMED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+
+
+def stream(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    vram: object = "auto",
+    ram: object = "auto",
+    disk: Path | str | None = None,
+    device: torch.device | str = "auto",
+    activations: str = "auto",
+    step: str = "auto",
+    master_dtype: torch.dtype | None = torch.float32,
+    only: Sequence[str] | None = None,
+    leave: Sequence[str] = (),
+) -> Session:
+    """Stream ``model`` through ``vram`` of device memory, in place; the training loop stays as it is.
+
+    ``vram``, ``ram``: hard limits, "8GiB", a number of bytes, or "auto". ``device``: where to compute; "auto" is the first
+    GPU, or the CPU. ``step``: when the optimizer runs. "forward" (what "auto" takes) is exact with everything: ``step()``
+    returns at once and the next forward runs behind the update. "backward" updates each unit as its gradients arrive, and
+    refuses clipping and accumulation. "serial" does one thing at a time, for debugging; the numbers are the same.
+    ``master_dtype``: bf16 and fp16 models are updated with fp32 masters, or with None in their own dtype. ``only`` and
+    ``leave`` name modules to stream or to leave on the device as they are.
+
+    Without an optimizer, for inference or for an optimizer of your own. ``close()`` makes the model ordinary again.
+    """
+    settings = Settings(
+        vram=vram,
+        ram=ram,
+        disk=disk,
+        device=device,
+        activations=activations,
+        step=step,
+        master_dtype=master_dtype,
+        only=only,
+        leave=leave,
+    )
+    return Session(model, optimizer, settings)
+
+
+class Session:
+    """A model that is being streamed. Use it in a ``with`` statement, or ``close`` it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        settings: Settings,
+        *,
+        trial: Trial = Trial(),  # noqa: B008
+    ) -> None:
+        earlier = _STREAMED.get(model)
+        if earlier is not None and (open_one := earlier()) is not None and not open_one._closed:
+            raise SettingError("This model is being streamed already. Close that session first.")
+        self._started_s = time.perf_counter()
+        self._model, self._settings = model, settings
+        self._closed = False
+        self._endings: list[Any] = []
+        self.device = _device(settings.device)
+        self.ledger = open_ledger(self.device, vram=settings.vram, ram=settings.ram)
+        self._serial = settings.step == "serial"
+        self._cap_was: float | None = None
+        try:
+            self._open(model, optimizer, settings, trial)
+        except BaseException:
+            self._end()
+            raise
+        _STREAMED[model] = weakref.ref(self)
+        self.setup_s = time.perf_counter() - self._started_s
+
+    def _open(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial
+    ) -> None:
+        limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
+        found = partition(
+            model,
+            unit_limit_bytes=limit // 6,
+            only=None if settings.only is None else list(settings.only),
+            leave=list(settings.leave),
+        )
+        if not found.units:
+            raise SettingError("The model has no parameters to stream.")
+        self._partition = found
+        units = self.units = found.units
+        trains = any(unit.trained for unit in units)
+        self.placement: Placement = place(found, self.device, self.ledger, training=trains)
+        self._cap_device(limit)
+        lock = page_lock_for(self.device)
+        self.recorder = Recorder()
+        self._page_lock = lock
+        arena = HostArena(
+            capacity_for(unit.image_bytes for unit in units), ledger=self.ledger, tag=Tag.PARAMETERS, page_lock=lock
+        )
+        self._endings.append(arena.close)
+        images = [arena.tensor((unit.image_bytes,), torch.uint8) for unit in units]
+        self._lanes = lanes = open_lanes(
+            self.device, home=arena, ledger=self.ledger, sink=self.recorder, delay=trial.delay
+        )
+        self._endings.append(lanes.close)
+        flag_count = sum(1 + len(unit.trained) for unit in units)
+        self._board = board = Flags(flag_count, ledger=self.ledger, device=self.device, page_lock=lock)
+        self._endings.append(board.close)
+        flags = iter(range(flag_count))
+        self._pool = DevicePool(
+            self.device,
+            ledger=self.ledger,
+            tag=Tag.PARAMETERS,
+            compute=lanes.compute,
+            poison=lanes.store if trial.poison else None,
+        )
+        self._endings.append(self._pool.close)
+        self._pool.grow(self.placement.pool_bytes)
+        self._parameters = ParameterStream(
+            [Residence(unit, image) for unit, image in zip(units, images, strict=True)],
+            lanes=lanes,
+            pool=self._pool,
+            ledger=self.ledger,
+            gate=self._gate,
+            serial=self._serial,
+        )
+        self._gradients = GradientStream(
+            [GradHome(unit, board[next(flags)]) for unit in units],
+            lanes=lanes,
+            parameters=self._parameters,
+            gate=self._gate,
+            make_own=self._make_own_grads,
+            make_wide=self._make_wide_grads,
+            serial=self._serial,
+        )
+        self._attachment = Attachment(
+            model,
+            found.entries,
+            units,
+            device=self.device,
+            parameters=self._parameters,
+            gradients=self._gradients,
+        )
+        self._optimizer: OptimizerStream | None = None
+        self._attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
+        self._endings.append(self._attachment.detach)
+        self._endings.append(self._drain)
+        for parameter in found.left:
+            parameter.data = parameter.data.to(self.device)
+        if optimizer is not None:
+            self._take_over(optimizer, found, images, flags, settings, trial)
+
+    def _take_over(
+        self,
+        optimizer: torch.optim.Optimizer,
+        found: Partition,
+        images: list[torch.Tensor],
+        flags: Iterable[int],
+        settings: Settings,
+        trial: Trial,
+    ) -> None:
+        units = found.units
+        masters = settings.master_dtype is not None
+        mode = "forward" if settings.step == "auto" else settings.step
+        adam = None
+        if runs_as_adam(optimizer, units, masters):
+            adam = self._open_adam(units, images, iter(flags), trial)
+        elif mode == "backward":
+            raise SettingError(
+                f'step="backward" needs torch.optim.Adam or AdamW, without amsgrad; this is {type(optimizer).__name__}. '
+                'Use step="forward".'
+            )
+        self._optimizer = OptimizerStream(
+            optimizer,
+            access=self._attachment,
+            units=units,
+            left=found.left,
+            parameters=self._parameters,
+            gradients=self._gradients,
+            adam=adam,
+            masters=masters,
+            mode=mode,
+        )
+        self._optimizer.on_step = self._after_step
+        self._attachment.optimizer = self._optimizer
+        self._gradients.join_readers = self._optimizer.join
+        self._gradients.before_adding = self._optimizer.apply_factor
+        self._endings.append(self._optimizer.release)
+
+    def _open_adam(self, units: list[Unit], images: list[torch.Tensor], flags: Any, trial: Trial) -> AdamStream:
+        sizes = [size for unit in units for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
+        states = HostArena(capacity_for(sizes), ledger=self.ledger, tag=Tag.OPTIMIZER, page_lock=self._page_lock)
+        self._endings.append(states.close)
+        factors = HostArena(64 * 64, ledger=self.ledger, tag=Tag.STAGING, page_lock=self._page_lock)
+        self._endings.append(factors.close)
+        homes = []
+        for unit in units:
+            exp_avg, exp_avg_sq = (states.tensor((unit.state_count,), torch.float32) for _ in range(2))
+            home = AdamHome(
+                unit,
+                exp_avg,
+                exp_avg_sq,
+                states.tensor((unit.master_bytes,), torch.uint8),
+                [self._board[next(flags)] for _ in unit.trained],
+            )
+            for item in unit.trained:
+                master = home.master(item)
+                if master is not None and item.dtype == torch.float16:
+                    master.copy_(item.in_image(images[unit.index]))
+            homes.append(home)
+        self._gradients.prepare()
+        self._worker = worker = open_worker()
+        self._endings.append(worker.close)
+        adam = AdamStream(
+            homes,
+            images=images,
+            worker=worker,
+            board=self._board,
+            lanes=self._lanes,
+            parameters=self._parameters,
+            gradients=self._gradients,
+            factors=factors.tensor((64, 16), torch.float32)[:, :1],
+        )
+        self._adam = adam
+        if trial.device_share:
+            adam.share(trial.device_share)
+        self._parameters.before_use = adam.before_use
+        return adam
+
+    # --- what users call
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip all gradients of the model by their total norm, which is returned; waits for nothing where it can.
+
+        The gradients are scaled as the optimizer uses them, or as soon as somebody looks at them.
+        """
+        self._check_open()
+        parameters = list(self._model.parameters())
+        if norm_type == 2.0 and self._optimizer is not None and not error_if_nonfinite:
+            total = self._optimizer.clip_grad_norm_(parameters, max_norm)
+            if total is not None:
+                return total
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def synchronize(self) -> None:
+        """Block until everything that was asked for is done: updates, loads, stores."""
+        self._check_open()
+        self._drain()
+
+    def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
+        """What was measured since the session began, as data; ``print`` it for a table. Does not wait for the device."""
+        return make_report(
+            self.recorder.snapshot(),
+            ledger=self.ledger,
+            placement=self.placement,
+            pool_bytes=self._pool.capacity_bytes,
+            units=self.units,
+            setup_s=self.setup_s,
+            misses=self._parameters.misses,
+            loads=sum(residence.loads for residence in self._parameters.residences),
+            samples_per_step=samples_per_step,
+            tokens_per_step=tokens_per_step,
+        )
+
+    def close(self) -> None:
+        """Finish what is pending and make model and optimizer ordinary again, in RAM. Safe to call twice."""
+        if self._closed:
+            return
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # --- inside
+
+    def _gate(self, unit: Unit, lane: Lane) -> None:
+        if self._optimizer is not None:
+            self._optimizer.gate(unit, lane)
+
+    def _make_own_grads(self) -> list[torch.Tensor]:
+        arena = HostArena(
+            capacity_for(unit.grad_bytes for unit in self.units),
+            ledger=self.ledger,
+            tag=Tag.GRADIENTS,
+            page_lock=self._page_lock,
+        )
+        self._endings.insert(0, arena.close)
+        return [arena.tensor((unit.grad_bytes,), torch.uint8) for unit in self.units]
+
+    def _make_wide_grads(self, unit: Unit) -> torch.Tensor:
+        arena = HostArena(unit.wide_bytes, ledger=self.ledger, tag=Tag.GRADIENTS, page_lock=self._page_lock)
+        self._endings.insert(0, arena.close)
+        return arena.tensor((unit.wide_bytes,), torch.uint8)
+
+    def _after_step(self) -> None:
+        self.recorder.step()
+        if self.device.type != "cuda" or self._optimizer is None or self._optimizer.steps not in (2, 4):
+            return
+        if self._pool.capacity_bytes >= self.placement.whole_bytes:
+            return
+        budget = self.ledger.budgets[Tier.DEVICE].limit_bytes
+        more = growth(
+            self.placement,
+            pool_bytes=self._pool.capacity_bytes,
+            limit_bytes=budget,
+            peak_bytes=torch.cuda.max_memory_reserved(self.device),
+            step_bytes=max(unit.image_bytes for unit in self.units),
+        )
+        if more:
+            self._pool.grow(more)
+
+    def _cap_device(self, limit: int) -> None:
+        """Make the budget hard for everything that torch allocates, activations included."""
+        if self.device.type == "cuda" and self._settings.vram != "auto" and limit >= 1 << 30:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.device)
+            self._cap_was = 1.0
+
+    def _drain(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.join_all()
+        self._lanes.synchronize()
+
+    def _end(self) -> None:
+        """Undo everything in reverse; each part is tried, the first error is raised."""
+        self._closed = True
+        error: BaseException | None = None
+        endings, self._endings = self._endings, []
+        order = list(reversed(endings))
+        if hasattr(self, "_attachment"):
+            order.insert(0, self._before_end)
+        for ending in order:
+            try:
+                ending()
+            except BaseException as problem:
+                error = error or problem
+        if self._cap_was is not None:
+            torch.cuda.set_per_process_memory_fraction(self._cap_was, self.device)
+        if error is not None:
+            raise error
+
+    def _before_end(self) -> None:
+        self._drain()
+        self._parameters.drop_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StormError("This session was closed. Call storm.stream again.")
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device(device)

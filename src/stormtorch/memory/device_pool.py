@@ -1,0 +1,138 @@
+"""Device memory that is taken once and handed out in pieces of any size, with reuse gated by events on the GPU.
+
+The pool is what makes ``vram`` hard: everything that STORM keeps on the device lies in it, whatever the host's run-ahead.
+A piece that is given back carries the event of its last use; whoever gets the same bytes next waits for that event in
+its own lane, never on the host. Pieces may be given back by finalizers, on any thread and in the middle of any call, so
+`give` only puts them aside and `take` sorts them in.
+
+Why not a ring of equal slots (`SlotRing`): an embedding can be five times as large as a block, and every slot would have
+to be as large as the largest unit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from ..core.sizes import round_down
+from ..core.tags import Tag
+from .device import DeviceBlock
+from .extents import Extents
+from .lane import Event, Lane
+from .ledger import Ledger
+
+GRAIN = 512  # what torch's CUDA allocator aligns to: kernels then choose as they would for its own tensors
+
+
+class Piece:
+    """Bytes of a pool. ``bytes`` may be used by the lane that took it, until ``DevicePool.give``."""
+
+    __slots__ = ("block", "bytes", "offset", "size")
+
+    def __init__(self, block: _Block, offset: int, size: int) -> None:
+        self.block, self.offset, self.size = block, offset, size
+        self.bytes = block.memory.tensor()[offset : offset + size]
+
+    def tensor(self, dtype: torch.dtype, count: int, *, offset: int = 0) -> torch.Tensor:
+        """``count`` elements that start ``offset`` bytes into the piece."""
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+class _Block:
+    """One allocation of the pool: its memory, what is free of it, and which uses of free bytes may still be running."""
+
+    def __init__(self, memory: DeviceBlock, fresh: Event) -> None:
+        self.memory = memory
+        self.extents = Extents(memory.size, grain=GRAIN)
+        self.uses: list[tuple[int, int, Event]] = [(0, memory.size, fresh)]
+
+    def gates(self, start: int, end: int) -> list[Event]:
+        """The events that ``[start, end)`` has to wait for.
+
+        Whoever takes the range waits for them, so what comes after needs the taker's own last use only.
+        """
+        touching = [event for first, last, event in self.uses if first < end and start < last]
+        kept: list[tuple[int, int, Event]] = []
+        for first, last, event in self.uses:
+            if first >= end or last <= start:
+                kept.append((first, last, event))
+                continue
+            if first < start:
+                kept.append((first, start, event))
+            if last > end:
+                kept.append((end, last, event))
+        self.uses = kept
+        return touching
+
+
+class DevicePool:
+    """``capacity_bytes`` on the device, in one block or several. Used by one thread at a time, except for ``give``."""
+
+    def __init__(
+        self, device: torch.device, *, ledger: Ledger, tag: Tag, compute: Lane, poison: Lane | None = None
+    ) -> None:
+        """Empty at first; see ``grow``. ``poison`` fills every piece with NaN behind its last use, for tests."""
+        self.device, self._ledger, self._tag, self._compute, self._poison = device, ledger, tag, compute, poison
+        self._blocks: list[_Block] = []
+        self._returned: deque[tuple[Piece, Event]] = deque()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return sum(block.memory.size for block in self._blocks)
+
+    @property
+    def taken_bytes(self) -> int:
+        self._sort_in()
+        return sum(block.extents.taken_bytes for block in self._blocks)
+
+    def grow(self, size: int) -> None:
+        """Take ``size`` more bytes, in whole grains, from the device; raises OutOfBudget if the ledger or the device refuses."""
+        memory = DeviceBlock(self.device, round_down(size, GRAIN), ledger=self._ledger, tag=self._tag)
+        # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
+        self._blocks.append(_Block(memory, self._compute.record()))
+
+    def take(self, size: int, lane: Lane) -> Piece | None:
+        """``size`` bytes, with ``lane`` waiting for the last uses of them; None while no hole is large enough."""
+        self._sort_in()
+        for block in self._blocks:
+            offset = block.extents.take(size, GRAIN)
+            if offset is not None:
+                for event in block.gates(offset, offset + size):
+                    lane.wait(event)
+                return Piece(block, offset, size)
+        return None
+
+    def give(self, piece: Piece, last_use: Event) -> None:
+        """Make the piece free behind ``last_use``. Returns at once; safe in a finalizer."""
+        self._returned.append((piece, last_use))
+
+    def check(self) -> None:
+        """Assert that free and taken pieces tile the blocks."""
+        self._sort_in()
+        for block in self._blocks:
+            block.extents.check()
+
+    def close(self) -> None:
+        """Wait for the last uses, then return the memory. Pieces still out keep their bytes, uncharged."""
+        self._sort_in()
+        try:
+            for block in self._blocks:
+                for _, _, event in block.uses:
+                    event.synchronize()
+        finally:
+            for block in self._blocks:
+                block.memory.close()
+            self._blocks.clear()
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            piece, last_use = self._returned.popleft()
+            if self._poison is not None:
+                self._poison.wait(last_use)
+                self._poison.fill(piece.bytes, 0xFF)
+                last_use = self._poison.record()
+            block = piece.block
+            block.uses = [use for use in block.uses if not use[2].done()]
+            block.uses.append((piece.offset, piece.offset + piece.size, last_use))
+            block.extents.give(piece.offset, piece.size)

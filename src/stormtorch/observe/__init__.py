@@ -1,0 +1,1 @@
+"""Sees: what happened, as data, and its text form."""

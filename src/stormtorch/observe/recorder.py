@@ -1,0 +1,51 @@
+"""Adds up what lanes report. Cheap enough to be always on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from ..core.records import Copied, Record
+from ..core.tags import Tag
+
+
+@dataclass
+class Totals:
+    """Bytes and seconds by lane and tag, waits by cause, and when steps ended."""
+
+    bytes: dict[tuple[str, Tag], int] = field(default_factory=dict)
+    busy_s: dict[tuple[str, Tag], float] = field(default_factory=dict)
+    waits_s: dict[str, float] = field(default_factory=dict)
+    step_ends_s: list[float] = field(default_factory=list)
+
+
+class Recorder:
+    """A sink for lanes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals = Totals()
+
+    def __call__(self, record: Record) -> None:
+        if isinstance(record, Copied):
+            key = (record.lane, record.tag)
+            with self._lock:
+                totals = self._totals
+                totals.bytes[key] = totals.bytes.get(key, 0) + record.bytes
+                totals.busy_s[key] = totals.busy_s.get(key, 0.0) + record.seconds
+
+    def waited(self, cause: str, seconds: float) -> None:
+        """Compute stood still for ``seconds`` because of ``cause``."""
+        with self._lock:
+            self._totals.waits_s[cause] = self._totals.waits_s.get(cause, 0.0) + seconds
+
+    def step(self) -> None:
+        """An optimizer step was asked for."""
+        with self._lock:
+            self._totals.step_ends_s.append(time.perf_counter())
+
+    def snapshot(self) -> Totals:
+        with self._lock:
+            t = self._totals
+            return Totals(dict(t.bytes), dict(t.busy_s), dict(t.waits_s), list(t.step_ends_s))

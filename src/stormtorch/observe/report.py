@@ -1,0 +1,116 @@
+"""The report of a session: data first, text from the data."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from ..core.sizes import format_bytes
+from ..core.tags import Tier
+from ..memory.ledger import Balance, Ledger
+from ..streams.placement import Placement
+from ..streams.unit import Unit
+from .recorder import Totals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Measured since the session began; ``str`` gives the table. Per-step figures are means, ``step_s`` is a median."""
+
+    steps: int
+    step_s: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    setup_s: float
+    units: int
+    loads: int
+    misses: int
+    bytes_in_per_step: dict[str, float]
+    bytes_out_per_step: dict[str, float]
+    busy_s_per_step: dict[str, float]
+    waits_s_per_step: dict[str, float]
+    limit_s: float | None
+    percent_of_limit: float | None
+    balances: list[Balance]
+    device_peak_bytes: int
+    host_peak_bytes: int
+    pinned_bytes: int
+    pool_bytes: int
+    placement: Placement
+
+    def __str__(self) -> str:
+        lines = [
+            f"steps {self.steps}, "
+            + (f"{self.step_s:.4f} s each (median)" if self.step_s else "not timed yet")
+            + (f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else "")
+            + (f", {self.samples_per_s:,.1f} samples/s" if self.samples_per_s else "")
+            + f"; set-up {self.setup_s:.2f} s",
+            f"units {self.units}, loaded {self.loads} times, {self.misses} of them not ahead of use",
+        ]
+        for title, table in (("in", self.bytes_in_per_step), ("out", self.bytes_out_per_step)):
+            parts = ", ".join(f"{name} {format_bytes(int(size))}" for name, size in table.items())
+            lines.append(f"{title:<4}per step: {parts or 'nothing'}")
+        if self.limit_s and self.percent_of_limit:
+            lines.append(f"limit {self.limit_s:.4f} s by the busiest lane: {self.percent_of_limit:.0f} % of it reached")
+        waits = ", ".join(f"{cause} {seconds:.4f} s" for cause, seconds in self.waits_s_per_step.items())
+        lines.append(f"compute waited per step: {waits or 'nothing measured'}")
+        lines.append(f"pool {format_bytes(self.pool_bytes)} on the device: {self.placement.reason}")
+        lines.append(
+            f"peaks: device {format_bytes(self.device_peak_bytes)}, host {format_bytes(self.host_peak_bytes)}, "
+            f"page-locked {format_bytes(self.pinned_bytes)}"
+        )
+        lines += [
+            f"  {b.tier.value:<7}{b.tag.value:<12} now {format_bytes(b.used_bytes):>11}  peak {format_bytes(b.peak_bytes):>11}"
+            for b in self.balances
+        ]
+        return "\n".join(lines)
+
+
+def make_report(
+    totals: Totals,
+    *,
+    ledger: Ledger,
+    placement: Placement,
+    pool_bytes: int,
+    units: list[Unit],
+    setup_s: float,
+    misses: int,
+    loads: int,
+    samples_per_step: int | None,
+    tokens_per_step: int | None,
+) -> Report:
+    ends = totals.step_ends_s
+    spans = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    step_s = statistics.median(spans[1:] or spans) if spans else None
+    steps = max(len(ends), 1)
+
+    def per_step(lane: str) -> dict[str, float]:
+        return {tag.value: size / steps for (name, tag), size in totals.bytes.items() if name == lane}
+
+    busy = {
+        lane: sum(seconds for (name, _), seconds in totals.busy_s.items() if name == lane) / steps
+        for lane in ("load", "store")
+    }
+    limit_s = max(busy.values()) or None
+    return Report(
+        steps=len(ends),
+        step_s=step_s,
+        samples_per_s=samples_per_step / step_s if samples_per_step and step_s else None,
+        tokens_per_s=tokens_per_step / step_s if tokens_per_step and step_s else None,
+        setup_s=setup_s,
+        units=len(units),
+        loads=loads,
+        misses=misses,
+        bytes_in_per_step=per_step("load"),
+        bytes_out_per_step=per_step("store"),
+        busy_s_per_step=busy,
+        waits_s_per_step={cause: seconds / steps for cause, seconds in totals.waits_s.items()},
+        limit_s=limit_s,
+        percent_of_limit=100 * limit_s / step_s if limit_s and step_s else None,
+        balances=ledger.balances(),
+        device_peak_bytes=ledger.peak_bytes(Tier.DEVICE),
+        host_peak_bytes=ledger.peak_bytes(Tier.HOST),
+        pinned_bytes=ledger.pinned_bytes,
+        pool_bytes=pool_bytes,
+        placement=placement,
+    )

@@ -1,0 +1,366 @@
+"""Adam and AdamW over units: one fused pass per unit, on the CPU worker or on the device, with the same bits.
+
+A *run* is a stretch of neighbouring parameters of a unit that share their hyperparameters and their step count; usually a
+unit is one or two. Each run is one job of the worker, gated by flags: it begins when the gradients have arrived at home,
+and the unit's next load waits until all its runs are done. The most urgent unit is the one that forward needs first.
+
+On the device (`DeviceShare` of shares.py decides for which units): states and gradients are loaded next to the weights, the
+same kernel updates all of them there, and they are stored back. The weights are then on the device already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core.tags import Tag
+from ..memory.device_pool import Piece
+from ..memory.flags import Flag, Flags
+from ..memory.lane import Event, Lane
+from ..memory.lanes import Lanes
+from ..native.adamw import adamw_
+from ..native.jobs import Worker
+from ..native.update import AdamStep, AdamTensors
+from .gradients import GradHome, GradientStream
+from .parameters import ParameterStream, Stay
+from .unit import Place, Unit
+
+_SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+
+
+@dataclass(eq=False)
+class AdamHome:
+    """A unit's optimizer states at home."""
+
+    unit: Unit
+    exp_avg: torch.Tensor  # fp32, flat
+    exp_avg_sq: torch.Tensor
+    masters: torch.Tensor  # bytes
+    flags: list[Flag]  # one for each trained parameter: the run that begins with it is done
+    steps: list[int] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    pending: list[tuple[Flag, int]] = field(default_factory=list)
+    event: Event | None = None  # states of a device update are back home
+    on_device: bool = False  # this unit's updates run there
+    waiting: list[_Run] = field(default_factory=list)  # a device update that has been asked for and not begun
+    staged: _Staged | None = None
+    factor: torch.Tensor | None = None  # on the device, for the waiting update
+    loads_seen: int = 0
+
+    def __post_init__(self) -> None:
+        self.steps = [0] * len(self.unit.trained)
+        self.values = [0] * len(self.unit.trained)
+
+    def moment(self, which: str, place: Place) -> torch.Tensor:
+        flat: torch.Tensor = getattr(self, which)
+        return flat[place.state_at : place.state_at + place.count].as_strided(place.shape, place.stride)
+
+    def master(self, place: Place) -> torch.Tensor | None:
+        """What is kept beside the image: 16-bit remainders for bf16, whole fp32 weights for fp16."""
+        if not place.is_split:
+            return None
+        return place.view(self.masters, place.master_at, _SPLIT_DTYPE[place.dtype])
+
+
+@dataclass(eq=False)
+class _Run:
+    """Places ``first`` to ``last`` of a unit's trained ones, updated by one call."""
+
+    first: Place
+    last: Place
+    step: AdamStep
+
+    @property
+    def count(self) -> int:
+        return self.last.state_at + self.last.count - self.first.state_at
+
+
+@dataclass(eq=False)
+class _Staged:
+    """States and gradients of a unit on their way to the device."""
+
+    piece: Piece
+    loaded: Event
+    offsets: tuple[int, int, int, int]  # exp_avg, exp_avg_sq, masters, grads
+
+
+class AdamStream:
+    """Runs Adam or AdamW for the units of a session."""
+
+    def __init__(
+        self,
+        homes: list[AdamHome],
+        *,
+        images: list[torch.Tensor],
+        worker: Worker,
+        board: Flags,
+        lanes: Lanes,
+        parameters: ParameterStream,
+        gradients: GradientStream,
+        factors: torch.Tensor,
+    ) -> None:
+        """``factors``: fp32 words in home memory for clip factors, used in turns."""
+        self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
+        self._parameters, self._gradients, self._factors = parameters, gradients, factors
+        self._factor_turn = 0
+        self._factor: torch.Tensor | None = None
+        self._device_factor: torch.Tensor | None = None
+
+    # --- clipping
+
+    def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm."""
+        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        if self._device_factor is not None:
+            total = total * self._device_factor
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).to(torch.float32)
+        if self._device_factor is not None:
+            factor = factor * self._device_factor
+        self._device_factor = factor
+        self._factor = self._factors[self._factor_turn]
+        self._factor_turn = (self._factor_turn + 1) % len(self._factors)
+        self._lanes.store.wait(self._lanes.compute.record())
+        self._lanes.store.copy(self._factor, factor.reshape(1), Tag.GRADIENTS)
+        return total
+
+    @property
+    def clipped(self) -> bool:
+        """Whether a factor waits to be applied."""
+        return self._factor is not None
+
+    def apply_factor(self) -> None:
+        """Apply a waiting factor now, on the host, because somebody looks at the gradients."""
+        if self._factor is None:
+            return
+        self._lanes.store.synchronize()
+        factor, self._factor, self._device_factor = self._factor, None, None
+        for home in self._gradients.homes:
+            if home.present:
+                home.join()
+                for index in home.present:
+                    home.view(home.unit.places[index]).mul_(factor)
+                home.norms.clear()
+
+    def forget_factor(self) -> None:
+        """The gradients that it was for are gone."""
+        self._factor = self._device_factor = None
+
+    # --- updating
+
+    def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:
+        """Update the unit's parameters that have a gradient and are in ``hyper`` (by index). Returns at once."""
+        home = self.homes[grads.unit.index]
+        residence = self._parameters.residences[grads.unit.index]
+        runs = list(self._runs(home, grads, hyper))
+        if not runs:
+            return
+        if home.waiting:
+            self.finish(home.unit)
+        if home.on_device:
+            home.waiting = runs
+            residence.outdated = False
+            residence.updates += 1
+            home.factor = self._device_factor
+            return
+        if self._factor is not None or residence.loads != home.loads_seen or grads.arrivals == 0:
+            # The worker must not write weights that a load is still reading, nor begin before the factor is known.
+            if residence.last_load is not None:
+                self._lanes.store.wait(residence.last_load)
+            grads.arrivals += 1
+            self._lanes.store.write_flag(grads.arrived, grads.arrivals)
+            home.loads_seen = residence.loads
+        image = self._images[home.unit.index]
+        source = grads.wide if grads.is_wide else grads.own
+        assert source is not None
+        for run in runs:
+            number = home.unit.trained.index(run.first)
+            home.values[number] += 1
+            flag, value = home.flags[number], home.values[number]
+            tensors = _bind(run, grads.is_wide, image, home.exp_avg, home.exp_avg_sq, home.masters, source, self._factor)
+            self._worker.submit(
+                tensors,
+                run.step,
+                priority=home.unit.index,
+                ready=grads.arrived.at(grads.arrivals),
+                done=flag.at(value),
+                abort=self._board.aborted.at(1),
+            )
+            home.pending.append((flag, value))
+        self._parameters.changed(home.unit, by_step=True)
+
+    def _runs(self, home: AdamHome, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> Iterator[_Run]:
+        run: _Run | None = None
+        key: object = None
+        for number, place in enumerate(home.unit.trained):
+            if place.index not in grads.present or place.index not in hyper:
+                continue
+            home.steps[number] += 1
+            settings = hyper[place.index]
+            new_key = (id(settings), home.steps[number], place.dtype)
+            if run is not None and key == new_key and _adjoin(run.last, place, grads.is_wide):
+                run.last = place
+                continue
+            if run is not None:
+                yield run
+            run, key = _Run(place, place, adam_step(settings, home.steps[number])), new_key
+        if run is not None:
+            yield run
+
+    # --- waiting
+
+    def gate(self, unit: Unit, lane: Lane) -> None:
+        """Make ``lane`` wait until the unit's home image and states are up to date."""
+        home = self.homes[unit.index]
+        home.pending = [(flag, value) for flag, value in home.pending if not flag.at(value).reached()]
+        for flag, value in home.pending:
+            lane.wait_flag(flag, value)
+        if home.event is not None:
+            lane.wait(home.event)
+
+    def join(self, unit: Unit) -> None:
+        """Block until they are."""
+        self.finish(unit)
+        home = self.homes[unit.index]
+        for flag, value in home.pending:
+            flag.wait(value)
+        home.pending = []
+        if home.event is not None:
+            home.event.synchronize()
+            home.event = None
+
+    # --- on the device
+
+    def stage(self, unit: Unit, distance: float) -> bool:
+        """Load the unit's states and gradients ahead of an update on the device; False if there is no room yet."""
+        home = self.homes[unit.index]
+        if home.staged is not None:
+            return True
+        grads = self._gradients.homes[unit.index]
+        lane = self._lanes.load
+        source = grads.wide if grads.is_wide else grads.own
+        assert source is not None
+        parts = [home.exp_avg.view(torch.uint8), home.exp_avg_sq.view(torch.uint8), home.masters, source]
+        offsets, size = [], 0
+        for part in parts:
+            offsets.append(size)
+            size += (part.nbytes + 511) // 512 * 512
+        piece = self._parameters.try_room(size, lane, distance)
+        if piece is None:
+            return False
+        self.gate(unit, lane)
+        if grads.stored is not None:
+            lane.wait(grads.stored)
+        for part, offset in zip(parts, offsets, strict=True):
+            if part.nbytes:
+                lane.copy(piece.bytes[offset : offset + part.nbytes], part, Tag.OPTIMIZER)
+        home.staged = _Staged(piece, lane.record(), (offsets[0], offsets[1], offsets[2], offsets[3]))
+        return True
+
+    def before_use(self, unit: Unit, stay: Stay) -> None:
+        """Called with the unit's weights on the device: a waiting update happens here."""
+        home = self.homes[unit.index]
+        if not home.waiting:
+            return
+        grads = self._gradients.homes[unit.index]
+        if not self.stage(unit, 0):
+            raise self._parameters._no_room(unit.wide_bytes * 3, Tag.OPTIMIZER)
+        staged, home.staged = home.staged, None
+        assert staged is not None
+        lanes = self._lanes
+        lanes.compute.wait(staged.loaded)
+        exp_avg, exp_avg_sq, masters, source = (
+            staged.piece.bytes[at : at + size]
+            for at, size in zip(
+                staged.offsets,
+                (home.exp_avg.nbytes, home.exp_avg_sq.nbytes, home.masters.nbytes, grads.own.nbytes if grads.own is not None else 0),
+                strict=True,
+            )
+        )
+        if grads.is_wide:
+            assert grads.wide is not None
+            source = staged.piece.bytes[staged.offsets[3] : staged.offsets[3] + grads.wide.nbytes]
+        factor, home.factor = home.factor, None
+        runs, home.waiting = home.waiting, []
+        with torch.no_grad():
+            for run in runs:
+                tensors = _bind(
+                    run,
+                    grads.is_wide,
+                    stay.base,
+                    exp_avg.view(torch.float32),
+                    exp_avg_sq.view(torch.float32),
+                    masters,
+                    source,
+                    factor,
+                )
+                adamw_(tensors, run.step)
+        lanes.store.wait(lanes.compute.record())
+        image = self._images[unit.index]
+        lanes.store.copy(image, stay.base, Tag.OPTIMIZER)
+        for target, part in ((home.exp_avg, exp_avg), (home.exp_avg_sq, exp_avg_sq), (home.masters, masters)):
+            if part.nbytes:
+                lanes.store.copy(target.view(torch.uint8), part, Tag.OPTIMIZER)
+        home.event = lanes.store.record()
+        self._parameters._pool.give(staged.piece, home.event)
+        residence = self._parameters.residences[unit.index]
+        residence.version += 1
+        stay.version = residence.version
+
+    def finish(self, unit: Unit) -> None:
+        """Do a waiting update on the device now."""
+        if self.homes[unit.index].waiting:
+            self._parameters.use(unit)
+
+
+def adam_step(group: dict[str, Any], step: int) -> AdamStep:
+    return AdamStep(
+        lr=float(group["lr"]),
+        step=step,
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+        maximize=group["maximize"],
+        fused=bool(group.get("fused")),
+    )
+
+
+def _adjoin(last: Place, place: Place, wide: bool) -> bool:
+    """Whether ``place`` follows ``last`` without a gap in every buffer."""
+    size = last.dtype.itemsize
+    return (
+        last.at + last.count * size == place.at
+        and last.state_at + last.count == place.state_at
+        and last.master_at + last.master_bytes == place.master_at
+        and (last.wide_at + last.count * 4 == place.wide_at if wide else last.grad_at + last.count * size == place.grad_at)
+    )
+
+
+def _bind(
+    run: _Run,
+    wide: bool,
+    image: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    masters: torch.Tensor,
+    grads: torch.Tensor,
+    factor: torch.Tensor | None,
+) -> AdamTensors:
+    first, count = run.first, run.count
+    grad_dtype = torch.float32 if wide else first.dtype
+    grad_at = first.wide_at if wide else first.grad_at
+    master = None
+    if first.is_split:
+        dtype = _SPLIT_DTYPE[first.dtype]
+        master = masters[first.master_at : first.master_at + count * dtype.itemsize].view(dtype)
+    return AdamTensors(
+        weight=image[first.at : first.at + count * first.dtype.itemsize].view(first.dtype),
+        master=master,
+        exp_avg=exp_avg[first.state_at : first.state_at + count],
+        exp_avg_sq=exp_avg_sq[first.state_at : first.state_at + count],
+        grad=grads[grad_at : grad_at + count * grad_dtype.itemsize].view(grad_dtype),
+        grad_factor=factor,
+    )

@@ -1,0 +1,338 @@
+"""The only file that touches the user's modules: their calls, their parameters, their buffers.
+
+The call of an *entry*, a module whose parameters make up units, is wrapped: its units are brought to the device, their twins
+take the parameters' places as attributes of the instances, and go again when the call ends, however it ends. User hooks run
+inside of that, and see the twins. The registered parameters stay registered all the time.
+
+The outermost such call is a *pass*: inputs on the CPU are moved to the device, and autograd's saved weights are replaced by
+notes (parameters.py). Twins with a graph are kept until the pass ends, so that a unit that is used twice is one node of the
+graph, as a parameter is; autograd then adds the gradients of both uses in its own order.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from ..core.errors import StormError
+from .fetch import Fetch, Token
+from .gradients import GradientStream
+from .home import HomeParameter, HomeView, home_view
+from .optimizer import OptimizerStream
+from .parameters import ParameterStream, Stay, nothing
+from .partition import Entry
+from .torch_private import in_backward, saved_tensor_hooks_active, without_torch_function
+from .unit import Place, Unit
+
+
+class Passes(threading.local):
+    """How deep the calling thread is inside streamed modules, and what it has installed there."""
+
+    depth = 0
+    clean = True
+
+    def __init__(self) -> None:
+        self.installed: list[Installed] = []
+
+
+class Installed:
+    """Twins that stand in one entry's modules at the moment."""
+
+    __slots__ = ("entry", "names", "units")
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.units: list[Unit] = []
+        self.names: list[tuple[nn.Module, str]] = []
+
+
+class Call:
+    """Stands in for ``module._call_impl``. A copy or pickle of the module gets the ordinary method instead."""
+
+    def __init__(self, attachment: Attachment, module: nn.Module, entry: Entry | None, original: Callable[..., Any]) -> None:
+        self._attachment = weakref.ref(attachment)
+        self._module = weakref.ref(module)
+        self._entry, self._original = entry, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attachment = self._attachment()
+        if attachment is None or attachment.closed:
+            return self._original(*args, **kwargs)
+        return attachment.call(self._module(), self._entry, self._original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(nn.Module._call_impl, memo[id(self._module())])
+
+    def __reduce__(self) -> Any:
+        return types.MethodType, (nn.Module._call_impl, self._module())
+
+
+class Attachment:
+    """Ties streams to a model, in place. Implements `home.Access` for user code."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: list[Entry],
+        units: list[Unit],
+        *,
+        device: torch.device,
+        parameters: ParameterStream,
+        gradients: GradientStream,
+    ) -> None:
+        self.device, self.closed = device, False
+        self._model, self._entries, self._units = model, entries, units
+        self._parameters, self._gradients = parameters, gradients
+        self.optimizer: OptimizerStream | None = None
+        self._passes = Passes()
+        self._twins: dict[int, dict[int, torch.Tensor]] = {}  # unit -> place -> twin with a graph, for this pass
+        self._place = {id(place.parameter): place for unit in units for place in unit.places}
+        self._moved_buffers: list[tuple[nn.Module, str]] = []
+        self._calls: list[tuple[nn.Module, str, Any]] = []
+        parameters.on_drop = self._empty_twins
+
+    # --- attaching and detaching
+
+    def attach(self, images: list[torch.Tensor]) -> None:
+        """Make every parameter a view of its home image and wrap the calls."""
+        for unit, image in zip(self._units, images, strict=True):
+            for place in unit.places:
+                view = place.in_image(image)
+                parameter: Any = place.parameter
+                with torch.no_grad():
+                    if not parameter.is_meta:
+                        view.copy_(parameter.data)
+                    parameter.data = view
+                parameter.__class__ = HomeParameter
+                parameter._storm = (self, place)
+        wrapped = {id(entry.module): entry for entry in self._entries}
+        for entry in self._entries:
+            self._wrap(entry.module, entry)
+        if id(self._model) not in wrapped:
+            self._wrap(self._model, None)
+        if self.device.type != "cpu":
+            for module in self._model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.device != self.device and not buffer.is_meta:
+                        module._buffers[name] = buffer.to(self.device)
+                        self._moved_buffers.append((module, name))
+
+    def _wrap(self, module: nn.Module, entry: Entry | None) -> None:
+        for name in ("_call_impl", "_compiled_call_impl"):
+            original = getattr(module, name)
+            if original is None:
+                continue
+            had = vars(module).get(name)
+            self._calls.append((module, name, had))
+            module.__dict__[name] = Call(self, module, entry, original)
+
+    def detach(self) -> None:
+        """Make the modules and parameters ordinary again."""
+        if self.closed:
+            return
+        self.closed = True
+        self._clean()
+        for module, name, had in self._calls:
+            if had is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = had
+        for unit in self._units:
+            for place in unit.places:
+                grad = None
+                home = self._gradients.homes[unit.index]
+                if place.trained:
+                    self._gradients.fold(place)
+                    if place.index in home.present:
+                        home.join()
+                        grad = home.view(place).to(place.dtype).clone()
+                parameter: Any = place.parameter
+                parameter.__class__ = nn.Parameter
+                vars(parameter).pop("_storm", None)
+                if place.trained:
+                    parameter.grad = grad
+        for module, name in self._moved_buffers:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                module._buffers[name] = buffer.to("cpu")
+
+    # --- the call of a module
+
+    def call(
+        self, module: nn.Module | None, entry: Entry | None, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        passes = self._passes
+        outermost = passes.depth == 0
+        hooks: AbstractContextManager[Any] = nullcontext()
+        in_graph = in_backward()
+        if outermost and not in_graph:
+            self._clean()
+            self._begin(module, entry)
+            if not saved_tensor_hooks_active():
+                hooks = torch.autograd.graph.saved_tensors_hooks(self._parameters.pack, self._parameters.unpack)
+            if self.device.type != "cpu":
+                args, kwargs = _pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
+        passes.depth += 1
+        installed = Installed(entry) if entry is not None else None
+        kept = len(passes.installed)
+        try:
+            with hooks:
+                if installed is not None:
+                    passes.installed.append(installed)
+                    self._install(installed, in_graph)
+                return original(*args, **kwargs)
+        finally:
+            passes.depth -= 1
+            while len(passes.installed) > kept:
+                self._uninstall(passes.installed.pop())
+            if outermost and not in_graph:
+                self._twins.clear()
+
+    def _begin(self, module: nn.Module | None, entry: Entry | None) -> None:
+        order = self._parameters.order
+        training = torch.is_grad_enabled()
+        if module is self._model or (entry is not None and order.starts_with(entry.units[0].index)):
+            order.begin(training)
+
+    def _clean(self) -> None:
+        """Undo what a pass that was cut off has left: a Ctrl-C, or a backward that raised."""
+        while self._passes.installed:
+            self._uninstall(self._passes.installed.pop())
+        self._twins.clear()
+        self._gradients.abandon()
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu" or isinstance(tensor, (HomeParameter, HomeView)):
+            return tensor
+        return tensor.to(self.device, non_blocking=True)
+
+    def _install(self, installed: Installed, in_graph: bool) -> None:
+        entry = installed.entry
+        tensors: dict[int, torch.Tensor] = {}
+        for unit in entry.units:
+            stay = self._parameters.use(unit)
+            self._parameters.hold(unit)
+            installed.units.append(unit)
+            for index, twin in self._twins_of(unit, stay, in_graph).items():
+                tensors[id(unit.places[index].parameter)] = twin
+        for use in entry.uses:
+            use.module.__dict__[use.name] = tensors[id(use.parameter)]
+            installed.names.append((use.module, use.name))
+
+    def _uninstall(self, installed: Installed) -> None:
+        for module, name in installed.names:
+            module.__dict__.pop(name, None)
+        # An outer call may have the same parameters installed: a root with parameters of its own, say.
+        for outer in self._passes.installed:
+            if any(a is b for a in outer.units for b in installed.units):
+                self._reinstall(outer)
+        for unit in installed.units:
+            self._parameters.release(unit)
+
+    def _reinstall(self, outer: Installed) -> None:
+        for use in outer.entry.uses:
+            if use.name not in use.module.__dict__ and (use.module, use.name) in outer.names:
+                use.module.__dict__[use.name] = self.twin(self._place[id(use.parameter)])
+
+    # --- twins
+
+    def _twins_of(self, unit: Unit, stay: Stay, in_graph: bool) -> dict[int, torch.Tensor]:
+        """The tensors that stand in for the unit's parameters, by index."""
+        views = stay.views
+        if not views:
+            views.update({place.index: place.in_image(stay.base) for place in unit.places})
+        if not torch.is_grad_enabled():
+            return views
+        known = self._twins.get(unit.index) if not in_graph else None
+        if known is not None:
+            for index, twin in known.items():
+                if twin.numel() != unit.places[index].count or twin.data_ptr() != views[index].data_ptr():
+                    twin.data = views[index]
+            return {**views, **known}
+        with without_torch_function():
+            leaves = [place for place in unit.places if place.parameter.requires_grad]
+        if not leaves:
+            return views
+        token = Token(unit, [place.index for place in leaves])
+        self._gradients.homes[unit.index].tokens.add(token)
+        made = Fetch.apply(
+            token,
+            self._gradients.collect,
+            [views[place.index] for place in leaves],
+            *(place.parameter for place in leaves),
+        )
+        twins = {place.index: twin for place, twin in zip(leaves, made, strict=True)}
+        if not in_graph and self._passes.depth:
+            self._twins[unit.index] = twins
+        return {**views, **twins}
+
+    def _empty_twins(self, unit: Unit) -> None:
+        """The unit's stay ends: twins of this pass must not keep its bytes."""
+        for twin in self._twins.get(unit.index, {}).values():
+            twin.data = nothing(self.device).view(twin.dtype)
+
+    # --- home.Access, for user code
+
+    def in_forward(self) -> bool:
+        return not self.closed and self._passes.depth > 0
+
+    def twin(self, place: Place) -> torch.Tensor:
+        stay = self._parameters.use(place.unit)
+        return self._twins_of(place.unit, stay, in_backward())[place.index]
+
+    def join(self, place: Place, kind: str) -> None:
+        if self.closed:
+            return
+        if kind == "grad":
+            home = self._gradients.homes[place.unit.index]
+            if home.consumed:
+                raise StormError(
+                    f'The gradient of {place.name!r} is gone: step="backward" updates each unit as its gradients arrive. '
+                    'Use step="forward" (what "auto" takes) to read, clip or change gradients.'
+                )
+            home.join()
+        elif self.optimizer is not None:
+            self.optimizer.join(place.unit)
+
+    def before_write(self, place: Place, kind: str) -> None:
+        if self.closed:
+            return
+        if kind == "weight":
+            last = self._parameters.residences[place.unit.index].last_load
+            if last is not None:
+                last.synchronize()  # a load may still be reading
+            if self.optimizer is not None:
+                self.optimizer.before_rewrite(place)
+        elif kind == "grad" and self.optimizer is not None:
+            self.optimizer.join(place.unit)  # an update may still be reading
+
+    def after_write(self, place: Place, kind: str) -> None:
+        if self.closed:
+            return
+        if kind == "weight":
+            self._parameters.changed(place.unit, by_step=False)
+            if self.optimizer is not None:
+                self.optimizer.rewritten(place)
+        elif kind == "grad":
+            self._gradients.homes[place.unit.index].norms.pop(place.index, None)
+
+    def grad(self, place: Place) -> torch.Tensor | None:
+        if self.closed:
+            return None
+        if self.optimizer is not None:
+            self.optimizer.apply_factor()
+        return self._gradients.grad(place, self.watch)
+
+    def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
+        self._gradients.set_grad(place, value)
+
+    def watch(self, tensor: torch.Tensor, place: Place, kind: str) -> HomeView:
+        return home_view(tensor, self, place, kind)

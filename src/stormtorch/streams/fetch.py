@@ -1,0 +1,47 @@
+"""The node of autograd's graph through which a unit's weights enter it and its gradients leave it.
+
+Forward hands out the unit's twins; backward receives the gradients of all of them at once, when the last use has
+contributed: the engine itself says when a unit is complete, also where parameters are frozen, unused, or used twice.
+
+The node's inputs are the home parameters, so that autograd knows them as the leaves of the graph. It gets no gradient
+back for them, because theirs go to the home grads; where a user has put hooks on a parameter it does, on the CPU, and
+everything that torch does with a gradient happens as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .unit import Unit
+
+Collect = Callable[["Token", Sequence["torch.Tensor | None"]], "list[torch.Tensor | None]"]
+
+
+class Token:
+    """Lives as long as its node of the graph. ``passed`` is the backward pass that ran it last."""
+
+    __slots__ = ("__weakref__", "passed", "places", "unit")
+
+    def __init__(self, unit: Unit, places: list[int]) -> None:
+        self.unit, self.places = unit, places  # places: indices into the unit's, one for each input
+        self.passed = -1
+
+
+class Fetch(torch.autograd.Function):
+    """``apply(token, collect, views, *parameters)`` gives twins over ``views``, with gradients led to ``collect``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, token: Token, collect: Collect, views: Sequence[torch.Tensor], *parameters: torch.Tensor  # noqa: ARG004
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.token, ctx.collect = token, collect
+        ctx.set_materialize_grads(False)
+        return tuple(view.data for view in views)  # .data: not a view for autograd, which would refuse to change it
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return (None, None, None, *ctx.collect(ctx.token, grads))

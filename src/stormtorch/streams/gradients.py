@@ -1,0 +1,327 @@
+"""Gradients: gathered on the device into one flat bucket per unit, measured there, stored home in one copy.
+
+A unit's home grads are in one of three forms:
+
+    none   no gradient; what the buffers hold is garbage
+    own    in the parameters' dtypes: one backward pass has contributed
+    wide   in fp32: several have, or the user's code added something. For fp32 parameters own and wide are the same.
+
+``present`` says which parameters have a gradient at all: one that was not used has none, and the optimizer skips it, as
+torch does. Adding up happens on the device, in the order in which plain PyTorch adds: first all uses within one backward
+pass, then that sum to what was there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..core.errors import StormError
+from ..core.tags import Tag
+from ..memory.flags import Flag
+from ..memory.lane import Event, Lane
+from ..memory.lanes import Lanes
+from .fetch import Token
+from .home import HomeView, plain
+from .parameters import ParameterStream
+from .torch_private import at_end_of_backward, without_torch_function
+from .unit import Place, Unit
+
+
+@dataclass(eq=False)
+class GradHome:
+    """What is known of one unit's gradients."""
+
+    unit: Unit
+    arrived: Flag
+    own: torch.Tensor | None = None
+    wide: torch.Tensor | None = None
+    is_wide: bool = False
+    present: set[int] = field(default_factory=set)  # indices of places
+    consumed: bool = False  # updated from in backward; nobody may look at them any more
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    stored: Event | None = None
+    arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
+    partial: dict[int, torch.Tensor] = field(default_factory=dict)  # of the running pass, more uses to come
+    tokens: weakref.WeakSet[Token] = field(default_factory=weakref.WeakSet)
+
+    def view(self, place: Place) -> torch.Tensor:
+        """The parameter's gradient in home memory; whoever reads it must have waited for ``stored``."""
+        if self.is_wide:
+            assert self.wide is not None
+            return place.view(self.wide, place.wide_at, torch.float32)
+        assert self.own is not None
+        return place.view(self.own, place.grad_at, place.dtype)
+
+    def join(self) -> None:
+        """Block until the last store has ended."""
+        if self.stored is not None:
+            self.stored.synchronize()
+            self.stored = None
+
+
+class GradientStream:
+    """Collects, adds up, measures and stores."""
+
+    def __init__(
+        self,
+        homes: list[GradHome],
+        *,
+        lanes: Lanes,
+        parameters: ParameterStream,
+        gate: Callable[[Unit, Lane], None],
+        make_own: Callable[[], list[torch.Tensor]],
+        make_wide: Callable[[Unit], torch.Tensor],
+        serial: bool,
+    ) -> None:
+        """``make_own`` gives the home buffers when the first gradient comes, ``make_wide`` one when it is needed."""
+        self.homes, self._lanes, self._parameters, self._gate = homes, lanes, parameters, gate
+        self._make_own, self._make_wide, self._serial = make_own, make_wide, serial
+        # Set by whoever takes over an optimizer:
+        self.consume: Callable[[GradHome], None] | None = None  # for step="backward"
+        self.join_readers: Callable[[Unit], None] = lambda _unit: None  # wait for updates that read home grads
+        self.before_adding: Callable[[], None] = lambda: None
+        self._ending = False
+
+    # --- in backward
+
+    def collect(self, token: Token, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take the gradients of one use of a unit; returns those that torch itself has to deliver, on the CPU."""
+        unit, home = token.unit, self.homes[token.unit.index]
+        token.passed = task = _task()
+        returned: list[torch.Tensor | None] = [None] * len(grads)
+        for number, (index, grad) in enumerate(zip(token.places, grads, strict=True)):
+            if grad is None:
+                continue
+            place = unit.places[index]
+            if not place.trained or grad.layout is not torch.strided or _has_hooks(place):
+                returned[number] = grad.detach().to("cpu")
+                continue
+            grad = grad.detach()  # noqa: PLW2901
+            home.partial[index] = home.partial[index] + grad if index in home.partial else grad
+        del grads
+        if any(other.passed != task for other in home.tokens if other is not token):
+            # Another use of this unit may still contribute to this very pass.
+            if not self._ending:
+                self._ending = True
+                at_end_of_backward(self._end_pass)
+        else:
+            self._finish(home)
+        return returned
+
+    def _end_pass(self) -> None:
+        self._ending = False
+        for home in self.homes:
+            if home.partial:
+                self._finish(home)
+
+    def abandon(self) -> None:
+        """Forget what a backward pass that failed has left half done."""
+        self._ending = False
+        for home in self.homes:
+            home.partial.clear()
+
+    def _finish(self, home: GradHome) -> None:
+        grads, home.partial = home.partial, {}
+        if grads:
+            if home.consumed or (self.consume is not None and home.present):
+                raise StormError(
+                    f"The gradients of {home.unit.name!r} were used up in backward already, and a second backward would add "
+                    'to them. step="backward" updates each unit as its gradients arrive: call optimizer.step() and '
+                    'zero_grad() after each backward, or use step="forward" to accumulate.'
+                )
+            with torch.no_grad():
+                self._store(home, grads)
+            if self.consume is not None:
+                self.consume(home)
+            else:
+                self._parameters.residences[home.unit.index].outdated = True
+        self._parameters.leave(home.unit)
+
+    def _store(self, home: GradHome, grads: dict[int, torch.Tensor]) -> None:
+        unit, lanes = home.unit, self._lanes
+        self._ensure_own()
+        places = unit.places
+        widen = bool(home.present) and unit.has_wide_form
+        if widen and home.wide is None:
+            home.wide = self._make_wide(unit)
+        to_wide = home.is_wide or widen
+        size = unit.wide_bytes if to_wide else unit.grad_bytes
+        bucket = self._parameters.room(size, lanes.compute, Tag.GRADIENTS)
+
+        def in_bucket(index: int) -> torch.Tensor:
+            place = places[index]
+            at, dtype = (place.wide_at, torch.float32) if to_wide else (place.grad_at, place.dtype)
+            return place.view(bucket.bytes, at, dtype)
+
+        before = set(home.present)
+        if before:
+            self.before_adding()
+            self._add_earlier(home, grads, before, in_bucket)
+        fresh = [index for index in grads if index not in before]
+        if fresh:
+            torch._foreach_copy_([in_bucket(index) for index in fresh], [grads[index] for index in fresh])
+        home.present |= set(grads)
+        home.is_wide = to_wide
+        here = sorted(home.present)
+        norms = torch._foreach_norm([in_bucket(index) for index in here], 2.0, dtype=_norm_dtype(places[here[0]]))
+        home.norms = dict(zip(here, norms, strict=True))
+        grads.clear()
+        target = home.wide if to_wide else home.own
+        assert target is not None
+        self._gate(unit, lanes.store)  # the worker may still be reading the gradients of the step before
+        lanes.store.wait(lanes.compute.record())
+        lanes.store.copy(target, bucket.bytes, Tag.GRADIENTS)
+        home.arrivals += 1
+        lanes.store.write_flag(home.arrived, home.arrivals)
+        home.stored = lanes.store.record()
+        self._parameters._pool.give(bucket, home.stored)
+        if self._serial:
+            home.stored.synchronize()
+
+    def _add_earlier(
+        self,
+        home: GradHome,
+        grads: dict[int, torch.Tensor],
+        before: set[int],
+        in_bucket: Callable[[int], torch.Tensor],
+    ) -> None:
+        """Fetch what earlier backward passes have left and add the new gradients to it, in the bucket."""
+        lanes, unit = self._lanes, home.unit
+        source = home.wide if home.is_wide else home.own
+        assert source is not None
+        earlier = self._parameters.room(source.nbytes, lanes.load, Tag.GRADIENTS)
+        if home.stored is not None:
+            lanes.load.wait(home.stored)
+        lanes.load.copy(earlier.bytes, source, Tag.GRADIENTS)
+        lanes.compute.wait(lanes.load.record())
+        for index in before:
+            place = unit.places[index]
+            at, dtype = (place.wide_at, torch.float32) if home.is_wide else (place.grad_at, place.dtype)
+            target = in_bucket(index)
+            target.copy_(place.view(earlier.bytes, at, dtype))
+            if index in grads:
+                target.add_(grads[index])
+        self._parameters._pool.give(earlier, lanes.compute.record())
+
+    def prepare(self) -> None:
+        """Take the home buffers now instead of with the first gradient."""
+        self._ensure_own()
+
+    def _ensure_own(self) -> None:
+        if self.homes[0].own is None:
+            for home, own in zip(self.homes, self._make_own(), strict=True):
+                home.own = own
+
+    # --- for user code
+
+    def grad(self, place: Place, watch: Callable[[torch.Tensor, Place, str], HomeView]) -> torch.Tensor | None:
+        """``p.grad``; not waited for."""
+        home = self.homes[place.unit.index]
+        self.fold(place)
+        if home.consumed:
+            return watch(self._consumed_view(home, place), place, "grad")
+        if place.index not in home.present:
+            return None
+        return watch(home.view(place), place, "grad")
+
+    def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
+        """``p.grad = value``."""
+        home = self.homes[place.unit.index]
+        _set_real_grad(place, None)
+        if not place.trained:
+            _set_real_grad(place, value)
+            return
+        if value is None:
+            home.present.discard(place.index)
+            home.norms.pop(place.index, None)
+            if not home.present:
+                home.is_wide = False
+                home.consumed = False
+                self._parameters.residences[place.unit.index].outdated = False
+            return
+        if value.shape != place.shape:
+            raise RuntimeError(
+                f"assigned grad has data of a different size: {tuple(value.shape)} for the parameter {place.name!r} of "
+                f"shape {tuple(place.shape)}"
+            )
+        self._write(home, place, plain(value).detach().to("cpu"), add=False)
+
+    def fold(self, place: Place) -> None:
+        """Add what torch itself has put into the parameter's own slot: gradients of hooked parameters, regularisers."""
+        real = _real_grad(place)
+        if real is None or not place.trained:
+            return
+        _set_real_grad(place, None)
+        home = self.homes[place.unit.index]
+        dense = real.detach()
+        dense = dense.to_dense() if dense.layout is not torch.strided else dense
+        self._write(home, place, dense, add=place.index in home.present)
+
+    def clear(self) -> None:
+        """``zero_grad(set_to_none=True)`` of everything. Waits for nothing: what is stored later is garbage then."""
+        for home in self.homes:
+            for place in home.unit.trained:
+                if _real_grad(place) is not None:
+                    _set_real_grad(place, None)
+            home.present.clear()
+            home.norms.clear()
+            home.is_wide = home.consumed = False
+            self._parameters.residences[home.unit.index].outdated = False
+
+    def _write(self, home: GradHome, place: Place, value: torch.Tensor, *, add: bool) -> None:
+        """Put ``value`` in home memory from the host."""
+        self._ensure_own()
+        home.join()
+        self.join_readers(home.unit)
+        with torch.no_grad():
+            if add and home.unit.has_wide_form and not home.is_wide:
+                self._widen(home)
+            target = home.view(place)
+            if add:
+                target.add_(value)
+            else:
+                target.copy_(value)
+        home.present.add(place.index)
+        home.norms.pop(place.index, None)
+        self._parameters.residences[home.unit.index].outdated = True
+
+    def _widen(self, home: GradHome) -> None:
+        """Turn own grads into wide ones, on the host."""
+        if home.wide is None:
+            home.wide = self._make_wide(home.unit)
+        old = {index: home.view(home.unit.places[index]) for index in home.present}
+        home.is_wide = True
+        for index, tensor in old.items():
+            home.view(home.unit.places[index]).copy_(tensor)
+
+    def _consumed_view(self, home: GradHome, place: Place) -> torch.Tensor:
+        assert home.own is not None
+        return place.view(home.own, place.grad_at, place.dtype)
+
+
+def _task() -> int:
+    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+
+
+def _norm_dtype(place: Place) -> torch.dtype | None:
+    return torch.float32 if place.dtype.itemsize < 4 else None
+
+
+def _real_grad(place: Place) -> torch.Tensor | None:
+    with without_torch_function():
+        return place.parameter.grad
+
+
+def _set_real_grad(place: Place, value: torch.Tensor | None) -> None:
+    with without_torch_function():
+        place.parameter.grad = value
+
+
+def _has_hooks(place: Place) -> bool:
+    with without_torch_function():
+        parameter = place.parameter
+        return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

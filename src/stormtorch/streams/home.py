@@ -1,0 +1,270 @@
+"""The registered parameter while its model is streamed, and views of home memory that were handed to the user.
+
+`HomeParameter` is put in the place of ``nn.Parameter`` as the class of the user's own objects, so that every read and
+write of a parameter by user code passes through ``__torch_function__``:
+
+- outside of the model's forward, whatever is pending for the parameter is joined first, so that a value is never stale,
+  and a write tells the streams that the copy on the device is out of date;
+- inside of the model's forward, the parameter's twin on the device takes its place. Modules of a unit hold twins anyway;
+  this serves all other uses, such as a tied weight that is reached through another module.
+
+Tensors that share home memory leave as `HomeView`, which does the same, for as long as they live: ``w = p.data`` taken
+once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` waits for nothing, using it does.
+
+A streamed parameter names the device that computes with it as its ``device``, so that ``x.to(p.device)`` and ``model.device``
+mean what they meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .torch_private import without_torch_function
+from .unit import Place
+
+
+class Access(Protocol):
+    """What the streams offer to user code that touches home memory."""
+
+    device: torch.device
+
+    def in_forward(self) -> bool:
+        """Whether the calling thread is inside a streamed module's forward."""
+
+    def twin(self, place: Place) -> torch.Tensor:
+        """The tensor on the device that stands in for the parameter."""
+
+    def join(self, place: Place, kind: str) -> None:
+        """Block until home memory of this ``kind`` ("weight", "grad" or "state") is up to date."""
+
+    def before_write(self, place: Place, kind: str) -> None:
+        """User code is about to write home memory; joined already."""
+
+    def after_write(self, place: Place, kind: str) -> None:
+        """User code has written it."""
+
+    def grad(self, place: Place) -> torch.Tensor | None:
+        """The gradient, not waited for."""
+
+    def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
+        """Replace the gradient."""
+
+
+# Asked of a tensor without looking at its elements; names of attributes and of methods.
+_METADATA = frozenset(
+    "shape dtype requires_grad is_leaf ndim layout names _version grad_fn _backward_hooks _post_accumulate_grad_hooks "
+    "retains_grad output_nr itemsize nbytes is_sparse is_quantized is_meta is_mkldnn is_nested size numel nelement dim "
+    "ndimension stride is_floating_point is_complex is_contiguous element_size register_hook requires_grad_ "
+    "register_post_accumulate_grad_hook __hash__ __len__ storage_offset has_names is_signed is_inference is_sparse_csr "
+    "is_conj is_neg is_same_size retain_grad _is_view _base grad_dtype _grad is_distributed is_coalesced "
+    "_has_symbolic_sizes_strides is_xpu is_mps is_hpu is_vulkan".split()
+)
+# Gives others the address of the memory, to write there unseen.
+_EXPOSING = frozenset("numpy __array__ data_ptr untyped_storage storage __dlpack__ share_memory_".split())
+
+
+class HomeParameter(nn.Parameter):
+    """A streamed parameter. Its memory is a view of the unit's home image."""
+
+    _storm: tuple[Access, Place]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _through(func, types, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_plain(self.data).clone(), self.requires_grad)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
+
+class HomeView(torch.Tensor):
+    """A tensor over home memory that user code holds. ``_storm_kind`` says whether it is weight, gradient or state."""
+
+    _storm: tuple[Access, Place]
+    _storm_kind: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _through(func, types, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = _plain(self.clone())
+        copy: torch.Tensor = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        access, place = self._storm
+        access.join(place, self._storm_kind)
+        return _plain(self).__reduce_ex__(proto)
+
+
+def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> HomeView:
+    """``tensor``, which lies in home memory, watched."""
+    with without_torch_function():
+        view = tensor.as_subclass(HomeView)
+    view._storm, view._storm_kind = (access, place), kind
+    return view
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    with without_torch_function():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor without the watching, for code that has done the waiting itself."""
+    return _plain(tensor) if isinstance(tensor, (HomeView, HomeParameter)) else tensor
+
+
+def _homes(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[HomeParameter | HomeView]:
+    """The watched tensors among the arguments; lists and tuples of tensors are looked into."""
+    found: list[HomeParameter | HomeView] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (HomeParameter, HomeView)):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, (HomeParameter, HomeView))]
+    return [home for home in found if hasattr(home, "_storm")]
+
+
+def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
+    name: str = getattr(func, "__name__", "")
+    with without_torch_function():
+        if name in ("__get__", "__set__", "__delete__"):
+            attribute: str = getattr(getattr(func, "__self__", None), "__name__", "")
+            special = _ATTRIBUTES.get((attribute, name))
+            if special is not None and hasattr(args[0], "_storm"):
+                return special(func, args)
+            if attribute in _METADATA:
+                return func(*args, **kwargs)
+            name = attribute if name == "__get__" else f"{attribute}_"
+        elif name in _METADATA:
+            return func(*args, **kwargs)
+        homes = _homes(args, kwargs)
+        if not homes:
+            return func(*args, **kwargs)
+        if any(isinstance(home, HomeParameter) and home._storm[0].in_forward() for home in homes):
+            return func(*_with_twins(args), **{key: _with_twins((value,))[0] for key, value in kwargs.items()})
+        return _on_home(func, name, homes, args, kwargs)
+
+
+def _on_home(
+    func: Any, name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    for home in homes:
+        home._storm[0].join(home._storm[1], _kind(home))
+    written = homes if _writes(name, kwargs) else []
+    if name.startswith("_foreach") and written:
+        written = [home for home in written if isinstance(args[0], (list, tuple)) and any(home is a for a in args[0])]
+    elif written and name not in _EXPOSING and "out" not in kwargs:
+        written = [home for home in written if home is args[0] or _is_in(home, args[0])]
+    for home in written:
+        home._storm[0].before_write(home._storm[1], _kind(home))
+    result = func(*args, **kwargs)
+    for home in written:
+        home._storm[0].after_write(home._storm[1], _kind(home))
+    return _watched(result, homes)
+
+
+def _is_in(home: torch.Tensor, value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(home is item for item in value)
+
+
+def _kind(home: HomeParameter | HomeView) -> str:
+    return home._storm_kind if isinstance(home, HomeView) else "weight"
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or name.startswith("__i") or "out" in kwargs or name in _EXPOSING
+
+
+def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
+    """Tensors of the result that lie in home memory, as views; everything else as it is."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(_watched(item, homes) for item in result) if type(result) in (list, tuple) else result
+    if type(result) is not torch.Tensor or result.device.type != "cpu" or result.requires_grad or not result.numel():
+        return result
+    storage = result.untyped_storage().data_ptr()
+    for home in homes:
+        if home.untyped_storage().data_ptr() == storage:
+            return home_view(result, home._storm[0], home._storm[1], _kind(home))
+    return result
+
+
+def _with_twins(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def exchanged(value: Any) -> Any:
+        if isinstance(value, HomeParameter) and hasattr(value, "_storm"):
+            return value._storm[0].twin(value._storm[1])
+        if type(value) in (list, tuple):
+            return type(value)(exchanged(item) for item in value)
+        return value
+
+    return tuple(exchanged(value) for value in args)
+
+
+def _get_grad(func: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(args[0], HomeView):
+        return func(*args)
+    access, place = args[0]._storm
+    return access.grad(place)
+
+
+def _set_grad(func: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(args[0], HomeView):
+        return func(*args)
+    access, place = args[0]._storm
+    access.set_grad(place, args[1] if len(args) > 1 else None)
+    return None
+
+
+def _get_device(func: Any, args: tuple[Any, ...]) -> Any:
+    return args[0]._storm[0].device if isinstance(args[0], HomeParameter) else func(*args)
+
+
+def _is_cuda(func: Any, args: tuple[Any, ...]) -> Any:
+    return args[0]._storm[0].device.type == "cuda" if isinstance(args[0], HomeParameter) else func(*args)
+
+
+def _is_cpu(func: Any, args: tuple[Any, ...]) -> Any:
+    return args[0]._storm[0].device.type == "cpu" if isinstance(args[0], HomeParameter) else func(*args)
+
+
+def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
+    """``p.data = x`` copies: the memory of a streamed parameter is its unit's."""
+    home, value = args
+    access, place = home._storm
+    if isinstance(home, HomeView):
+        return func(*args)
+    if value.shape != place.shape or value.dtype != place.dtype:
+        raise TypeError(
+            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the streamed parameter {place.name!r} "
+            f"({place.dtype}, {tuple(place.shape)}). Close the session first; then stream the model again."
+        )
+    access.join(place, "weight")
+    access.before_write(place, "weight")
+    torch.Tensor.data.__get__(home).copy_(value)  # type: ignore[attr-defined]
+    access.after_write(place, "weight")
+    return None
+
+
+_ATTRIBUTES: dict[tuple[str, str], Callable[[Any, tuple[Any, ...]], Any]] = {
+    ("grad", "__get__"): _get_grad,
+    ("grad", "__set__"): _set_grad,
+    ("grad", "__delete__"): _set_grad,
+    ("device", "__get__"): _get_device,
+    ("is_cuda", "__get__"): _is_cuda,
+    ("is_cpu", "__get__"): _is_cpu,
+    ("data", "__set__"): _set_data,
+}

@@ -1,0 +1,352 @@
+"""Takes over the user's optimizer: ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` keep their meaning.
+
+The object stays the user's; ``step`` and ``zero_grad`` are set on the instance, as bound methods, because a scheduler that
+was built before has done the same, and one that is built later will wrap what it finds. After `release` they fall through
+to the class.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ..core.errors import StormError
+from .adam import AdamStream
+from .gradients import GradHome, GradientStream
+from .home import Access, home_view, plain
+from .parameters import ParameterStream
+from .torch_private import without_torch_function
+from .torch_step import Shadow, TorchStep, as_is, is_separable
+from .unit import Place, Unit
+
+_OWN = ("step", "zero_grad", "_step_supports_amp_scaling")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def runs_as_adam(optimizer: torch.optim.Optimizer, units: list[Unit], masters: bool) -> bool:
+    """Whether our own kernels compute what this optimizer would."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    if any(g["amsgrad"] or g.get("differentiable") or g.get("capturable") for g in optimizer.param_groups):
+        return False
+    dtypes = {place.dtype for unit in units for place in unit.trained}
+    return dtypes <= ({torch.float32, torch.bfloat16, torch.float16} if masters else {torch.float32})
+
+
+class OptimizerStream:
+    """The user's optimizer on streamed parameters."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        access: Access,
+        units: list[Unit],
+        left: list[nn.Parameter],
+        parameters: ParameterStream,
+        gradients: GradientStream,
+        adam: AdamStream | None,
+        masters: bool,
+        mode: str,
+    ) -> None:
+        self.optimizer, self._access, self._units, self._left = optimizer, access, units, left
+        self._parameters, self._gradients, self._adam, self._mode = parameters, gradients, adam, mode
+        self._place = {id(place.parameter): place for unit in units for place in unit.places}
+        self._shadow = Shadow(optimizer, _OWN)
+        self._generic = TorchStep(self._shadow, masters=masters)
+        self._previous = {name: vars(optimizer)[name] for name in _OWN if name in vars(optimizer)}
+        self._released = False
+        self._before_load: dict[str, Any] = {}
+        self._images_before: dict[int, torch.Tensor] = {}
+        self.steps = 0
+        self.on_step: Callable[[], None] = lambda: None
+        target: Any = optimizer
+        target.step = types.MethodType(self._method("step"), optimizer)
+        target.zero_grad = types.MethodType(self._method("zero_grad"), optimizer)
+        target._step_supports_amp_scaling = False  # a GradScaler then unscales the gradients itself
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _optimizer: self.join_all()),
+            optimizer.register_load_state_dict_pre_hook(self._take_state),
+            optimizer.register_load_state_dict_post_hook(self._install_state),
+        ]
+        if adam is not None:
+            if optimizer.state:
+                self._import_state({p: dict(state) for p, state in optimizer.state.items()})
+            if mode == "backward":
+                gradients.consume = self._consume
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        def method(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self._released:
+                return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+            return getattr(self, name)(*args, **kwargs)
+
+        method.__name__ = name
+        if hasattr(vars(self.optimizer).get(name), "_wrapped_by_lr_sched"):
+            method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or the scheduler warns of a foreign step
+        method.__doc__ = getattr(type(self.optimizer), name).__doc__
+        return method
+
+    # --- the step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """``optimizer.step``: returns as soon as the work is queued, or done where the class runs itself."""
+        optimizer: Any = self.optimizer
+        optimizer._opt_called = True  # what a scheduler that was built before looks for
+        for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (closure,) if closure else (), {})
+        if self._adam is None and not is_separable(optimizer):
+            loss = as_is(optimizer, closure)
+        else:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._update_all()
+        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            hook(optimizer, (closure,) if closure else (), {})
+        self.steps += 1
+        self.on_step()
+        return loss
+
+    @torch.no_grad()
+    def _update_all(self) -> None:
+        hyper = self._hyper()
+        for home in self._gradients.homes:
+            for place in home.unit.trained:
+                self._gradients.fold(place)
+            if home.present:
+                self._update(home, hyper)
+        left = [p for p in self._left if p.grad is not None]
+        if left:
+            self._shadow.run([(p, p) for p in left])
+        if self._adam is not None:
+            self._adam.forget_factor()
+            self._count_steps()
+        if self._mode == "serial":
+            self.join_all()
+        self._parameters.load_ahead()
+
+    def _update(self, home: GradHome, hyper: dict[int, dict[int, dict[str, Any]]]) -> None:
+        mine = hyper.get(home.unit.index, {})
+        if not any(index in mine for index in home.present):
+            return
+        if self._adam is not None:
+            self._adam.update(home, mine)
+            return
+        home.join()
+        places = [home.unit.places[index] for index in sorted(home.present) if index in mine]
+        self._wait_for_loads(home.unit)
+        self._generic.update([(place, home.view(place)) for place in places])
+        self._parameters.changed(home.unit, by_step=True)
+
+    def _consume(self, home: GradHome) -> None:
+        """For step="backward": update the unit now, from gradients that have just been sent home."""
+        assert self._adam is not None
+        mine = self._hyper().get(home.unit.index, {})
+        if any(place.index not in mine for place in home.unit.trained if place.index in home.present):
+            return  # not the optimizer's: the user may read these gradients as ever
+        self._adam.update(home, mine)
+        home.present.clear()
+        home.norms.clear()
+        home.consumed = True
+
+    def _hyper(self) -> dict[int, dict[int, dict[str, Any]]]:
+        """Hyperparameters by unit and place, as they are now."""
+        found: dict[int, dict[int, dict[str, Any]]] = {}
+        for group in self.optimizer.param_groups:
+            group.setdefault("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
+            for parameter in group["params"]:
+                place = self._place.get(id(parameter))
+                if place is not None:
+                    found.setdefault(place.unit.index, {})[place.index] = group
+        return found
+
+    def _wait_for_loads(self, unit: Unit) -> None:
+        last = self._parameters.residences[unit.index].last_load
+        if last is not None:
+            last.synchronize()
+
+    # --- gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``optimizer.zero_grad``; with ``set_to_none`` it waits for nothing."""
+        if not set_to_none:
+            type(self.optimizer).zero_grad(self.optimizer, set_to_none=False)
+            return
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        everything = all(id(place.parameter) in mine for unit in self._units for place in unit.trained)
+        if everything:
+            self._gradients.clear()
+        for key in mine:
+            place = self._place.get(key)
+            if place is not None and not everything:
+                self._gradients.set_grad(place, None)
+        for parameter in self._left:
+            if id(parameter) in mine:
+                parameter.grad = None
+        if self._adam is not None:
+            self._adam.forget_factor()
+
+    def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor | None:
+        """Clip without waiting, if that is possible; None if it is not."""
+        if self._adam is None:
+            return None
+        if self._mode == "backward":
+            raise StormError(
+                'Cannot clip: step="backward" has already used the gradients, unit by unit, before their norm was known. '
+                'Use step="forward" (what "auto" takes) to clip.'
+            )
+        norms = []
+        for parameter in parameters:
+            place = self._place.get(id(parameter))
+            if place is None or not place.trained:
+                if parameter.grad is not None:
+                    return None
+                continue
+            self._gradients.fold(place)
+            home = self._gradients.homes[place.unit.index]
+            if place.index not in home.present:
+                continue
+            if place.index not in home.norms:
+                return None
+            norms.append(home.norms[place.index])
+        everything = sum(len(home.present) for home in self._gradients.homes)
+        if len(norms) != everything or not norms:
+            return None
+        return self._adam.clip(norms, max_norm)
+
+    # --- the state, in torch's own format
+
+    def _count_steps(self) -> None:
+        """Give parameters that were updated their entry in ``optimizer.state``, and count."""
+        assert self._adam is not None
+        counted: list[torch.Tensor] = []
+        values: list[int] = []
+        for home in self._adam.homes:
+            for number, place in enumerate(home.unit.trained):
+                steps = home.steps[number]
+                if not steps:
+                    continue
+                state = self.optimizer.state[place.parameter]
+                if "step" not in state:
+                    self._show_state(place)
+                    state = self.optimizer.state[place.parameter]
+                counted.append(state["step"])
+                values.append(steps)
+        for tensor, value in zip(counted, values, strict=True):
+            tensor.fill_(value)
+
+    def _show_state(self, place: Place) -> None:
+        assert self._adam is not None
+        home = self._adam.homes[place.unit.index]
+        state: dict[str, Any] = {"step": torch.tensor(float(home.steps[home.unit.trained.index(place)]))}
+        for name in _MOMENTS:
+            state[name] = home_view(home.moment(name, place), self._access, place, "state")
+        master = home.master(place)
+        if master is not None:
+            state["master"] = home_view(master, self._access, place, "state")
+        self.optimizer.state[place.parameter] = state
+
+    def _import_state(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Take over states that were made by torch, or by an earlier session."""
+        assert self._adam is not None
+        for unit in self._units:
+            home = self._adam.homes[unit.index]
+            for number, place in enumerate(unit.trained):
+                state = states.get(place.parameter)
+                home.steps[number] = 0
+                if not state or "exp_avg" not in state:
+                    self.optimizer.state.pop(place.parameter, None)
+                    home.moment("exp_avg", place).zero_()
+                    home.moment("exp_avg_sq", place).zero_()
+                    continue
+                home.steps[number] = int(state["step"])
+                for name in _MOMENTS:
+                    home.moment(name, place).copy_(plain(state[name]))
+                master = home.master(place)
+                if master is not None and "master" in state:
+                    master.copy_(plain(state["master"]))
+                self._show_state(place)
+
+    def _take_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:  # noqa: ARG002
+        if self._adam is None or self._released:
+            return None
+        self.join_all()
+        self._before_load = state_dict["state"]
+        return {**state_dict, "state": {}}  # torch would cast the states to the parameters' dtype and device
+
+    def _install_state(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._adam is None or self._released:
+            return
+        numbered = [p for group in optimizer.param_groups for p in group["params"]]
+        states = {numbered[key]: dict(value) for key, value in self._before_load.items()}
+        self._before_load = {}
+        for parameter, state in states.items():
+            if id(parameter) not in self._place:
+                optimizer.state[parameter] = state
+        self._import_state(states)
+
+    # --- waiting and ending
+
+    def gate(self, unit: Unit, lane: Any) -> None:
+        if self._adam is not None:
+            self._adam.gate(unit, lane)
+
+    def join(self, unit: Unit) -> None:
+        if self._adam is not None:
+            self._adam.join(unit)
+
+    def join_all(self) -> None:
+        for unit in self._units:
+            self.join(unit)
+
+    def apply_factor(self) -> None:
+        """Somebody looks at gradients that were clipped, but not yet scaled."""
+        if self._adam is not None:
+            self._adam.apply_factor()
+
+    def before_rewrite(self, place: Place) -> None:
+        """The user is about to change a parameter."""
+        if self._adam is not None and place.trained and place.is_split:
+            self._images_before[id(place.parameter)] = plain(place.parameter).detach().clone()
+
+    def rewritten(self, place: Place) -> None:
+        """The user has changed a parameter: masters follow, where the weight is another one now."""
+        self._generic.rewritten(place)
+        before = self._images_before.pop(id(place.parameter), None)
+        if self._adam is not None and before is not None:
+            image = plain(place.parameter).detach()
+            master = self._adam.homes[place.unit.index].master(place)
+            assert master is not None
+            other = torch.zeros_like(master) if place.dtype == torch.bfloat16 else image.to(master.dtype)
+            master.copy_(torch.where(image == before, master, other))
+
+    def release(self) -> None:
+        """Give the optimizer back, with its state in ordinary tensors of the parameters' dtypes."""
+        if self._released:
+            return
+        self._released = True
+        for hook in self._hooks:
+            hook.remove()
+        for name in _OWN:
+            if name in self._previous:
+                setattr(self.optimizer, name, self._previous[name])
+            elif name in vars(self.optimizer):
+                value = vars(self.optimizer)[name]
+                if name == "_step_supports_amp_scaling" or isinstance(value, types.MethodType):
+                    delattr(self.optimizer, name)  # a wrapper that a scheduler made stays, and falls through
+        if self._adam is not None:
+            for unit in self._units:
+                for place in unit.trained:
+                    state = self.optimizer.state.get(place.parameter)
+                    if state and "exp_avg" in state:
+                        state.pop("master", None)
+                        for name in _MOMENTS:
+                            with without_torch_function():
+                                state[name] = plain(state[name]).to(place.dtype)

@@ -1,0 +1,290 @@
+"""Brings units to the device before they are used, and drops them when something nearer needs the room.
+
+All of the device's share for parameters is one pool. A unit stays there until another one that will be used sooner needs
+the bytes: farthest next use goes first. That single rule gives everything that a larger budget should give: the last
+units of forward stay for backward, the first units of backward stay for the next forward, and when all fit, nothing is
+ever loaded twice.
+
+A stay ends in two moments. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*: nothing refers to its
+bytes any more, and they return to the pool behind the last use. Between the two, views that autograd or checkpointing hold
+remain valid (memory/alias.py). Weights that autograd saves for backward are recognised by their storage and replaced by a
+note of which unit they belong to, so that they hold nothing; they are found again, wherever the unit then lies, when
+backward asks for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.errors import OutOfBudget, StormError
+from ..core.sizes import format_bytes
+from ..core.tags import Tag, Tier
+from ..memory.alias import alias
+from ..memory.device_pool import DevicePool, Piece
+from ..memory.lane import Event, Lane
+from ..memory.lanes import Lanes
+from ..memory.ledger import Ledger
+from .order import Order
+from .unit import Unit
+
+_NOTHING: dict[torch.device, torch.Tensor] = {}
+
+
+class Stay:
+    """A unit's copy on the device. ``loaded``: when its bytes are there. ``awaited``: whether compute waits for that."""
+
+    __slots__ = ("awaited", "base", "loaded", "version", "views")
+
+    def __init__(self, base: torch.Tensor, loaded: Event, version: int) -> None:
+        self.base, self.loaded, self.version = base, loaded, version
+        self.awaited = [False]
+        self.views: dict[int, torch.Tensor] = {}
+
+
+@dataclass(eq=False)
+class Residence:
+    """What the stream knows of one unit."""
+
+    unit: Unit
+    image: torch.Tensor  # home
+    stay: Stay | None = None
+    version: int = 0  # of the home image; a stay of an older one is stale
+    updates: int = 0  # optimizer steps, which a graph made before must not span
+    installed: int = 0  # modules that are computing with it right now
+    outdated: bool = False  # its gradients wait for a step that will make the stay stale
+    last_load: Event | None = None
+    loads: int = 0
+
+
+class SavedWeight:
+    """What autograd keeps instead of a weight: which unit, and where in it."""
+
+    __slots__ = ("dtype", "index", "offset", "shape", "stride", "updates")
+
+    def __init__(self, index: int, tensor: torch.Tensor, updates: int) -> None:
+        self.index, self.updates = index, updates
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset = tensor.storage_offset()
+
+
+class ParameterStream:
+    """Loads, evicts, and finds again. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        residences: list[Residence],
+        *,
+        lanes: Lanes,
+        pool: DevicePool,
+        ledger: Ledger,
+        gate: Callable[[Unit, Lane], None],
+        serial: bool,
+    ) -> None:
+        """``gate`` makes a lane wait until the home image of a unit is up to date."""
+        self.residences, self._lanes, self._pool, self._ledger = residences, lanes, pool, ledger
+        self._gate, self._serial = gate, serial
+        self.order = Order(len(residences))
+        self._by_storage: dict[int, Residence] = {}
+        self._current: Residence | None = None
+        self.on_drop: Callable[[Unit], None] = lambda _unit: None
+        self.before_use: Callable[[Unit, Stay], None] | None = None
+        self.before_load: Callable[[Unit], None] | None = None
+        self.misses = 0  # uses that found nothing on the way
+
+    def use(self, unit: Unit) -> Stay:
+        """The unit's weights on the device, with compute waiting for them; what comes next is loaded ahead."""
+        residence = self.residences[unit.index]
+        self.order.visit(unit.index)
+        self._current = residence
+        stay = self._present(residence)
+        if not stay.awaited[0] or self._lanes.device.type == "cuda":  # another stream may be computing now
+            self._lanes.compute.wait(stay.loaded)
+            stay.awaited[0] = True
+        if self.before_use is not None:
+            self.before_use(unit, stay)
+        self.load_ahead()
+        return stay
+
+    def hold(self, unit: Unit) -> None:
+        """Forbid eviction until ``release``."""
+        self.residences[unit.index].installed += 1
+
+    def release(self, unit: Unit) -> None:
+        residence = self.residences[unit.index]
+        residence.installed -= 1
+        self.leave(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """The unit is not being computed with any more; its room may serve the next."""
+        if self._current is self.residences[unit.index]:
+            self._current = None
+        self.load_ahead()
+
+    def changed(self, unit: Unit, *, by_step: bool) -> None:
+        """The home image is about to change, or has: copies on the device are stale."""
+        residence = self.residences[unit.index]
+        residence.version += 1
+        residence.updates += by_step
+        residence.outdated = False
+
+    def updated_in_place(self, unit: Unit) -> None:
+        """The present stay has been given the new weights on the device itself; they follow to the home image."""
+        residence = self.residences[unit.index]
+        residence.version += 1
+        residence.updates += 1
+        residence.outdated = False
+        if residence.stay is not None:
+            residence.stay.version = residence.version
+
+    def load_ahead(self) -> None:
+        """Enqueue loads of what should be used next, as far as there is room that nothing sooner needs."""
+        if self._serial:
+            return
+        for index, distance in self.order.upcoming():
+            residence = self.residences[index]
+            if self._is_current(residence):
+                continue
+            if residence.outdated:
+                continue  # a step will change it first
+            if residence.stay is not None:
+                if residence.installed:
+                    continue
+                self._drop(residence)
+            if self._load(residence, distance) is None:
+                return
+
+    def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
+        """``size`` bytes of the pool for something else than weights; evicts what it must."""
+        piece = self._take(size, lane, 0)
+        if piece is None:
+            raise self._no_room(size, tag)
+        return piece
+
+    def try_room(self, size: int, lane: Lane, distance: float) -> Piece | None:
+        """The same, but nothing that is used sooner than ``distance`` gives way for it."""
+        return self._take(size, lane, distance)
+
+    def drop_all(self) -> None:
+        """Forget every copy on the device."""
+        self._current = None
+        for residence in self.residences:
+            if residence.stay is not None:
+                self._drop(residence)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For autograd's saved-tensor hooks: weights become notes, everything else stays as it is."""
+        if tensor.device != self._lanes.device or tensor.layout is not torch.strided:
+            return tensor
+        residence = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        if residence is None or tensor.numel() == 0:
+            return tensor
+        return SavedWeight(residence.unit.index, tensor, residence.updates)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, SavedWeight):
+            result: torch.Tensor = saved
+            return result
+        residence = self.residences[saved.index]
+        if residence.updates != saved.updates:
+            raise StormError(
+                f"Cannot run backward: the weights of {residence.unit.name!r} were changed by an optimizer step after this "
+                "forward. Call backward before step, or run the forward again."
+            )
+        stay = self.use(residence.unit)
+        return stay.base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+
+    def _is_current(self, residence: Residence) -> bool:
+        return residence.stay is not None and residence.stay.version == residence.version
+
+    def _present(self, residence: Residence) -> Stay:
+        if residence.stay is not None and not self._is_current(residence):
+            self._drop(residence)
+        if residence.stay is None:
+            self.misses += 1
+            if self._load(residence, 0) is None:
+                raise self._no_room(residence.unit.image_bytes, Tag.PARAMETERS)
+        assert residence.stay is not None
+        return residence.stay
+
+    def _load(self, residence: Residence, distance: float) -> Stay | None:
+        unit = residence.unit
+        if self.before_load is not None:
+            self.before_load(unit)
+        lane = self._lanes.load
+        piece = self._take(unit.image_bytes, lane, distance)
+        if piece is None:
+            return None
+        awaited = [False]
+        loaded: list[Event] = []
+        base = alias(piece.bytes, functools.partial(self._gone, piece, awaited, loaded))
+        self._gate(unit, lane)
+        lane.copy(base, residence.image, Tag.PARAMETERS)
+        loaded.append(lane.record())
+        residence.stay = Stay(base, loaded[0], residence.version)
+        residence.stay.awaited = awaited
+        residence.last_load = loaded[0]
+        residence.loads += 1
+        self._by_storage[base.data_ptr()] = residence
+        if self._serial:
+            loaded[0].synchronize()
+        return residence.stay
+
+    def _take(self, size: int, lane: Lane, distance: float) -> Piece | None:
+        """Room for ``size`` bytes, if need be from stays whose next use is farther than ``distance``."""
+        while (piece := self._pool.take(size, lane)) is None:
+            victims = [
+                (self._distance(residence), residence.unit.index)
+                for residence in self.residences
+                if residence.stay is not None and not residence.installed and residence is not self._current
+            ]
+            victims = [victim for victim in victims if victim[0] > distance]
+            if not victims:
+                if distance == 0 and self._current is not None and self._current.stay and not self._current.installed:
+                    self._drop(self._current)
+                    continue
+                return None
+            self._drop(self.residences[max(victims)[1]])
+        return piece
+
+    def _distance(self, residence: Residence) -> float:
+        if residence.outdated or not self._is_current(residence):
+            return float("inf")
+        return self.order.distance(residence.unit.index)
+
+    def _drop(self, residence: Residence) -> None:
+        stay, residence.stay = residence.stay, None
+        assert stay is not None
+        self._by_storage.pop(stay.base.data_ptr(), None)
+        self.on_drop(residence.unit)
+        stay.views.clear()
+        del stay
+
+    def _gone(self, piece: Piece, awaited: list[bool], loaded: list[Event]) -> None:
+        """Called when nothing refers to a stay's bytes any more, possibly from a finalizer."""
+        if loaded and not awaited[0]:
+            self._pool.give(piece, loaded[0])
+        else:
+            self._pool.give(piece, self._lanes.compute.record())
+
+    def _no_room(self, size: int, tag: Tag) -> OutOfBudget:
+        budget = self._ledger.budgets[Tier.DEVICE]
+        held = sum(r.unit.image_bytes for r in self.residences if r.stay is not None and r.installed)
+        return OutOfBudget(
+            f"Cannot find {format_bytes(size)} on the device for {tag.name}",
+            f"{format_bytes(self._pool.taken_bytes)} of the pool's {format_bytes(self._pool.capacity_bytes)} are in use, "
+            f"{format_bytes(held)} of them by modules that are computing",
+            f"The limit is {budget.given}.",
+            "Raise it, or make the model's blocks smaller.",
+        )
+
+
+def nothing(device: torch.device) -> torch.Tensor:
+    """An empty tensor for twins whose stay has ended."""
+    if device not in _NOTHING:
+        _NOTHING[device] = torch.empty(0, dtype=torch.uint8, device=device)
+    return _NOTHING[device]

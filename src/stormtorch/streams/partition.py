@@ -1,0 +1,150 @@
+"""Finds the units of a model from its own structure; no model-specific code.
+
+A *block* is an element of a list of modules (``ModuleList``, ``Sequential``, ``ModuleDict``): the repetition that nearly
+every large model has. Everything outside the lists is taken child by child. What is too large for the budget is taken
+apart again, neighbours that are small are put together. A parameter that several modules share belongs to the unit that
+comes first; the others use it as guests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..core.errors import SettingError
+from ..core.sizes import MiB
+from .unit import Unit
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(eq=False)
+class Use:
+    """A place where a module holds a parameter: ``module.name``."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+@dataclass(eq=False)
+class Entry:
+    """A module whose call brings its parameters to the device: all in its subtree, or only its own."""
+
+    module: nn.Module
+    uses: list[Use]
+    units: list[Unit] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    units: list[Unit]
+    entries: list[Entry]
+    left: list[nn.Parameter]  # parameters that stay on the device, as ordinary ones
+
+
+@dataclass(eq=False)
+class _Candidate:
+    name: str
+    module: nn.Module
+    deep: bool  # whether the whole subtree belongs to it
+
+    def uses(self) -> list[Use]:
+        modules = self.module.modules() if self.deep else [self.module]
+        found = []
+        for module in modules:
+            found += [Use(module, name, p) for name, p in module._parameters.items() if p is not None]
+        return found
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.nbytes for p in {id(use.parameter): use.parameter for use in self.uses()}.values())
+
+
+def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None, leave: list[str]) -> Partition:
+    """Units in the order in which the model holds them. ``unit_limit_bytes``: larger ones are taken apart if they can."""
+    names = dict(model.named_modules())
+    for name in [*(only or []), *leave]:
+        if name not in names:
+            near = sorted(known for known in names if known.split(".")[0] == name.split(".")[0])[:8]
+            raise SettingError(f"The model has no module {name!r}. Accepted: names such as {near or sorted(names)[:8]}.")
+    left_modules = {id(inner) for name in leave for inner in names[name].modules()}
+    if only is not None:
+        chosen = {id(inner) for name in only for inner in names[name].modules()}
+        left_modules |= {id(module) for module in model.modules() if id(module) not in chosen}
+    candidates = [c for c in _candidates("", model, unit_limit_bytes) if c.bytes]
+    parameter_names = {id(p): name for name, p in model.named_parameters()}
+    units: list[Unit] = []
+    entries: list[Entry] = []
+    left: dict[int, nn.Parameter] = {}
+    owner: dict[int, Unit] = {}
+    for group in _merged(candidates, unit_limit_bytes):
+        made = [Entry(c.module, c.uses()) for c in group]
+        for entry in made:
+            for use in list(entry.uses):
+                if isinstance(use.parameter, nn.parameter.UninitializedTensorMixin):
+                    raise SettingError(f"The parameter {use.name!r} has no shape yet. Run one forward first.")
+                if id(use.module) in left_modules or type(use.parameter) is not nn.Parameter:
+                    left[id(use.parameter)] = use.parameter
+                    entry.uses.remove(use)
+        fresh = {
+            id(use.parameter): use.parameter
+            for entry in made
+            for use in entry.uses
+            if id(use.parameter) not in owner and id(use.parameter) not in left
+        }
+        if fresh:
+            unit = Unit(len(units), group[0].name or "root", [(parameter_names[key], p) for key, p in fresh.items()])
+            units.append(unit)
+            owner.update(dict.fromkeys(fresh, unit))
+        entries += made
+    for entry in entries:
+        entry.uses = [use for use in entry.uses if id(use.parameter) not in left]
+        entry.units = list({owner[id(use.parameter)].index: owner[id(use.parameter)] for use in entry.uses}.values())
+    return Partition(units, [entry for entry in entries if entry.uses], list(left.values()))
+
+
+def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate]:
+    """In the order of the model; together they cover every parameter of ``module`` once."""
+    if any(p is not None for p in module._parameters.values()):
+        yield _Candidate(name, module, deep=False)
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        whole = _Candidate(path, child, deep=True)
+        opaque = isinstance(child, (nn.MultiheadAttention, nn.RNNBase))  # one operation uses all that is below
+        block = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
+        inside = child.children() is not None and any(True for _ in child.children())
+        if opaque or not inside or ((block or not _has_lists(child)) and whole.bytes <= limit):
+            yield whole
+        else:
+            yield from _candidates(path, child, limit)
+
+
+def _has_lists(module: nn.Module) -> bool:
+    """Whether there is a list of at least two modules with parameters below ``module`` (or it is one)."""
+    return any(
+        isinstance(inner, _LISTS) and sum(any(True for _ in child.parameters()) for child in inner.children()) >= 2
+        for inner in module.modules()
+    )
+
+
+def _merged(candidates: list[_Candidate], limit: int) -> Iterator[list[_Candidate]]:
+    """Neighbours that are small beside the largest, put together up to half its size."""
+    target = max(max((c.bytes for c in candidates), default=0) // 2, min(4 * MiB, limit // 4))
+    group: list[_Candidate] = []
+    size = 0
+    for candidate in candidates:
+        if group and size + candidate.bytes > target:
+            yield group
+            group, size = [], 0
+        group.append(candidate)
+        size += candidate.bytes
+    if group:
+        yield group
+
+
+def parameters_of(units: list[Unit]) -> list[torch.nn.Parameter]:
+    return [place.parameter for unit in units for place in unit.places]

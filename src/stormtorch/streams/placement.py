@@ -1,0 +1,64 @@
+"""Where things go, decided in one place, as data with its reason. A simple rule for now; a planner may replace it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core.errors import OutOfBudget
+from ..core.sizes import GiB, MiB, format_bytes, round_down
+from ..core.tags import Tier
+from ..memory.ledger import Ledger
+from .partition import Partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What lies where. ``pool_bytes``: the device's share for weights, gradient buckets and states on their way."""
+
+    pool_bytes: int
+    whole_bytes: int  # the pool that would hold everything
+    reason: str
+
+    @property
+    def is_whole(self) -> bool:
+        return self.pool_bytes >= self.whole_bytes
+
+
+def place(partition: Partition, device: torch.device, ledger: Ledger, *, training: bool) -> Placement:
+    """The placement to begin with; `grown` is what it becomes once activations have been measured."""
+    units = partition.units
+    images = sum(unit.image_bytes + 512 for unit in units)
+    largest = max((unit.image_bytes for unit in units), default=0)
+    entry = max((sum(unit.image_bytes + 512 for unit in entry.units) for entry in partition.entries), default=0)
+    bucket = max((unit.grad_bytes for unit in units), default=0) + 512 if training else 0
+    wide = max((unit.wide_bytes for unit in units if unit.has_wide_form), default=0) if training else 0
+    least = entry + largest + max(2 * bucket, bucket + wide) + 512
+    whole = 512 + images + max(3 * bucket, bucket + 2 * wide)
+    free = round_down(ledger.free_bytes(Tier.DEVICE), 512)
+    budget = ledger.budgets[Tier.DEVICE]
+    if least > free:
+        raise OutOfBudget(
+            f"Cannot stream this model through {format_bytes(free)} of device memory for PARAMETERS",
+            f"the largest block and the one after it, with their gradients, need {format_bytes(least)}",
+            f"The limit is {budget.given}.",
+            "Raise it, or split the largest layer.",
+        )
+    if device.type == "cpu" or whole <= free // 8:
+        pool = min(whole, free)
+        why = "all of it fits" if pool == whole else f"all that {budget.given} allows; the whole needs {format_bytes(whole)}"
+        return Placement(pool_bytes=pool, whole_bytes=whole, reason=why)
+    pool = min(whole, max(least, min(5 * largest + 3 * bucket, free // 4)))
+    return Placement(
+        pool_bytes=pool,
+        whole_bytes=whole,
+        reason=f"{format_bytes(pool)} until activations have been measured; the whole needs {format_bytes(whole)}",
+    )
+
+
+def growth(placement: Placement, *, pool_bytes: int, limit_bytes: int, peak_bytes: int, step_bytes: int) -> int:
+    """How much the pool may grow, given the device's peak so far; in whole units of ``step_bytes``."""
+    spare = limit_bytes - peak_bytes - max(256 * MiB, min(limit_bytes // 50, GiB))
+    more = min(spare, placement.whole_bytes - pool_bytes)
+    return more if more >= step_bytes else 0

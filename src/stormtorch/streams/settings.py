@@ -1,0 +1,59 @@
+"""What a user sets when streaming, checked; and what tests inject."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..core.errors import SettingError
+from ..memory.lane import Delay
+
+STEPS = ("auto", "backward", "forward", "serial")
+ACTIVATIONS = ("auto", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of `storm.stream`; see there for what each one means."""
+
+    vram: object = "auto"
+    ram: object = "auto"
+    disk: Path | str | None = None
+    device: torch.device | str = "auto"
+    activations: str = "auto"
+    step: str = "auto"
+    master_dtype: torch.dtype | None = torch.float32
+    only: Sequence[str] | None = None
+    leave: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.step not in STEPS:
+            raise SettingError(f"step={self.step!r} cannot be meant. Accepted: {_listed(STEPS)}.")
+        if self.activations not in ACTIVATIONS:
+            raise SettingError(
+                f"activations={self.activations!r} is not available. Accepted: {_listed(ACTIVATIONS)} (activations are "
+                "kept; use torch.utils.checkpoint to recompute them)."
+            )
+        if self.master_dtype not in (None, torch.float32):
+            raise SettingError(f"master_dtype={self.master_dtype!r} cannot be meant. Accepted: torch.float32 or None.")
+        if self.disk is not None:
+            raise SettingError("disk= is not available for training yet. Accepted: None.")
+        for name, value in (("only", self.only), ("leave", self.leave)):
+            if isinstance(value, str):
+                raise SettingError(f"{name}={value!r} cannot be meant. Accepted: a list of module names.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What tests inject into a session: delays inside the lanes, NaN in every piece of the device that is freed."""
+
+    delay: Delay | None = None
+    poison: bool = False
+    device_share: float | None = None  # of the optimizer's work, instead of the automatic choice
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(repr(word) for word in words)

@@ -1,0 +1,29 @@
+"""Every use of torch's private interfaces by the streams, in one place; tests/streams/test_torch_private.py watches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a node of autograd's engine, as recomputation for checkpointing is."""
+    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Run ``call`` when the backward pass that the calling thread is in has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether somebody's saved-tensor hooks, checkpointing's for one, are in force on this thread.
+
+    Hooks do not nest: only the innermost ones run, so ours must not be put over others.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+
+
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass

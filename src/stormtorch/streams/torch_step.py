@@ -1,0 +1,107 @@
+"""Every optimizer other than Adam: the user's own, run unit by unit on home memory.
+
+The optimizer's class does the arithmetic, on tensors of the parameters' own shapes, so that matrix optimizers see matrices.
+It is given a *shadow* of the user's optimizer: the same attributes and the same state, but only one unit's parameters. For
+models in bf16 or fp16 these are fp32 masters, from which the image is rounded afterwards.
+
+This needs that a parameter's update depends on no other parameter. It holds for all of ``torch.optim`` but LBFGS; LBFGS
+and optimizers that we do not know are called as they are, on all parameters at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .home import HomeParameter
+from .torch_private import without_torch_function
+from .unit import Place
+
+
+def is_separable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it may be run one unit at a time."""
+    return type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+class Shadow:
+    """The user's optimizer, restricted to some parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, own_names: Iterable[str]) -> None:
+        """``own_names``: attributes that were put on the instance for streaming, and that the shadow must not have."""
+        self._optimizer, self._own_names = optimizer, frozenset(own_names)
+        step: Any = type(optimizer).step
+        self._step: Callable[[Any], Any] = getattr(step, "__wrapped__", step)  # without the hooks, which run once
+
+    def run(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Update the second of each pair with the state of the first."""
+        optimizer = self._optimizer
+        shadow: Any = object.__new__(type(optimizer))
+        shadow.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in self._own_names})
+        shadow._optimizer_step_pre_hooks = OrderedDict()
+        shadow._optimizer_step_post_hooks = OrderedDict()
+        stand_in = {id(parameter): other for parameter, other in pairs}
+        shadow.param_groups = [
+            {**group, "params": [stand_in[id(p)] for p in group["params"] if id(p) in stand_in]}
+            for group in optimizer.param_groups
+        ]
+        shadow.param_groups = [group for group in shadow.param_groups if group["params"]]
+        shadow.state = defaultdict(dict)
+        for parameter, other in pairs:
+            if parameter in optimizer.state:
+                shadow.state[other] = optimizer.state[parameter]
+        self._step(shadow)
+        for parameter, other in pairs:
+            if other in shadow.state:
+                optimizer.state[parameter] = shadow.state[other]
+
+
+class TorchStep:
+    """Runs a separable optimizer on home memory, on the calling thread."""
+
+    def __init__(self, shadow: Shadow, *, masters: bool) -> None:
+        self._shadow, self._masters = shadow, masters
+        self._stand_ins: dict[int, nn.Parameter] = {}
+
+    def update(self, places: list[tuple[Place, torch.Tensor]]) -> None:
+        """Update parameters, given their gradients in home memory; both must be up to date."""
+        pairs = []
+        for place, grad in places:
+            stand_in = self._stand_in(place)
+            stand_in.grad = grad.to(stand_in.dtype)
+            pairs.append((place.parameter, stand_in))
+        self._shadow.run(pairs)
+        for place, _ in places:
+            stand_in = self._stand_ins[id(place.parameter)]
+            stand_in.grad = None
+            if stand_in.dtype != place.dtype:
+                with torch.no_grad(), without_torch_function():
+                    place.parameter.data.copy_(stand_in)
+
+    def rewritten(self, place: Place) -> None:
+        """The user has changed the weights: the master follows, where it differs."""
+        stand_in = self._stand_ins.get(id(place.parameter))
+        if stand_in is not None and stand_in.dtype != place.dtype:
+            with torch.no_grad(), without_torch_function():
+                image = place.parameter.data
+                stand_in.copy_(torch.where(stand_in.to(place.dtype) == image, stand_in, image.to(stand_in.dtype)))
+
+    def _stand_in(self, place: Place) -> nn.Parameter:
+        key = id(place.parameter)
+        if key not in self._stand_ins:
+            with without_torch_function():
+                home = place.parameter.data
+                if self._masters and place.is_split:
+                    home = home.float()
+                self._stand_ins[key] = nn.Parameter(home)
+        return self._stand_ins[key]
+
+
+def as_is(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
+    """The optimizer's own step, on the streamed parameters themselves: each access joins what is pending."""
+    assert all(isinstance(p, (HomeParameter, nn.Parameter)) for group in optimizer.param_groups for p in group["params"])
+    step: Any = type(optimizer).step
+    return getattr(step, "__wrapped__", step)(optimizer, closure) if closure else getattr(step, "__wrapped__", step)(optimizer)

@@ -1,0 +1,581 @@
+"""What the laws are tried on: small models of every kind, a loop that records, and a plain twin beside each.
+
+A law never knows what a number should be. It knows that the streamed side and the plain side must have the same one.
+Sizes are multiples of 8 per parameter, because the last ``numel % 8`` elements go through another loop in torch's fused
+kernel (tests/native/test_adamw_torch.py); one case keeps odd sizes on purpose.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from stormtorch.api import Session
+from stormtorch.core.sizes import round_up
+from stormtorch.memory.lane import Delay
+from stormtorch.streams.settings import Settings, Trial
+
+Batch = tuple[torch.Tensor, ...]
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+T = TypeVar("T")
+
+WIDTH, VOCABULARY, ROWS, LENGTH = 32, 32, 4, 8
+MAX_NORM = 0.5  # below the norms of these models, so that clipping changes every number
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        # written out: the fused kernels add up in no fixed order on a GPU
+        masked = scores + torch.full(scores.shape[-2:], float("-inf"), dtype=x.dtype, device=x.device).triu(1)
+        x = x + self.o((masked.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + torch.as_tensor(self.down(functional.silu(self.gate(h)) * self.up(h)))
+
+
+class Llama(nn.Module):
+    def __init__(self, *, blocks: int = 6, width: int = WIDTH, tied: bool = False, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width, 4) for _ in range(blocks))
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
+        return torch.as_tensor(self.head(self.norm(x)))
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.relu(self.norm(self.conv(x)))
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.body = nn.Sequential(*(ConvBlock(16) for _ in range(5)))
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.head(self.body(self.stem(x)).mean((2, 3))))
+
+
+class MoeBlock(nn.Module):
+    """Top-1 routing by the data. The last two experts are never chosen; of the others each batch leaves some out."""
+
+    def __init__(self, width: int, experts: int = 8) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, chosen = self.router(x)[..., :-2].softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = chosen == number
+            if bool(rows.any()):
+                out[rows] = expert(x[rows]) * weight[rows].unsqueeze(-1)
+        return x + out
+
+
+class Moe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(MoeBlock(16) for _ in range(4))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :2])  # few tokens: experts stay unused
+        for block in self.blocks:
+            x = block(x)
+        return torch.as_tensor(functional.pad(self.head(x), (0, 0, 0, tokens.shape[1] - 2)))
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trainable low-rank path beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        nn.init.normal_(self.b.weight, std=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.base(x) + self.b(self.a(x)))
+
+
+def adapt(model: nn.Module) -> nn.Module:
+    """``model`` frozen, with adapters at q and v of every block."""
+    model.requires_grad_(False)
+    for block in model.modules():
+        if isinstance(block, LlamaBlock):
+            block.q, block.v = Adapted(block.q), Adapted(block.v)  # type: ignore[assignment]
+    return model
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.first, self.second = nn.LSTM(16, 16, batch_first=True), nn.LSTM(16, 16, num_layers=2, batch_first=True)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, state = self.first(self.embed(tokens))
+        x, _ = self.second(x, tuple(part.repeat(2, 1, 1) for part in state))
+        return torch.as_tensor(self.head(x))
+
+
+class Dropping(nn.Module):
+    """torch's own encoder layers: their attention reads ``out_proj.weight`` without ever calling ``out_proj``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True) for _ in range(4)
+        )
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return torch.as_tensor(self.head(x))
+
+
+class Bare(nn.Module):
+    """Parameters and a buffer directly on the root, no child at all."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(VOCABULARY, 16))
+        self.inner = nn.Parameter(torch.randn(16, 16) / 4)
+        self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.table[tokens] @ self.inner) * self.scale
+        return x @ self.table.t() + self.bias
+
+
+class ChainBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.as_tensor(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Chain(nn.Module):
+    """Blocks in whatever order the caller wants."""
+
+    def __init__(self, blocks: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(ChainBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, order: Sequence[int] | None = None) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index in range(len(self.blocks)) if order is None else order:
+            x = self.blocks[index](x)
+        return torch.as_tensor(self.head(x))
+
+
+def huggingface(**changes: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+        **changes,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model.train()
+
+
+# ----------------------------------------------------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its data and its loss. ``build`` and ``batch`` give the same numbers at every call."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    loss: Callable[[nn.Module, Batch], torch.Tensor]
+
+    def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make().to(dtype)
+
+
+def tokens(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    return x[:, :-1].contiguous(), x[:, 1:].contiguous()
+
+
+def images(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 3, 6, 6, generator=generator), torch.randint(8, (ROWS,), generator=generator)
+
+
+def vectors(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 13, generator=generator), torch.randint(5, (ROWS,), generator=generator)
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> torch.Tensor:
+    logits = model(batch[0]).float()
+    return functional.cross_entropy(logits.flatten(0, -2), batch[1].to(logits.device).flatten())
+
+
+def huggingface_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return torch.as_tensor(model(input_ids=batch[0], labels=batch[0]).loss)
+
+
+LLAMA = Case("llama", Llama, tokens, cross_entropy)
+RECOMPUTED = Case("llama-recomputed", lambda: Llama(recompute=True), tokens, cross_entropy)
+CHAIN = Case("chain", Chain, tokens, cross_entropy)
+HUGGINGFACE = Case("huggingface", huggingface, tokens, huggingface_loss)
+OTHERS = [
+    HUGGINGFACE,
+    Case("conv", ConvNet, images, cross_entropy),
+    Case("tied", lambda: Llama(tied=True), tokens, cross_entropy),
+    Case("moe", Moe, tokens, cross_entropy),
+    Case("lora", lambda: adapt(Llama()), tokens, cross_entropy),
+    Case("lstm", Recurrent, tokens, cross_entropy),
+    Case("dropout", Dropping, tokens, cross_entropy),
+    Case("bare", Bare, tokens, cross_entropy),
+]
+ODD = Case(
+    "odd",
+    lambda: nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 5)),
+    vectors,
+    cross_entropy,
+)
+
+
+def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trainable, **{"lr": 1e-2, "weight_decay": 0.1, **settings})
+
+
+# --------------------------------------------------------------------------------------------------------- budgets
+
+
+def blocks(module: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """The parameters that move together, as anybody would cut the model: the items of its lists, then what is left."""
+    lists = (nn.ModuleList, nn.Sequential)
+    if isinstance(module, lists):
+        for child in module:
+            yield list(child.parameters())
+    elif any(isinstance(inner, lists) for inner in module.modules()):
+        yield list(module.parameters(recurse=False))
+        for child in module.children():
+            yield from blocks(child)
+    else:
+        yield list(module.parameters())
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def tight(model: nn.Module) -> int:
+    """A budget of three and a half of the largest block, two gradient buckets and the buffers: the rest must move."""
+    weights = gradients = 0
+    for block in blocks(model):
+        weights = max(weights, round_up(sum(round_up(p.nbytes, 64) for p in block), 4096))
+        gradients = max(gradients, round_up(sum(round_up(4 * p.numel(), 64) for p in block if p.requires_grad), 4096))
+    buffers = round_up(sum(round_up(buffer.nbytes, 64) for buffer in model.buffers()), 4096)
+    return weights * 7 // 2 + 2 * gradients + buffers
+
+
+def jitter(device: torch.device, seed: int) -> Delay:
+    """Mostly nothing, now and then up to two milliseconds, in whatever lane asks."""
+    chance = random.Random(seed)
+
+    def delay() -> None:
+        if chance.random() < 0.2:
+            if device.type == "cpu":
+                time.sleep(chance.random() * 2e-3)
+            else:
+                torch.cuda._sleep(int(chance.random() * 4e6))
+
+    return delay
+
+
+def stream(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    vram: object = "tight",
+    step: str = "forward",
+    seed: int | None = None,
+    **settings: Any,
+) -> Session:
+    """A session as the laws want it; with a ``seed``, delayed at random and poisoned."""
+    device = torch.device(device)
+    budget = tight(model) if vram == "tight" else vram
+    trial = Trial(delay=None if seed is None else jitter(device, seed), poison=seed is not None)
+    return Session(model, optimizer, Settings(vram=budget, device=str(device), step=step, **settings), trial=trial)
+
+
+# ------------------------------------------------------------------------------------------------------ comparison
+
+
+def frozen(value: Any) -> Any:
+    """``value`` as it is now, on the CPU: what a later step does to it is not seen."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: frozen(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [frozen(inner) for inner in value]
+    return copy.deepcopy(value)
+
+
+def same(streamed: Any, plain: Any, what: str, *, exact: bool = True) -> None:
+    """Bit for bit, whatever is nested in what; ``exact=False``: as close as two kernels of one formula."""
+    if isinstance(plain, torch.Tensor):
+        assert isinstance(streamed, torch.Tensor), f"{what}: {streamed!r} where plain PyTorch has a tensor"
+        ours, theirs = streamed.detach().cpu(), plain.detach().cpu()
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), f"{what}: {ours.dtype} {tuple(ours.shape)}"
+        if not exact:
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, msg=lambda text: f"{what}: {text}")
+        elif not torch.equal(ours.to_dense(), theirs.to_dense()):
+            differing = ours.to_dense() != theirs.to_dense()
+            far = (ours.to_dense().double() - theirs.to_dense().double()).abs().max()
+            raise AssertionError(f"{what}: {int(differing.sum())} of {differing.numel()} differ, by up to {far:.3g}")
+    elif isinstance(plain, Mapping):
+        assert list(streamed) == list(plain), f"{what}: keys {list(streamed)}, plain PyTorch has {list(plain)}"
+        for key in plain:
+            same(streamed[key], plain[key], f"{what}[{key!r}]", exact=exact)
+    elif isinstance(plain, list | tuple):
+        assert len(streamed) == len(plain), f"{what}: {len(streamed)} items, plain PyTorch has {len(plain)}"
+        for index, (ours, theirs) in enumerate(zip(streamed, plain, strict=True)):
+            same(ours, theirs, f"{what}[{index}]", exact=exact)
+    else:
+        assert streamed == plain, f"{what}: {streamed!r}, plain PyTorch has {plain!r}"
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: frozen(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def master(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.Tensor:
+    """The fp32 master of a bf16 parameter, from its optimizer state: kept whole, or as a 16-bit remainder."""
+    from stormtorch.native.split import join
+
+    for name, value in optimizer.state[parameter].items():
+        if isinstance(value, torch.Tensor) and value.numel() == parameter.numel():
+            if value.dtype == torch.int16:
+                return join(parameter.detach().cpu(), value.cpu().view_as(parameter))
+            if "master" in str(name) and value.dtype == torch.float32:
+                return value.cpu()
+    raise AssertionError(f"no master among {list(optimizer.state[parameter])}")
+
+
+# ------------------------------------------------------------------------------------------------------------ loops
+
+
+@dataclass
+class History:
+    """What a run left behind."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    norms: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[int, Any] = field(default_factory=dict)
+    parameters: Any = None
+    states: Any = None
+    answer: torch.Tensor | None = None
+
+    def check(self, plain: History) -> None:
+        same(self.losses, plain.losses, "losses")
+        same(self.gradients, plain.gradients, "gradients of step")
+        same(self.parameters, plain.parameters, "state_dict")
+        same(self.states, plain.states, "optimizer")
+        same(self.answer, plain.answer, "loss in eval")
+
+
+def on(batch: Batch, device: torch.device) -> Batch:
+    return tuple(tensor.to(device) for tensor in batch)
+
+
+def train(
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    accumulate: int = 1,
+    clip: str = "off",
+    device: torch.device | str = "cpu",
+    session: Session | None = None,
+    norms: Sequence[torch.Tensor] = (),
+    look: Sequence[int] = (),
+) -> History:
+    """The loop of design.md, for either side. ``look``: steps whose gradients are read, and so waited for.
+
+    With ``clip="session"`` the session adds up its norm in its own order; the plain side takes the ``norms`` that it
+    found, after seeing that they are right within rounding, so that everything behind them can be equal in every bit.
+    """
+    history, device = History(), torch.device(device)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for step in range(steps):
+        for part in range(accumulate):
+            number = step * accumulate + part
+            torch.manual_seed(number)
+            loss = case.loss(model, on(case.batch(number), device))
+            (loss / accumulate).backward()
+            history.losses.append(loss.detach())
+        if clip == "torch":
+            history.norms.append(nn.utils.clip_grad_norm_(parameters, MAX_NORM))
+        elif clip == "session" and session is not None:
+            history.norms.append(session.clip_grad_norm_(MAX_NORM))
+        elif clip == "session":
+            total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            torch.testing.assert_close(norms[step].detach().cpu(), total.cpu(), rtol=1e-5, atol=0.0)
+            nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, norms[step].to(total.device))
+        if step in look:
+            history.gradients[step] = gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    history.parameters = frozen(model.state_dict())
+    history.states = frozen(optimizer.state_dict())
+    model.eval()
+    with torch.no_grad():
+        history.answer = case.loss(model, on(case.batch(steps), device)).cpu()
+    model.train()
+    return history
+
+
+@dataclass
+class Side:
+    """One of two: the streamed side has a session, the plain one has none."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    case: Case
+    device: torch.device
+    session: Session | None = None
+
+    def batch(self, step: int) -> Batch:
+        return on(self.case.batch(step), self.device)
+
+    def loss(self, step: int) -> torch.Tensor:
+        return self.case.loss(self.model, self.batch(step))
+
+    def step(self, step: int) -> torch.Tensor:
+        """An ordinary step; its gradients can be read afterwards."""
+        self.optimizer.zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def named(self, name: str) -> nn.Parameter:
+        return self.model.get_parameter(name)
+
+
+class Pair:
+    """A streamed model and its plain twin; whatever is done to both must have the same outcome."""
+
+    def __init__(
+        self,
+        case: Case = CHAIN,
+        optimizer: Optimizers = adamw,
+        *,
+        device: torch.device | str = "cpu",
+        before: Callable[[Side], object] | None = None,
+        **settings: Any,
+    ) -> None:
+        """``before`` is done to both sides before one of them is streamed; ``settings`` are those of ``stream``."""
+        device = torch.device(device)
+        model = case.build()
+        twin = copy.deepcopy(model).to(device)
+        self.plain = Side(twin, optimizer(twin), case, device)
+        self.streamed = Side(model, optimizer(model), case, device)
+        if before is not None:
+            before(self.plain)
+            before(self.streamed)
+        self.session = self.streamed.session = stream(
+            model, self.streamed.optimizer, device=device, **{"seed": 0, **settings}
+        )
+
+    def both(self, action: Callable[[Side], T], what: str | None = None) -> T:
+        """The streamed side's result, which is the plain one's too."""
+        results = []
+        for side in (self.plain, self.streamed):
+            torch.manual_seed(1)
+            results.append(action(side))
+        same(frozen(results[1]), frozen(results[0]), what or getattr(action, "__name__", "result"))
+        return results[1]
+
+    def steps(self, count: int, start: int = 0) -> None:
+        for step in range(start, start + count):
+            self.both(lambda side, step=step: side.step(step), f"loss of step {step}")  # type: ignore[misc]
+
+    def check(self, *, grads: bool = True) -> None:
+        """Everything that can be read is equal."""
+        if grads:
+            self.both(lambda side: gradients(side.model), "gradients")
+        self.both(lambda side: side.model.state_dict(), "state_dict")
+        self.both(lambda side: side.optimizer.state_dict(), "optimizer")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.session.close()

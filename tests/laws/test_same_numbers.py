@@ -1,0 +1,348 @@
+"""Law: a streamed model trains to the same numbers as plain PyTorch, bit for bit in fp32 on one kind of device.
+
+Losses are not read inside the loop and gradients only at two of its steps: the host runs ahead as a user's would.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stormtorch as storm
+from stormtorch.native.split import split
+
+from .models import (
+    HUGGINGFACE,
+    LLAMA,
+    MAX_NORM,
+    ODD,
+    OTHERS,
+    RECOMPUTED,
+    Case,
+    History,
+    adamw,
+    frozen,
+    gradients,
+    master,
+    on,
+    parameter_bytes,
+    same,
+    stream,
+    tight,
+    train,
+)
+
+STEPS, LOOK = 20, (0, 19)
+CPU = torch.device("cpu")
+BY_NAME = {case.name: case for case in (LLAMA, RECOMPUTED, ODD, *OTHERS)}
+MODES = [
+    *((step, accumulate, clip) for step in ("serial", "forward") for accumulate in (1, 4)
+      for clip in ("off", "torch", "session")),
+    ("backward", 1, "off"),
+]  # fmt: skip
+FEW_MODES = [("serial", 1, "session"), ("forward", 1, "torch"), ("forward", 4, "off"), ("backward", 1, "off")]
+
+
+@pytest.fixture(autouse=True)
+def _one_order_of_adding_up() -> Iterator[None]:
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+        yield
+
+
+def compile_block(model: nn.Module, backend: str) -> None:
+    if backend:
+        model.get_submodule("blocks.2").compile(backend=backend, dynamic=False)
+
+
+@functools.cache
+def plain(name: str, steps: int, accumulate: int, clip: str, fused: bool | None, compiled: str) -> History:
+    """The plain run does not depend on how the other one streams."""
+    case = BY_NAME[name]
+    model = case.build()
+    compile_block(model, compiled)
+    look = (0, steps - 1)
+    return train(case, model, adamw(model, fused=fused), steps=steps, accumulate=accumulate, clip=clip, look=look)
+
+
+def check(
+    case: Case,
+    step: str,
+    accumulate: int = 1,
+    clip: str = "off",
+    *,
+    steps: int = STEPS,
+    fused: bool | None = True,
+    compiled: str = "",
+    vram: object = "tight",
+    seed: int | None = None,
+) -> None:
+    model = case.build()
+    optimizer = adamw(model, fused=fused)
+    compile_block(model, compiled)
+    look = () if step == "backward" else (0, steps - 1)
+    with stream(model, optimizer, vram=vram, step=step, seed=seed) as session:
+        streamed = train(
+            case, model, optimizer, steps=steps, accumulate=accumulate, clip=clip, session=session, look=look
+        )
+    if clip == "session":
+        twin = case.build()
+        reference = train(
+            case, twin, adamw(twin, fused=fused), steps=steps, accumulate=accumulate, clip=clip, norms=streamed.norms,
+            look=look,
+        )  # fmt: skip
+    else:
+        reference = plain(case.name, steps, accumulate, clip, fused, compiled)
+    if step == "backward":  # it has consumed them
+        reference = History(**{**vars(reference), "gradients": {}})
+    streamed.check(reference)
+    if clip == "torch":
+        same(streamed.norms, reference.norms, "norms")
+
+
+@pytest.mark.parametrize("case", [LLAMA, RECOMPUTED], ids=lambda case: case.name)
+@pytest.mark.parametrize(("step", "accumulate", "clip"), MODES)
+def test_llama_in_every_mode(case: Case, step: str, accumulate: int, clip: str) -> None:
+    check(case, step, accumulate, clip)
+
+
+def test_the_tight_budget_is_one() -> None:
+    """Else nothing would have to move, and these laws would say little."""
+    for case in (LLAMA, RECOMPUTED):
+        model = case.build()
+        buckets = 2 * max(sum(p.nbytes for p in block.parameters()) for block in model.get_submodule("blocks"))  # type: ignore[attr-defined]
+        assert tight(model) - buckets < 0.75 * parameter_bytes(model)
+
+
+@pytest.mark.parametrize(("step", "accumulate", "clip"), FEW_MODES)
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
+def test_every_kind_of_model(case: Case, step: str, accumulate: int, clip: str) -> None:
+    check(case, step, accumulate, clip)
+
+
+@pytest.mark.parametrize(("step", "accumulate", "clip"), FEW_MODES)
+@pytest.mark.parametrize("case", [LLAMA, *(case for case in OTHERS if case.name in ("conv", "moe"))], ids=str)
+def test_the_flags_that_torch_takes_by_default(case: Case, step: str, accumulate: int, clip: str) -> None:
+    """Without ``fused=True`` torch's AdamW is another kernel with other roundings: then those are the right ones."""
+    check(case, step, accumulate, clip, fused=None)
+
+
+@pytest.mark.parametrize("step", ["serial", "forward", "backward"])
+@pytest.mark.parametrize("name", ["llama-recomputed", "conv", "tied"])
+def test_all_of_it_fits(name: str, step: str) -> None:
+    check(BY_NAME[name], step, vram="auto")
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+@pytest.mark.parametrize(("fused", "exact"), [(None, True), (True, False)], ids=["default", "fused"])
+def test_odd_sizes(step: str, fused: bool | None, exact: bool) -> None:
+    """Sizes that no vector divides. torch's fused kernel has another rounding in their tails."""
+    if exact:
+        return check(ODD, step, fused=fused)
+    model = ODD.build()
+    optimizer = adamw(model, fused=fused)
+    with stream(model, optimizer, step=step):
+        streamed = train(ODD, model, optimizer, steps=STEPS)
+    reference = plain("odd", STEPS, 1, "off", fused, "")
+    same(streamed.losses, reference.losses, "losses", exact=False)
+    same(streamed.parameters, reference.parameters, "state_dict", exact=False)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "accumulate", "clip", "backend"),
+    [(LLAMA, "forward", 4, "torch", "inductor"), (RECOMPUTED, "backward", 1, "off", "aot_eager")],
+    ids=["inductor", "recomputed"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+@pytest.mark.timeout(300)
+def test_one_compiled_block(case: Case, step: str, accumulate: int, clip: str, backend: str) -> None:
+    torch._dynamo.reset()
+    check(case, step, accumulate, clip, compiled=backend)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("step", "accumulate", "clip"), [*FEW_MODES, ("forward", 4, "session")])
+@pytest.mark.parametrize("name", ["llama", "llama-recomputed", "conv", "tied", "moe", "lora"])
+def test_no_race(name: str, step: str, accumulate: int, clip: str, seed: int) -> None:
+    """Every lane delayed at random, NaN in every freed slot and buffer."""
+    check(BY_NAME[name], step, accumulate, clip, steps=6, seed=seed)
+
+
+# -------------------------------------------------------------------------------------------- bf16 with fp32 masters
+
+
+def with_masters(case: Case, device: torch.device, *, accumulate: int, clip: str, norms: list[Any]) -> tuple[Any, ...]:
+    """(losses, weights, masters) of a plain loop that keeps fp32 masters: what everybody writes by hand."""
+    model = case.build(torch.bfloat16).to(device)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    masters = [nn.Parameter(weight.detach().float().cpu()) for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1, fused=True)
+    losses = []
+    for step in range(STEPS):
+        for part in range(accumulate):
+            number = step * accumulate + part
+            torch.manual_seed(number)
+            loss = case.loss(model, on(case.batch(number), device))
+            (loss / accumulate).backward()
+            losses.append(loss.detach())
+            for weight, high in zip(weights, masters, strict=True):
+                if weight.grad is not None:
+                    grad = weight.grad.float().cpu()
+                    high.grad = grad if high.grad is None else high.grad.add_(grad)
+                    weight.grad = None
+        if clip == "session":
+            total = nn.utils.get_total_norm([high.grad for high in masters if high.grad is not None])
+            torch.testing.assert_close(norms[step].detach().cpu().float(), total, rtol=1e-5, atol=0.0)
+            nn.utils.clip_grads_with_norm_(masters, MAX_NORM, norms[step].detach().cpu().float())
+        optimizer.step()
+        optimizer.zero_grad()
+        for weight, high in zip(weights, masters, strict=True):
+            weight.data.copy_(split(high.detach())[0])
+    return losses, weights, masters
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "accumulate", "clip"),
+    [
+        ("llama", "serial", 1, "off"),
+        ("llama", "forward", 4, "session"),
+        ("llama", "forward", 1, "session"),
+        ("llama", "backward", 1, "off"),
+        ("llama-recomputed", "forward", 4, "off"),
+        ("llama-recomputed", "backward", 1, "off"),
+        ("moe", "forward", 4, "off"),
+        ("lora", "forward", 1, "session"),
+        ("huggingface", "forward", 1, "off"),
+    ],
+)
+@pytest.mark.parametrize("seed", [None, 0], ids=["", "delayed"])
+def test_bf16_keeps_fp32_masters(
+    device: torch.device, name: str, step: str, accumulate: int, clip: str, seed: int | None
+) -> None:
+    case = BY_NAME[name]
+    model = case.build(torch.bfloat16)
+    optimizer = adamw(model)
+    with stream(model, optimizer, device=device, step=step, seed=seed) as session:
+        streamed = train(
+            case, model, optimizer, steps=STEPS, accumulate=accumulate, clip=clip, device=device, session=session
+        )
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        high = [master(optimizer, parameter) if optimizer.state[parameter] else None for parameter in trained]
+        weights = frozen(trained)
+    losses, plain_weights, masters = with_masters(case, device, accumulate=accumulate, clip=clip, norms=streamed.norms)
+    same(streamed.losses, losses, "losses")
+    same(weights, plain_weights, "weights")
+    for index, (ours, theirs) in enumerate(zip(high, masters, strict=True)):
+        if ours is None:  # never had a gradient
+            assert torch.equal(theirs.detach().bfloat16(), weights[index])
+        else:
+            same(ours, theirs, f"master {index}")
+    same(trained, plain_weights, "weights after close()")
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+def test_bf16_without_masters_updates_in_its_own_dtype(step: str) -> None:
+    plain_model, model = LLAMA.build(torch.bfloat16), LLAMA.build(torch.bfloat16)
+    reference = train(LLAMA, plain_model, adamw(plain_model), steps=6)
+    optimizer = adamw(model)
+    with storm.stream(model, optimizer, vram=tight(model), device="cpu", step=step, master_dtype=None):
+        train(LLAMA, model, optimizer, steps=6).check(reference)
+
+
+# ---------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # cuDNN would like them in one piece
+@pytest.mark.parametrize("step", ["serial", "forward"])
+@pytest.mark.parametrize("case", [LLAMA, RECOMPUTED, *OTHERS], ids=lambda case: case.name)
+def test_cuda_step_by_step(case: Case, step: str) -> None:
+    """From equal weights: losses and gradients bit for bit those of a plain CUDA model, the update within rounding."""
+    device = torch.device("cuda", 0)
+    model, twin = case.build(), case.build().to(device)
+    optimizer, plain_optimizer = adamw(model), adamw(twin, fused=True)
+    with stream(model, optimizer, device=device, step=step, seed=0):
+        for number in range(STEPS):
+            twin.load_state_dict(model.state_dict())
+            losses = []
+            for side in (model, twin):
+                torch.manual_seed(number)
+                loss = case.loss(side, on(case.batch(number), device))
+                loss.backward()
+                losses.append(loss)
+            same(losses[0], losses[1], f"loss of step {number}")
+            same(gradients(model), gradients(twin), f"gradients of step {number}")
+            optimizer.step()
+            plain_optimizer.step()
+            same(frozen(model.state_dict()), frozen(twin.state_dict()), f"weights of step {number}", exact=False)
+            optimizer.zero_grad()
+            plain_optimizer.zero_grad()
+        same(optimizer.state_dict()["state"], plain_optimizer.state_dict()["state"], "optimizer", exact=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:RNN module weights")
+@pytest.mark.parametrize(("step", "accumulate", "clip"), [*FEW_MODES, ("forward", 4, "session")])
+@pytest.mark.parametrize("case", [LLAMA, RECOMPUTED, *OTHERS], ids=lambda case: case.name)
+def test_cuda_running_free(case: Case, step: str, accumulate: int, clip: str) -> None:
+    """Nothing is read on the way: bit for bit a plain CUDA model whose weights are updated by torch on the CPU."""
+    device = torch.device("cuda", 0)
+    model = case.build()
+    optimizer = adamw(model, fused=True)
+    with stream(model, optimizer, device=device, step=step, seed=0) as session:
+        streamed = train(
+            case, model, optimizer, steps=STEPS, accumulate=accumulate, clip=clip, device=device, session=session
+        )
+    twin, home = case.build().to(device), case.build()
+    pairs = [pair for pair in zip(twin.parameters(), home.parameters(), strict=True) if pair[0].requires_grad]
+    home_optimizer = adamw(home, fused=True)
+    losses = []
+    for number in range(STEPS):
+        for part in range(accumulate):
+            torch.manual_seed(number * accumulate + part)
+            loss = case.loss(twin, on(case.batch(number * accumulate + part), device))
+            (loss / accumulate).backward()
+            losses.append(loss.detach())
+        for there, here in pairs:
+            here.grad, there.grad = None if there.grad is None else there.grad.cpu(), None
+        if clip != "off":
+            total = nn.utils.get_total_norm([here.grad for _, here in pairs if here.grad is not None])
+            torch.testing.assert_close(streamed.norms[number].cpu(), total, rtol=1e-5, atol=0.0)
+            nn.utils.clip_grads_with_norm_((here for _, here in pairs), MAX_NORM, streamed.norms[number].cpu())
+        home_optimizer.step()
+        with torch.no_grad():
+            for there, here in pairs:
+                there.copy_(here)
+    same(streamed.losses, losses, "losses")
+    same(streamed.parameters, frozen(twin.state_dict()), "state_dict")
+    same(streamed.states["state"], home_optimizer.state_dict()["state"], "optimizer")
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast(where: str) -> None:
+    """Autograd then saves bf16 casts of the weights, not the weights."""
+    device, results = torch.device(where), []
+    for streamed in (False, True):
+        model = HUGGINGFACE.build() if streamed else HUGGINGFACE.build().to(device)
+        optimizer = adamw(model, fused=True)
+        session = stream(model, optimizer, device=device, seed=0) if streamed else None
+        losses = []
+        for number in range(1 if where == "cuda" else 6):
+            with torch.autocast(where, torch.bfloat16):
+                loss = HUGGINGFACE.loss(model, on(HUGGINGFACE.batch(number), device))
+            loss.backward()
+            losses.append(loss.detach())
+            if number == 0:
+                losses.extend(frozen(list(gradients(model).values())))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(losses if where == "cuda" else [losses, frozen(model.state_dict())])
+        if session is not None:
+            session.close()
+    same(results[1], results[0], "losses, gradients and weights")
