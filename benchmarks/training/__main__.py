@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import FORM, STEPS, Case, parse
-from .isolation import run_isolated
+from .isolation import ready_file, run_isolated
 from .packages import NEEDED_BY, put_on_path
 from .results import Result, text_of, write
 
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--step", choices=STEPS, help="when the optimizer runs in the storm cases")
     parser.add_argument("--clip", action="store_true", default=None, help="clip the gradient norm in every case")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu: shows that it runs, not how fast")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16, on the cpu float32)")
     parser.add_argument("--steps", type=int, metavar="N", help="measured steps, after two warm ones (default: 5)")
     parser.add_argument("--limit", type=float, metavar="S", dest="limit_s", help="seconds that one case may take")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="profile of the first storm case: .json or .json.gz")
@@ -43,6 +45,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.one is not None:
         _one(Case(**json.loads(options.one[0])), Path(options.one[1]), options.trace)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the case running ends too
     try:
         cases = [_with(case, options) for text in options.cases or ["main"] for case in parse(text)]
     except ValueError as error:
@@ -53,6 +56,8 @@ def main() -> int:
 def _with(case: Case, options: argparse.Namespace) -> Case:
     """The case with what the command line says about every case."""
     given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(Case)}
+    if options.device == "cpu" and options.dtype is None:
+        given["dtype"] = "float32"  # a CPU without bf16 instructions takes minutes for what takes a second in fp32
     if case.method != "storm":
         given |= {"vram": None, "step": None}
     return dataclasses.replace(case, **{name: value for name, value in given.items() if value is not None})
@@ -69,7 +74,7 @@ def _all(cases: list[Case], options: argparse.Namespace) -> int:
         for number, case in enumerate(cases):
             print(f"{case.settings} ...", end=" ", file=sys.stderr, flush=True)
             file = Path(folder) / f"{number}.json"
-            command = [sys.executable, "-m", "benchmarks.training", "--one", json.dumps(asdict(case)), str(file)]
+            command = [sys.executable, "-u", "-m", "benchmarks.training", "--one", json.dumps(asdict(case)), str(file)]
             if case is traced:
                 command += ["--trace", str(options.trace.absolute())]
             results.append(run_isolated(case, command, file, log, cwd=ROOT))
@@ -94,7 +99,7 @@ def _one(case: Case, file: Path, trace: Path | None) -> None:
             os._exit(0)
     from .measure import measure
 
-    _store(measure(case, trace), file)
+    _store(measure(case, ready=ready_file(file), trace=trace), file)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

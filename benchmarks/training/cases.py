@@ -22,6 +22,7 @@ class Case:
     vram: str = ""  # storm only; empty: its own choice
     clip: bool = False
     device: str = "cuda"
+    dtype: str = "bfloat16"  # of the arithmetic, and of the weights where the method does not keep them in fp32
     steps: int = 5
     warm_steps: int = 2
     limit_s: float = 150

@@ -17,6 +17,12 @@ from .cases import Case
 from .results import Result
 
 _POLL_S = 0.1
+_START_LIMIT_S = 120  # imports, the CUDA context, and what a peer compiles at first use
+
+
+def ready_file(file: Path) -> Path:
+    """Beside the result's file: its process creates it when the case's own time begins."""
+    return file.with_suffix(".ready")
 
 
 def run_isolated(case: Case, command: list[str], file: Path, log: Path, *, cwd: Path) -> Result:
@@ -28,7 +34,7 @@ def run_isolated(case: Case, command: list[str], file: Path, log: Path, *, cwd: 
     with log.open("a") as output:
         output.write(f"\n=== {case.settings}\n")
         output.flush()
-        end_s = time.monotonic() + case.limit_s
+        start_s, ready, limit_s = time.monotonic(), False, float(_START_LIMIT_S)
         process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output, start_new_session=True)
         try:
             while not reason:
@@ -39,8 +45,10 @@ def run_isolated(case: Case, command: list[str], file: Path, log: Path, *, cwd: 
                     lowest = min(lowest, host_available_bytes())
                 if lowest < floor:
                     reason = f"out of RAM: stopped when {lowest / GiB:.1f} GiB were left"
-                elif time.monotonic() > end_s:
-                    reason = f"stopped after {case.limit_s:g} s"
+                elif not ready and ready_file(file).exists():
+                    start_s, ready, limit_s = time.monotonic(), True, case.limit_s
+                elif time.monotonic() > start_s + limit_s:
+                    reason = f"stopped {'' if ready else 'before it was ready, '}after {limit_s:g} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -6,6 +6,8 @@ import gc
 import resource
 import statistics
 import time
+import traceback
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,18 @@ from .trace import record, summary
 from .workload import SIZES, batch, build
 
 
-def measure(case: Case, trace: Path | None = None) -> Result:
-    """Whatever goes wrong is a result too: the reason in one line, and the memory it had taken by then."""
+def measure(case: Case, *, ready: Path, trace: Path | None = None) -> Result:
+    """Whatever goes wrong is a result too: the reason in one line, and the memory it had taken by then.
+
+    Creates ``ready`` when what is charged to nobody is done and the case's time limit begins.
+    """
     known: dict[str, Any] = {}
     try:
-        _measure(case, trace, known)
+        _measure(case, ready, trace, known)
     except Exception as error:
-        import traceback
-
         traceback.print_exc()
-        known["failed"] = one_line(error)
+        measured = f" (after steps of {known['step_s']:.3f} s)" if "step_s" in known else ""
+        known["failed"] = one_line(error) + measured
     if case.device == "cuda" and torch.cuda.is_initialized():
         known["vram_allocated_bytes"] = torch.cuda.max_memory_allocated()
         known["vram_reserved_bytes"] = torch.cuda.max_memory_reserved()
@@ -42,7 +46,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:160]}{'…' if len(text) > 160 else ''}"
 
 
-def _measure(case: Case, trace: Path | None, known: dict[str, Any]) -> None:
+def _measure(case: Case, ready: Path, trace: Path | None, known: dict[str, Any]) -> None:
     method, size, clock = METHODS[case.method], SIZES[case.size], time.perf_counter
     device = torch.device(case.device, 0) if case.device == "cuda" else torch.device(case.device)
     if device.type == "cuda":
@@ -53,16 +57,19 @@ def _measure(case: Case, trace: Path | None, known: dict[str, Any]) -> None:
     start_s = clock()
     method.prepare(case)
     known["prepare_s"] = clock() - start_s
+    ready.touch()
 
     start_s = clock()
     where = device if method.on_device else torch.device("cpu")
-    model = build(size, dtype=method.dtype, device=where, checkpointing=method.checkpointing)
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[case.dtype]
+    stored = torch.float32 if method.full_precision else dtype
+    model = build(size, dtype=stored, device=where, checkpointing=method.checkpointing)
     tokens, targets = batch(size, case.micro_batch, device)
     _synchronize(device)
     known["init_s"] = clock() - start_s
 
     start_s = clock()
-    training = method.start(Work(case=case, device=device, model=model, tokens=tokens, targets=targets))
+    training = method.start(Work(case=case, device=device, dtype=dtype, model=model, tokens=tokens, targets=targets))
     _settle(training, device)
     known["setup_s"] = clock() - start_s
 
@@ -81,7 +88,8 @@ def _measure(case: Case, trace: Path | None, known: dict[str, Any]) -> None:
         marks.append(_mark(device))
     _settle(training, device)
     known["wall_s"] = (clock() - start_s) / case.steps
-    known["steps_s"] = [_between(*pair) for pair in zip(marks, marks[1:], strict=False)]
+    known["steps_s"] = [_between(*pair) for pair in pairwise(marks)]
+    known["step_s"] = statistics.median(known["steps_s"])
     known["loss"] = float(loss)
     if trace is not None:
         record(training, trace, device)
@@ -89,7 +97,6 @@ def _measure(case: Case, trace: Path | None, known: dict[str, Any]) -> None:
         print(known["trace"])
     print(training.report())
     training.close()
-    known["step_s"] = statistics.median(known["steps_s"])
 
 
 Mark = torch.cuda.Event | float
@@ -108,7 +115,7 @@ def _between(first: Mark, second: Mark) -> float:
         assert isinstance(first, float)
         assert isinstance(second, float)
         return second - first
-    return first.elapsed_time(second) / 1e3
+    return float(first.elapsed_time(second)) / 1e3
 
 
 def _settle(training: Training, device: torch.device) -> None:

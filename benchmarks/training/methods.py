@@ -27,6 +27,7 @@ class Work:
 
     case: Case
     device: torch.device
+    dtype: torch.dtype
     model: LanguageModel
     tokens: Tensor
     targets: Tensor
@@ -49,7 +50,7 @@ class Training:
 class Method:
     start: Callable[[Work], Training]
     prepare: Callable[[Case], None] = lambda _case: None  # imports and compilation: charged to nobody's set-up
-    dtype: torch.dtype = torch.bfloat16
+    full_precision: bool = False  # the model it is given is fp32, whatever the arithmetic
     on_device: bool = False
     checkpointing: bool = True
 

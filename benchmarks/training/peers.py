@@ -1,4 +1,4 @@
-"""The peers, each with its best documented settings. Their packages are not ours and are not installed: see PEERS."""
+"""The peers, each with its best documented settings, and the list of all methods."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import os
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def fsdp2(work: Work) -> Training:
         dist.init_process_group("gloo")
     policies: dict[str, Any] = {
         "mesh": dist.device_mesh.init_device_mesh(work.device.type, (1,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=work.dtype, reduce_dtype=work.dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=gpu),
     }
     model = work.model
@@ -59,7 +60,7 @@ def fsdp2(work: Work) -> Training:
 
 
 def _build_cpu_adam(case: Case) -> None:
-    """DeepSpeed compiles its CPU AdamW at first use, about a minute; later cases find it in torch's cache."""
+    """DeepSpeed compiles its CPU AdamW at first use, about a minute; later cases find it built."""
     nvcc = shutil.which("nvcc")
     os.environ.setdefault("CUDA_HOME", str(Path(nvcc).parents[1]) if nvcc else "/usr/local/cuda")
     os.environ.update(DS_ACCELERATOR=case.device, DS_SKIP_CUDA_CHECK="1")
@@ -70,6 +71,9 @@ def _build_cpu_adam(case: Case) -> None:
     if shutil.which("ninja") is None and ninja.exists():
         ninja.chmod(0o755)
         os.environ["PATH"] = f"{ninja.parent}{os.pathsep}{os.environ['PATH']}"
+    built = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{tempfile.gettempdir()}/storm_peers_{os.getuid()}"))
+    for lock in built.glob("**/lock"):  # of a process that was stopped while it compiled: torch would wait for ever
+        lock.unlink()
     importlib.import_module("deepspeed")
     importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
 
@@ -82,7 +86,7 @@ def ds3(work: Work) -> Training:
         "train_micro_batch_size_per_gpu": work.case.micro_batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP_NORM if work.case.clip else 0.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": work.dtype == torch.bfloat16},
         "zero_force_ds_cpu_optimizer": True,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "zero_optimization": {
@@ -117,10 +121,10 @@ def ramtorch(work: Work) -> Training:
     chunks = [plain.embed, *plain.layers, nn.Sequential(plain.norm, plain.head)]
     model = package.OffloadModel(chunks, device=work.device, window=3, keep_activations="checkpoint")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    mixed = plain.head.weight.dtype == torch.float32
+    mixed = plain.head.weight.dtype != work.dtype
 
     def step() -> Tensor:
-        with torch.autocast(work.device.type, torch.bfloat16, enabled=mixed):
+        with torch.autocast(work.device.type, work.dtype, enabled=mixed):
             result = model.step(work.tokens, targets=work.targets, loss_fn=loss_of)
         model.flush_grads()
         if work.case.clip:
@@ -140,9 +144,9 @@ def _import_ramtorch(_case: Case) -> None:
 METHODS: dict[str, Method] = {
     "resident": Method(start=resident, on_device=True),
     "storm": Method(start=storm),
-    "fsdp2": Method(start=fsdp2, dtype=torch.float32),
+    "fsdp2": Method(start=fsdp2, full_precision=True),
     "ds3": Method(start=ds3, prepare=_build_cpu_adam),
     # RamTorch checkpoints each chunk itself; torch's checkpoint inside one would read the wrong weights.
-    "ramtorch": Method(start=ramtorch, prepare=_import_ramtorch, dtype=torch.float32, checkpointing=False),
+    "ramtorch": Method(start=ramtorch, prepare=_import_ramtorch, full_precision=True, checkpointing=False),
     "ramtorch-bf16": Method(start=ramtorch, prepare=_import_ramtorch, checkpointing=False),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def summary(path: Path) -> str:
         lines.append(f"| {label} | {_length(spans) / wall:.1%} | {_length(spans) / 1e6:.3f} |")
     names = {start: name for start, _, name in reversed(kernels)}
     edges = [(first, first), *busy, (last, last)]
-    gaps = [(one[1], two[0]) for one, two in zip(edges, edges[1:], strict=False) if two[0] > one[1]]
+    gaps = [(one[1], two[0]) for one, two in pairwise(edges) if two[0] > one[1]]
     gaps.sort(key=lambda gap: gap[0] - gap[1])
     lines += ["", "| no kernel for ms | at ms | copying in | out | then |", "|---|---|---|---|---|"]
     for gap in gaps[:_GAPS]:

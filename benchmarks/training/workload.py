@@ -65,7 +65,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def split(y: Tensor, heads: int) -> Tensor:
-            return y.unflatten(-1, (heads, self.head_width)).transpose(1, 2)
+            return y.view(*y.shape[:-1], heads, self.head_width).transpose(1, 2)
 
         query = _rotated(split(self.query(x), self.heads))
         key = _rotated(split(self.key(x), self.kv_heads))

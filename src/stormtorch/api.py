@@ -255,8 +255,10 @@ class Session:
         )
         self._adam = adam
         if trial.device_share:
-            adam.share(trial.device_share)
+            adam.share(trial.device_share, self._pool.capacity_bytes - self.placement.least_bytes)
+        self._parameters.on_pressure = adam.give_up_staged
         self._parameters.before_use = adam.before_use
+        self._parameters.prepare = adam.prepare
         return adam
 
     # --- what users call

@@ -87,7 +87,7 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.body = nn.Sequential(*(ConvBlock(16) for _ in range(5)))
+        self.body = nn.Sequential(*(ConvBlock(16) for _ in range(8)))
         self.head = nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class Moe(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
-        self.blocks = nn.ModuleList(MoeBlock(16) for _ in range(4))
+        self.blocks = nn.ModuleList(MoeBlock(16) for _ in range(8))
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -152,12 +152,13 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
-        self.first, self.second = nn.LSTM(16, 16, batch_first=True), nn.LSTM(16, 16, num_layers=2, batch_first=True)
+        self.layers = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(8))
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x, state = self.first(self.embed(tokens))
-        x, _ = self.second(x, tuple(part.repeat(2, 1, 1) for part in state))
+        x, state = self.embed(tokens), None
+        for layer in self.layers:
+            x, state = layer(x, state)
         return torch.as_tensor(self.head(x))
 
 
@@ -168,7 +169,7 @@ class Dropping(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True) for _ in range(4)
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True) for _ in range(8)
         )
         self.head = nn.Linear(16, VOCABULARY)
 
@@ -208,7 +209,7 @@ class ChainBlock(nn.Module):
 class Chain(nn.Module):
     """Blocks in whatever order the caller wants."""
 
-    def __init__(self, blocks: int = 6, width: int = 16) -> None:
+    def __init__(self, blocks: int = 8, width: int = WIDTH) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(ChainBlock(width) for _ in range(blocks))
@@ -310,6 +311,15 @@ def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trainable, **{"lr": 1e-2, "weight_decay": 0.1, **settings})
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Import this into a module of laws: models this small are ten times slower with two threads on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # --------------------------------------------------------------------------------------------------------- budgets
 
 
@@ -333,12 +343,18 @@ def parameter_bytes(model: nn.Module) -> int:
 
 def tight(model: nn.Module) -> int:
     """A budget of three and a half of the largest block, two gradient buckets and the buffers: the rest must move."""
-    weights = gradients = 0
-    for block in blocks(model):
-        weights = max(weights, round_up(sum(round_up(p.nbytes, 64) for p in block), 4096))
-        gradients = max(gradients, round_up(sum(round_up(4 * p.numel(), 64) for p in block if p.requires_grad), 4096))
     buffers = round_up(sum(round_up(buffer.nbytes, 64) for buffer in model.buffers()), 4096)
-    return weights * 7 // 2 + 2 * gradients + buffers
+    return room_for_weights(model) + 2 * bucket_bytes(model) + buffers
+
+
+def room_for_weights(model: nn.Module) -> int:
+    return max(round_up(sum(round_up(p.nbytes, 64) for p in block), 4096) for block in blocks(model)) * 7 // 2
+
+
+def bucket_bytes(model: nn.Module) -> int:
+    return max(
+        round_up(sum(round_up(4 * p.numel(), 64) for p in block if p.requires_grad), 4096) for block in blocks(model)
+    )
 
 
 def jitter(device: torch.device, seed: int) -> Delay:

@@ -17,6 +17,7 @@ import stormtorch as storm
 from stormtorch.native.split import split
 
 from .models import (
+    CHAIN,
     HUGGINGFACE,
     LLAMA,
     MAX_NORM,
@@ -30,15 +31,17 @@ from .models import (
     gradients,
     master,
     on,
+    one_thread,  # noqa: F401  # a fixture
     parameter_bytes,
+    room_for_weights,
     same,
     stream,
     tight,
     train,
 )
 
-STEPS, LOOK = 20, (0, 19)
-CPU = torch.device("cpu")
+
+STEPS = 20
 BY_NAME = {case.name: case for case in (LLAMA, RECOMPUTED, ODD, *OTHERS)}
 MODES = [
     *((step, accumulate, clip) for step in ("serial", "forward") for accumulate in (1, 4)
@@ -75,12 +78,13 @@ def check(
     accumulate: int = 1,
     clip: str = "off",
     *,
-    steps: int = STEPS,
+    steps: int | None = None,
     fused: bool | None = True,
     compiled: str = "",
     vram: object = "tight",
     seed: int | None = None,
 ) -> None:
+    steps = steps or (STEPS if accumulate == 1 else 6)
     model = case.build()
     optimizer = adamw(model, fused=fused)
     compile_block(model, compiled)
@@ -112,10 +116,10 @@ def test_llama_in_every_mode(case: Case, step: str, accumulate: int, clip: str) 
 
 def test_the_tight_budget_is_one() -> None:
     """Else nothing would have to move, and these laws would say little."""
-    for case in (LLAMA, RECOMPUTED):
-        model = case.build()
-        buckets = 2 * max(sum(p.nbytes for p in block.parameters()) for block in model.get_submodule("blocks"))  # type: ignore[attr-defined]
-        assert tight(model) - buckets < 0.75 * parameter_bytes(model)
+    for case in (LLAMA, RECOMPUTED, CHAIN, *OTHERS):
+        if case.name != "bare":
+            model = case.build()
+            assert room_for_weights(model) < 0.75 * parameter_bytes(model), case.name
 
 
 @pytest.mark.parametrize(("step", "accumulate", "clip"), FEW_MODES)
@@ -166,25 +170,32 @@ def test_one_compiled_block(case: Case, step: str, accumulate: int, clip: str, b
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("step", "accumulate", "clip"), [*FEW_MODES, ("forward", 4, "session")])
+@pytest.mark.parametrize(("step", "accumulate", "clip"), [*FEW_MODES, ("forward", 2, "session")])
 @pytest.mark.parametrize("name", ["llama", "llama-recomputed", "conv", "tied", "moe", "lora"])
-def test_no_race(name: str, step: str, accumulate: int, clip: str, seed: int) -> None:
+def test_no_race(name: str, step: str, accumulate: int, clip: str) -> None:
     """Every lane delayed at random, NaN in every freed slot and buffer."""
-    check(BY_NAME[name], step, accumulate, clip, steps=6, seed=seed)
+    check(BY_NAME[name], step, accumulate, clip, steps=6, seed=0)
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("step", ["serial", "forward", "backward"])
+def test_no_race_with_other_delays(step: str, seed: int) -> None:
+    check(LLAMA, step, steps=6, seed=seed)
 
 
 # -------------------------------------------------------------------------------------------- bf16 with fp32 masters
 
 
-def with_masters(case: Case, device: torch.device, *, accumulate: int, clip: str, norms: list[Any]) -> tuple[Any, ...]:
+def with_masters(
+    case: Case, device: torch.device, *, steps: int, accumulate: int, clip: str, norms: list[Any]
+) -> tuple[Any, ...]:
     """(losses, weights, masters) of a plain loop that keeps fp32 masters: what everybody writes by hand."""
     model = case.build(torch.bfloat16).to(device)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters = [nn.Parameter(weight.detach().float().cpu()) for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1, fused=True)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         for part in range(accumulate):
             number = step * accumulate + part
             torch.manual_seed(number)
@@ -225,17 +236,19 @@ def with_masters(case: Case, device: torch.device, *, accumulate: int, clip: str
 def test_bf16_keeps_fp32_masters(
     device: torch.device, name: str, step: str, accumulate: int, clip: str, seed: int | None
 ) -> None:
-    case = BY_NAME[name]
+    case, steps = BY_NAME[name], STEPS if accumulate == 1 and seed is None else 6
     model = case.build(torch.bfloat16)
     optimizer = adamw(model)
     with stream(model, optimizer, device=device, step=step, seed=seed) as session:
         streamed = train(
-            case, model, optimizer, steps=STEPS, accumulate=accumulate, clip=clip, device=device, session=session
+            case, model, optimizer, steps=steps, accumulate=accumulate, clip=clip, device=device, session=session
         )
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         high = [master(optimizer, parameter) if optimizer.state[parameter] else None for parameter in trained]
         weights = frozen(trained)
-    losses, plain_weights, masters = with_masters(case, device, accumulate=accumulate, clip=clip, norms=streamed.norms)
+    losses, plain_weights, masters = with_masters(
+        case, device, steps=steps, accumulate=accumulate, clip=clip, norms=streamed.norms
+    )
     same(streamed.losses, losses, "losses")
     same(weights, plain_weights, "weights")
     for index, (ours, theirs) in enumerate(zip(high, masters, strict=True)):

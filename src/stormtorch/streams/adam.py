@@ -4,8 +4,9 @@ A *run* is a stretch of neighbouring parameters of a unit that share their hyper
 unit is one or two. Each run is one job of the worker, gated by flags: it begins when the gradients have arrived at home,
 and the unit's next load waits until all its runs are done. The most urgent unit is the one that forward needs first.
 
-On the device (`DeviceShare` of shares.py decides for which units): states and gradients are loaded next to the weights, the
-same kernel updates all of them there, and they are stored back. The weights are then on the device already.
+Where a unit is updated on the device, its states are loaded next to its weights, the same arithmetic updates all of them
+there, and they are stored back; the weights are then on the device already. With step="forward" that happens just before the
+next forward uses the unit, and the gradients are fetched back too; with step="backward" it happens as soon as they exist.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from ..core.tags import Tag
-from ..memory.device_pool import Piece
+from ..memory.device_pool import GRAIN, Piece
 from ..memory.flags import Flag, Flags
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
@@ -26,6 +27,7 @@ from ..native.jobs import Worker
 from ..native.update import AdamStep, AdamTensors
 from .gradients import GradHome, GradientStream
 from .parameters import ParameterStream, Stay
+from .torch_private import in_backward
 from .unit import Place, Unit
 
 _SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
@@ -45,9 +47,8 @@ class AdamHome:
     pending: list[tuple[Flag, int]] = field(default_factory=list)
     event: Event | None = None  # states of a device update are back home
     on_device: bool = False  # this unit's updates run there
-    waiting: list[_Run] = field(default_factory=list)  # a device update that has been asked for and not begun
+    waiting: _Waiting | None = None  # a device update that has been asked for and not begun
     staged: _Staged | None = None
-    factor: torch.Tensor | None = None  # on the device, for the waiting update
     loads_seen: int = 0
 
     def __post_init__(self) -> None:
@@ -79,12 +80,25 @@ class _Run:
 
 
 @dataclass(eq=False)
-class _Staged:
-    """States and gradients of a unit on their way to the device."""
+class _Waiting:
+    """An update on the device that has been asked for: what to do, and from which gradients at home."""
 
-    piece: Piece
+    runs: list[_Run]
+    wide: bool
+    grads: torch.Tensor
+    stored: Event | None
+    factor: torch.Tensor | None  # on the device
+
+
+@dataclass(eq=False)
+class _Staged:
+    """States of a unit, and perhaps its gradients, on the device or on their way there."""
+
+    pieces: list[Piece]  # exp_avg, exp_avg_sq, masters, and gradients if they were loaded too
     loaded: Event
-    offsets: tuple[int, int, int, int]  # exp_avg, exp_avg_sq, masters, grads
+
+    def part(self, number: int) -> torch.Tensor:
+        return self.pieces[number].bytes
 
 
 class AdamStream:
@@ -106,6 +120,7 @@ class AdamStream:
         self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
         self._parameters, self._gradients, self._factors = parameters, gradients, factors
         self._factor_turn = 0
+        self.in_backward_mode = False
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
@@ -157,13 +172,12 @@ class AdamStream:
         runs = list(self._runs(home, grads, hyper))
         if not runs:
             return
-        if home.waiting:
-            self.finish(home.unit)
+        source = grads.wide if grads.is_wide else grads.own
+        assert source is not None
         if home.on_device:
-            home.waiting = runs
+            home.waiting = _Waiting(runs, grads.is_wide, source, grads.stored, self._device_factor)
             residence.outdated = False
             residence.updates += 1
-            home.factor = self._device_factor
             return
         if self._factor is not None or residence.loads != home.loads_seen or grads.arrivals == 0:
             # The worker must not write weights that a load is still reading, nor begin before the factor is known.
@@ -173,8 +187,6 @@ class AdamStream:
             self._lanes.store.write_flag(grads.arrived, grads.arrivals)
             home.loads_seen = residence.loads
         image = self._images[home.unit.index]
-        source = grads.wide if grads.is_wide else grads.own
-        assert source is not None
         for run in runs:
             number = home.unit.trained.index(run.first)
             home.values[number] += 1
@@ -233,86 +245,154 @@ class AdamStream:
 
     # --- on the device
 
-    def stage(self, unit: Unit, distance: float) -> bool:
-        """Load the unit's states and gradients ahead of an update on the device; False if there is no room yet."""
+    def share(self, part: float, room_bytes: int) -> None:
+        """Let ``part`` of the units, evenly spread, be updated on the device from the next step on.
+
+        ``room_bytes``: what the pool has beyond the weights and gradients that are being computed with.
+        """
+        due = 0.0
+        for home in self.homes:
+            unit = home.unit
+            due += part
+            home.on_device = due >= 1 - 1e-9 and 8 * unit.state_count + unit.master_bytes + unit.wide_bytes + 4 * GRAIN <= room_bytes
+            due -= home.on_device
+
+    def give_up_staged(self) -> bool:
+        """Make room by forgetting states that were loaded ahead; False if there are none."""
+        for home in reversed(self.homes):
+            if home.staged is not None:
+                self._unstage(home)
+                return True
+        return False
+
+    def prepare(self, unit: Unit, distance: float, in_pass: bool) -> bool:
+        """Load ahead what an update on the device will need; False if there is no room yet."""
         home = self.homes[unit.index]
-        if home.staged is not None:
+        if home.staged is not None or not home.on_device:
             return True
-        grads = self._gradients.homes[unit.index]
-        lane = self._lanes.load
-        source = grads.wide if grads.is_wide else grads.own
-        assert source is not None
-        parts = [home.exp_avg.view(torch.uint8), home.exp_avg_sq.view(torch.uint8), home.masters, source]
-        offsets, size = [], 0
-        for part in parts:
-            offsets.append(size)
-            size += (part.nbytes + 511) // 512 * 512
-        piece = self._parameters.try_room(size, lane, distance)
-        if piece is None:
-            return False
-        self.gate(unit, lane)
-        if grads.stored is not None:
-            lane.wait(grads.stored)
-        for part, offset in zip(parts, offsets, strict=True):
-            if part.nbytes:
-                lane.copy(piece.bytes[offset : offset + part.nbytes], part, Tag.OPTIMIZER)
-        home.staged = _Staged(piece, lane.record(), (offsets[0], offsets[1], offsets[2], offsets[3]))
+        if home.waiting is not None or (self.in_backward_mode and in_pass and in_backward()):
+            return self._stage(home, distance)
         return True
 
-    def before_use(self, unit: Unit, stay: Stay) -> None:
-        """Called with the unit's weights on the device: a waiting update happens here."""
+    def _stage(self, home: AdamHome, distance: float) -> bool:
+        lane = self._lanes.load
+        parts = [home.exp_avg.view(torch.uint8), home.exp_avg_sq.view(torch.uint8), home.masters]
+        if home.waiting is not None:
+            parts.append(home.waiting.grads)
+        pieces: list[Piece] = []
+        for part in parts:  # one by one: a single large hole is harder to find
+            piece = self._parameters.try_room(part.nbytes, lane, distance)
+            if piece is None:
+                for taken in pieces:
+                    self._parameters.give(taken, lane.record())
+                return False
+            pieces.append(piece)
+        self.gate(home.unit, lane)
+        if home.waiting is not None and home.waiting.stored is not None:
+            lane.wait(home.waiting.stored)
+        for piece, part in zip(pieces, parts, strict=True):
+            if part.nbytes:
+                lane.copy(piece.bytes, part, Tag.OPTIMIZER)
+        home.staged = _Staged(pieces, lane.record())
+        return True
+
+    def before_use(self, unit: Unit, stay: Stay) -> bool:
+        """Called with the unit's weights on the device: a waiting update happens here. False if ``stay`` is stale then."""
         home = self.homes[unit.index]
-        if not home.waiting:
-            return
-        grads = self._gradients.homes[unit.index]
-        if not self.stage(unit, 0):
-            raise self._parameters._no_room(unit.wide_bytes * 3, Tag.OPTIMIZER)
+        if home.waiting is None:
+            return True
+        if home.staged is not None and len(home.staged.pieces) < 4:
+            self._unstage(home)
+        staged = self._staged(home)
+        waiting, home.waiting = home.waiting, None
+        if staged is None:
+            self._update_at_home(home, waiting)
+            return False
+        self._update_there(home, stay, staged, waiting.runs, waiting.wide, staged.part(3), waiting.factor)
+        return True
+
+    def update_here(self, grads: GradHome, bucket: torch.Tensor, hyper: dict[int, dict[str, Any]]) -> bool:
+        """For step="backward": update the unit on the device from gradients that are in ``bucket`` there.
+
+        False if there is no room for that.
+        """
+        home = self.homes[grads.unit.index]
+        self._parameters.hold(home.unit)  # the room for its states must not come from its weights
+        try:
+            stay = self._parameters.use(home.unit)
+            staged = self._staged(home)
+            if staged is None:
+                return False
+            runs = list(self._runs(home, grads, hyper))
+            self._update_there(home, stay, staged, runs, grads.is_wide, bucket, None)
+        finally:
+            self._parameters.release(home.unit)
+        self._parameters.residences[home.unit.index].updates += 1
+        return True
+
+    def _staged(self, home: AdamHome) -> _Staged | None:
+        """The unit's states on the device, with compute waiting for them; None if there is no room."""
+        self._parameters.residences[home.unit.index].installed += 1  # its weights stay
+        try:
+            if home.staged is None and not self._stage(home, 0):
+                return None
+        finally:
+            self._parameters.residences[home.unit.index].installed -= 1
         staged, home.staged = home.staged, None
         assert staged is not None
+        self._lanes.compute.wait(staged.loaded)
+        return staged
+
+    def _update_at_home(self, home: AdamHome, waiting: _Waiting) -> None:
+        """Do on the CPU, and wait for, what there was no room for on the device."""
+        residence = self._parameters.residences[home.unit.index]
+        for event in (waiting.stored, residence.last_load):
+            if event is not None:
+                event.synchronize()
+        factor = None if waiting.factor is None else waiting.factor.to("cpu")
+        states = (self._images[home.unit.index], home.exp_avg, home.exp_avg_sq, home.masters)
+        for run in waiting.runs:
+            adamw_(_bind(run, waiting.wide, *states, waiting.grads, factor), run.step)
+        self._parameters.changed(home.unit, by_step=False)
+
+    @torch.no_grad()
+    def _update_there(
+        self,
+        home: AdamHome,
+        stay: Stay,
+        staged: _Staged,
+        runs: list[_Run],
+        wide: bool,
+        grads: torch.Tensor,
+        factor: torch.Tensor | None,
+    ) -> None:
         lanes = self._lanes
-        lanes.compute.wait(staged.loaded)
-        exp_avg, exp_avg_sq, masters, source = (
-            staged.piece.bytes[at : at + size]
-            for at, size in zip(
-                staged.offsets,
-                (home.exp_avg.nbytes, home.exp_avg_sq.nbytes, home.masters.nbytes, grads.own.nbytes if grads.own is not None else 0),
-                strict=True,
-            )
-        )
-        if grads.is_wide:
-            assert grads.wide is not None
-            source = staged.piece.bytes[staged.offsets[3] : staged.offsets[3] + grads.wide.nbytes]
-        factor, home.factor = home.factor, None
-        runs, home.waiting = home.waiting, []
-        with torch.no_grad():
-            for run in runs:
-                tensors = _bind(
-                    run,
-                    grads.is_wide,
-                    stay.base,
-                    exp_avg.view(torch.float32),
-                    exp_avg_sq.view(torch.float32),
-                    masters,
-                    source,
-                    factor,
-                )
-                adamw_(tensors, run.step)
+        states = (staged.part(0).view(torch.float32), staged.part(1).view(torch.float32), staged.part(2))
+        for run in runs:
+            adamw_(_bind(run, wide, stay.base, *states, grads, factor), run.step)
         lanes.store.wait(lanes.compute.record())
-        image = self._images[unit.index]
-        lanes.store.copy(image, stay.base, Tag.OPTIMIZER)
-        for target, part in ((home.exp_avg, exp_avg), (home.exp_avg_sq, exp_avg_sq), (home.masters, masters)):
-            if part.nbytes:
-                lanes.store.copy(target.view(torch.uint8), part, Tag.OPTIMIZER)
+        lanes.store.copy(self._images[home.unit.index], stay.base, Tag.OPTIMIZER)
+        for number, target in enumerate((home.exp_avg, home.exp_avg_sq, home.masters)):
+            if target.nbytes:
+                lanes.store.copy(target.view(torch.uint8), staged.part(number), Tag.OPTIMIZER)
         home.event = lanes.store.record()
-        self._parameters._pool.give(staged.piece, home.event)
-        residence = self._parameters.residences[unit.index]
-        residence.version += 1
-        stay.version = residence.version
+        for piece in staged.pieces:
+            self._parameters.give(piece, home.event)
+        self._parameters.updated_in_place(home.unit, stay)
+
+    def _unstage(self, home: AdamHome) -> None:
+        """Forget what was loaded ahead."""
+        if home.staged is not None:
+            for piece in home.staged.pieces:
+                self._parameters.give(piece, home.staged.loaded)
+            home.staged = None
 
     def finish(self, unit: Unit) -> None:
-        """Do a waiting update on the device now."""
-        if self.homes[unit.index].waiting:
+        """Do a waiting update on the device now, and forget what was loaded for one that may come."""
+        home = self.homes[unit.index]
+        if home.waiting is not None:
             self._parameters.use(unit)
+        self._unstage(home)
 
 
 def adam_step(group: dict[str, Any], step: int) -> AdamStep:

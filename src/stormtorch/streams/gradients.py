@@ -84,6 +84,8 @@ class GradientStream:
         self.consume: Callable[[GradHome], None] | None = None  # for step="backward"
         self.join_readers: Callable[[Unit], None] = lambda _unit: None  # wait for updates that read home grads
         self.before_adding: Callable[[], None] = lambda: None
+        self.before_storing: Callable[[Unit], None] = lambda _unit: None
+        self.update_here: Callable[[GradHome, torch.Tensor], bool] = lambda _home, _bucket: False
         self._ending = False
 
     # --- in backward
@@ -133,15 +135,17 @@ class GradientStream:
                     'to them. step="backward" updates each unit as its gradients arrive: call optimizer.step() and '
                     'zero_grad() after each backward, or use step="forward" to accumulate.'
                 )
+            self.before_storing(home.unit)
             with torch.no_grad():
-                self._store(home, grads)
-            if self.consume is not None:
+                stored = self._gather(home, grads)
+            if self.consume is not None and stored:
                 self.consume(home)
-            else:
+            elif stored:
                 self._parameters.residences[home.unit.index].outdated = True
         self._parameters.leave(home.unit)
 
-    def _store(self, home: GradHome, grads: dict[int, torch.Tensor]) -> None:
+    def _gather(self, home: GradHome, grads: dict[int, torch.Tensor]) -> bool:
+        """Make the unit's bucket and send it home; False if it was used up on the device instead."""
         unit, lanes = home.unit, self._lanes
         self._ensure_own()
         places = unit.places
@@ -170,6 +174,9 @@ class GradientStream:
         norms = torch._foreach_norm([in_bucket(index) for index in here], 2.0, dtype=_norm_dtype(places[here[0]]))
         home.norms = dict(zip(here, norms, strict=True))
         grads.clear()
+        if self.update_here(home, bucket.bytes):
+            self._parameters.give(bucket, lanes.compute.record())
+            return False
         target = home.wide if to_wide else home.own
         assert target is not None
         self._gate(unit, lanes.store)  # the worker may still be reading the gradients of the step before
@@ -178,9 +185,10 @@ class GradientStream:
         home.arrivals += 1
         lanes.store.write_flag(home.arrived, home.arrivals)
         home.stored = lanes.store.record()
-        self._parameters._pool.give(bucket, home.stored)
+        self._parameters.give(bucket, home.stored)
         if self._serial:
             home.stored.synchronize()
+        return True
 
     def _add_earlier(
         self,
@@ -205,7 +213,7 @@ class GradientStream:
             target.copy_(place.view(earlier.bytes, at, dtype))
             if index in grads:
                 target.add_(grads[index])
-        self._parameters._pool.give(earlier, lanes.compute.record())
+        self._parameters.give(earlier, lanes.compute.record())
 
     def prepare(self) -> None:
         """Take the home buffers now instead of with the first gradient."""

@@ -77,8 +77,11 @@ class OptimizerStream:
         if adam is not None:
             if optimizer.state:
                 self._import_state({p: dict(state) for p, state in optimizer.state.items()})
+            gradients.before_storing = adam.finish
             if mode == "backward":
+                adam.in_backward_mode = True
                 gradients.consume = self._consume
+                gradients.update_here = self._update_here
 
     def _method(self, name: str) -> Callable[..., Any]:
         def method(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -148,13 +151,26 @@ class OptimizerStream:
     def _consume(self, home: GradHome) -> None:
         """For step="backward": update the unit now, from gradients that have just been sent home."""
         assert self._adam is not None
+        mine = self._consumable(home)
+        if mine is not None:
+            self._adam.update(home, mine)
+            _consumed(home)
+
+    def _update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
+        """For step="backward": update the unit now, on the device, if that is where it belongs."""
+        assert self._adam is not None
+        mine = self._consumable(home) if self._adam.homes[home.unit.index].on_device else None
+        if mine is None:
+            return False
+        if not self._adam.update_here(home, bucket, mine):
+            return False
+        _consumed(home)
+        return True
+
+    def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:
+        """The unit's hyperparameters; None if not all its gradients are the optimizer's, so that users may read them."""
         mine = self._hyper().get(home.unit.index, {})
-        if any(place.index not in mine for place in home.unit.trained if place.index in home.present):
-            return  # not the optimizer's: the user may read these gradients as ever
-        self._adam.update(home, mine)
-        home.present.clear()
-        home.norms.clear()
-        home.consumed = True
+        return mine if all(index in mine for index in home.present) else None
 
     def _hyper(self) -> dict[int, dict[int, dict[str, Any]]]:
         """Hyperparameters by unit and place, as they are now."""
@@ -350,3 +366,9 @@ class OptimizerStream:
                         for name in _MOMENTS:
                             with without_torch_function():
                                 state[name] = plain(state[name]).to(place.dtype)
+
+
+def _consumed(home: GradHome) -> None:
+    home.present.clear()
+    home.norms.clear()
+    home.consumed = True

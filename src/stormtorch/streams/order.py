@@ -47,15 +47,15 @@ class Order:
             later = bisect_right(places, self._at)
             self._at = places[later] if later < len(places) else places[0]
 
-    def upcoming(self) -> Iterator[tuple[int, int]]:
-        """(unit, distance) of the uses that should come next, each unit once; on to the next pass after this one."""
+    def upcoming(self) -> Iterator[tuple[int, int, bool]]:
+        """(unit, distance, whether still in this pass) of the uses that should come next, each unit once."""
         seen: set[int] = set()
         length = len(self._past)
         for distance in range(1, length + 1):
             unit = self._past[(self._at + distance) % length]
             if unit not in seen:
                 seen.add(unit)
-                yield unit, distance
+                yield unit, distance, self._at + distance < length
 
     def distance(self, unit: int) -> float:
         """How many uses away the next use of ``unit`` is; infinite if none was ever seen."""

@@ -92,8 +92,11 @@ class ParameterStream:
         self._by_storage: dict[int, Residence] = {}
         self._current: Residence | None = None
         self.on_drop: Callable[[Unit], None] = lambda _unit: None
-        self.before_use: Callable[[Unit, Stay], None] | None = None
-        self.before_load: Callable[[Unit], None] | None = None
+        # Set by whoever updates weights on the device: what must happen with the weights there before they are used
+        # (False: the stay is stale now); and what has to be loaded ahead beside them (False: there is no room yet).
+        self.before_use: Callable[[Unit, Stay], bool] | None = None
+        self.prepare: Callable[[Unit, float, bool], bool] | None = None
+        self.on_pressure: Callable[[], bool] = lambda: False  # give up something that was loaded ahead; whether it did
         self.misses = 0  # uses that found nothing on the way
 
     def use(self, unit: Unit) -> Stay:
@@ -105,8 +108,10 @@ class ParameterStream:
         if not stay.awaited[0] or self._lanes.device.type == "cuda":  # another stream may be computing now
             self._lanes.compute.wait(stay.loaded)
             stay.awaited[0] = True
-        if self.before_use is not None:
-            self.before_use(unit, stay)
+        if self.before_use is not None and not self.before_use(unit, stay):
+            stay = self._present(residence)
+            self._lanes.compute.wait(stay.loaded)
+            stay.awaited[0] = True
         self.load_ahead()
         return stay
 
@@ -132,42 +137,44 @@ class ParameterStream:
         residence.updates += by_step
         residence.outdated = False
 
-    def updated_in_place(self, unit: Unit) -> None:
-        """The present stay has been given the new weights on the device itself; they follow to the home image."""
+    def updated_in_place(self, unit: Unit, stay: Stay) -> None:
+        """``stay`` has been given the new weights on the device itself; they follow to the home image."""
         residence = self.residences[unit.index]
         residence.version += 1
-        residence.updates += 1
-        residence.outdated = False
-        if residence.stay is not None:
-            residence.stay.version = residence.version
+        stay.version = residence.version
 
     def load_ahead(self) -> None:
         """Enqueue loads of what should be used next, as far as there is room that nothing sooner needs."""
         if self._serial:
             return
-        for index, distance in self.order.upcoming():
+        for index, distance, in_pass in self.order.upcoming():
             residence = self.residences[index]
-            if self._is_current(residence):
-                continue
             if residence.outdated:
                 continue  # a step will change it first
-            if residence.stay is not None:
-                if residence.installed:
-                    continue
-                self._drop(residence)
-            if self._load(residence, distance) is None:
+            if not self._is_current(residence):
+                if residence.stay is not None:
+                    if residence.installed:
+                        continue
+                    self._drop(residence)
+                if self._load(residence, distance) is None:
+                    return
+            if self.prepare is not None and not self.prepare(residence.unit, distance, in_pass):
                 return
 
     def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
         """``size`` bytes of the pool for something else than weights; evicts what it must."""
         piece = self._take(size, lane, 0)
         if piece is None:
-            raise self._no_room(size, tag)
+            raise self.no_room(size, tag)
         return piece
 
     def try_room(self, size: int, lane: Lane, distance: float) -> Piece | None:
         """The same, but nothing that is used sooner than ``distance`` gives way for it."""
         return self._take(size, lane, distance)
+
+    def give(self, piece: Piece, last_use: Event) -> None:
+        """Return what ``room`` gave, behind its last use."""
+        self._pool.give(piece, last_use)
 
     def drop_all(self) -> None:
         """Forget every copy on the device."""
@@ -207,14 +214,12 @@ class ParameterStream:
         if residence.stay is None:
             self.misses += 1
             if self._load(residence, 0) is None:
-                raise self._no_room(residence.unit.image_bytes, Tag.PARAMETERS)
+                raise self.no_room(residence.unit.image_bytes, Tag.PARAMETERS)
         assert residence.stay is not None
         return residence.stay
 
     def _load(self, residence: Residence, distance: float) -> Stay | None:
         unit = residence.unit
-        if self.before_load is not None:
-            self.before_load(unit)
         lane = self._lanes.load
         piece = self._take(unit.image_bytes, lane, distance)
         if piece is None:
@@ -244,6 +249,8 @@ class ParameterStream:
             ]
             victims = [victim for victim in victims if victim[0] > distance]
             if not victims:
+                if distance == 0 and self.on_pressure():
+                    continue
                 if distance == 0 and self._current is not None and self._current.stay and not self._current.installed:
                     self._drop(self._current)
                     continue
@@ -271,7 +278,7 @@ class ParameterStream:
         else:
             self._pool.give(piece, self._lanes.compute.record())
 
-    def _no_room(self, size: int, tag: Tag) -> OutOfBudget:
+    def no_room(self, size: int, tag: Tag) -> OutOfBudget:
         budget = self._ledger.budgets[Tier.DEVICE]
         held = sum(r.unit.image_bytes for r in self.residences if r.stay is not None and r.installed)
         return OutOfBudget(

@@ -18,6 +18,7 @@ class Placement:
     """What lies where. ``pool_bytes``: the device's share for weights, gradient buckets and states on their way."""
 
     pool_bytes: int
+    least_bytes: int  # the smallest pool that works
     whole_bytes: int  # the pool that would hold everything
     reason: str
 
@@ -48,10 +49,11 @@ def place(partition: Partition, device: torch.device, ledger: Ledger, *, trainin
     if device.type == "cpu" or whole <= free // 8:
         pool = min(whole, free)
         why = "all of it fits" if pool == whole else f"all that {budget.given} allows; the whole needs {format_bytes(whole)}"
-        return Placement(pool_bytes=pool, whole_bytes=whole, reason=why)
+        return Placement(pool_bytes=pool, least_bytes=least, whole_bytes=whole, reason=why)
     pool = min(whole, max(least, min(5 * largest + 3 * bucket, free // 4)))
     return Placement(
         pool_bytes=pool,
+        least_bytes=least,
         whole_bytes=whole,
         reason=f"{format_bytes(pool)} until activations have been measured; the whole needs {format_bytes(whole)}",
     )
