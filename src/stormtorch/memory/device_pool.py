@@ -1,8 +1,8 @@
 """Device memory that is taken once and handed out in pieces of any size, with reuse gated by events on the GPU.
 
 The pool is what makes ``vram`` hard: everything that STORM keeps on the device lies in it, whatever the host's run-ahead.
-A piece that is given back carries the event of its last use; whoever gets the same bytes next waits for that event in
-its own lane, never on the host. Pieces may be given back by finalizers, on any thread and in the middle of any call, so
+A piece that is given back carries the events of its last uses; whoever gets the same bytes next waits for them in its own
+lane, never on the host. Pieces may be given back by finalizers, on any thread and in the middle of any call, so
 `give` only puts them aside and `take` sorts them in.
 
 Why not a ring of equal slots (`SlotRing`): an embedding can be five times as large as a block, and every slot would have
@@ -75,7 +75,7 @@ class DevicePool:
         """Empty at first; see ``grow``. ``poison`` fills every piece with NaN behind its last use, for tests."""
         self.device, self._ledger, self._tag, self._compute, self._poison = device, ledger, tag, compute, poison
         self._blocks: list[_Block] = []
-        self._returned: deque[tuple[Piece, Event]] = deque()
+        self._returned: deque[tuple[Piece, tuple[Event, ...]]] = deque()
 
     @property
     def capacity_bytes(self) -> int:
@@ -103,9 +103,9 @@ class DevicePool:
                 return Piece(block, offset, size)
         return None
 
-    def give(self, piece: Piece, last_use: Event) -> None:
-        """Make the piece free behind ``last_use``. Returns at once; safe in a finalizer."""
-        self._returned.append((piece, last_use))
+    def give(self, piece: Piece, *last_uses: Event) -> None:
+        """Make the piece free behind ``last_uses``. Returns at once; safe in a finalizer."""
+        self._returned.append((piece, last_uses))
 
     def check(self) -> None:
         """Assert that free and taken pieces tile the blocks."""
@@ -127,12 +127,13 @@ class DevicePool:
 
     def _sort_in(self) -> None:
         while self._returned:
-            piece, last_use = self._returned.popleft()
+            piece, last_uses = self._returned.popleft()
             if self._poison is not None:
-                self._poison.wait(last_use)
+                for event in last_uses:
+                    self._poison.wait(event)
                 self._poison.fill(piece.bytes, 0xFF)
-                last_use = self._poison.record()
+                last_uses = (self._poison.record(),)
             block = piece.block
             block.uses = [use for use in block.uses if not use[2].done()]
-            block.uses.append((piece.offset, piece.offset + piece.size, last_use))
+            block.uses += [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
             block.extents.give(piece.offset, piece.size)

@@ -371,11 +371,12 @@ class AdamStream:
         for run in runs:
             adamw_(_bind(run, wide, stay.base, *states, grads, factor), run.step)
         lanes.store.wait(lanes.compute.record())
-        lanes.store.copy(self._images[home.unit.index], stay.base, Tag.OPTIMIZER)
+        lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER)
         for number, target in enumerate((home.exp_avg, home.exp_avg_sq, home.masters)):
             if target.nbytes:
                 lanes.store.copy(target.view(torch.uint8), staged.part(number), Tag.OPTIMIZER)
         home.event = lanes.store.record()
+        stay.uses.append(home.event)
         for piece in staged.pieces:
             self._parameters.give(piece, home.event)
         self._parameters.updated_in_place(home.unit, stay)

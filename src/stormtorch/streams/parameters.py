@@ -36,13 +36,16 @@ _NOTHING: dict[torch.device, torch.Tensor] = {}
 
 
 class Stay:
-    """A unit's copy on the device. ``loaded``: when its bytes are there. ``awaited``: whether compute waits for that."""
+    """A unit's copy on the device.
 
-    __slots__ = ("awaited", "base", "loaded", "version", "views")
+    ``loaded``: when its bytes are there. ``uses``: what must have ended, beside compute, before they may be overwritten.
+    ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay.
+    """
 
-    def __init__(self, base: torch.Tensor, loaded: Event, version: int) -> None:
-        self.base, self.loaded, self.version = base, loaded, version
-        self.awaited = [False]
+    __slots__ = ("base", "loaded", "memory", "uses", "version", "views")
+
+    def __init__(self, base: torch.Tensor, memory: torch.Tensor, uses: list[Event], loaded: Event, version: int) -> None:
+        self.base, self.memory, self.uses, self.loaded, self.version = base, memory, uses, loaded, version
         self.views: dict[int, torch.Tensor] = {}
 
 
@@ -105,13 +108,10 @@ class ParameterStream:
         self.order.visit(unit.index)
         self._current = residence
         stay = self._present(residence)
-        if not stay.awaited[0] or self._lanes.device.type == "cuda":  # another stream may be computing now
-            self._lanes.compute.wait(stay.loaded)
-            stay.awaited[0] = True
+        self._lanes.compute.wait(stay.loaded)
         if self.before_use is not None and not self.before_use(unit, stay):
             stay = self._present(residence)
             self._lanes.compute.wait(stay.loaded)
-            stay.awaited[0] = True
         self.load_ahead()
         return stay
 
@@ -224,19 +224,18 @@ class ParameterStream:
         piece = self._take(unit.image_bytes, lane, distance)
         if piece is None:
             return None
-        awaited = [False]
-        loaded: list[Event] = []
-        base = alias(piece.bytes, functools.partial(self._gone, piece, awaited, loaded))
+        uses: list[Event] = []
+        base = alias(piece.bytes, functools.partial(self._gone, piece, uses))
         self._gate(unit, lane)
-        lane.copy(base, residence.image, Tag.PARAMETERS)
-        loaded.append(lane.record())
-        residence.stay = Stay(base, loaded[0], residence.version)
-        residence.stay.awaited = awaited
-        residence.last_load = loaded[0]
+        lane.copy(piece.bytes, residence.image, Tag.PARAMETERS)
+        loaded = lane.record()
+        uses.append(loaded)  # compute may never wait for it
+        residence.stay = Stay(base, piece.bytes, uses, loaded, residence.version)
+        residence.last_load = loaded
         residence.loads += 1
         self._by_storage[base.data_ptr()] = residence
         if self._serial:
-            loaded[0].synchronize()
+            loaded.synchronize()
         return residence.stay
 
     def _take(self, size: int, lane: Lane, distance: float) -> Piece | None:
@@ -271,12 +270,9 @@ class ParameterStream:
         stay.views.clear()
         del stay
 
-    def _gone(self, piece: Piece, awaited: list[bool], loaded: list[Event]) -> None:
+    def _gone(self, piece: Piece, uses: list[Event]) -> None:
         """Called when nothing refers to a stay's bytes any more, possibly from a finalizer."""
-        if loaded and not awaited[0]:
-            self._pool.give(piece, loaded[0])
-        else:
-            self._pool.give(piece, self._lanes.compute.record())
+        self._pool.give(piece, self._lanes.compute.record(), *uses)
 
     def no_room(self, size: int, tag: Tag) -> OutOfBudget:
         budget = self._ledger.budgets[Tier.DEVICE]
