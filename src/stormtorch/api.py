@@ -21,8 +21,9 @@ from .memory.lane import Lane
 from .memory.lanes import open_lanes
 from .memory.ledger import open_ledger
 from .memory.page_lock import page_lock_for
+from .memory.wait_meter import WaitMeter
 from .native.worker import open_worker
-from .observe.recorder import Recorder
+from .observe.recorder import Recorder, Totals
 from .observe.report import Report, make_report
 from .streams.adam import AdamHome, AdamStream
 from .streams.attach import Attachment
@@ -32,8 +33,12 @@ from .streams.parameters import ParameterStream, Residence
 from .streams.partition import Partition, partition
 from .streams.placement import Placement, growth, place
 from .streams.settings import Settings, Trial
+from .streams.shares import Rates, device_share
+from .streams.torch_step import is_separable
 from .streams.unit import Unit
 
+_GROW_AT = (2, 4)  # steps after which activations have shown their peak
+_SHARE_AT = (3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
 _STREAMED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 
 
@@ -94,10 +99,10 @@ class Session:
         self._model, self._settings = model, settings
         self._closed = False
         self._endings: list[Any] = []
+        self.share_reason = ""
         self.device = _device(settings.device)
         self.ledger = open_ledger(self.device, vram=settings.vram, ram=settings.ram)
         self._serial = settings.step == "serial"
-        self._cap_was: float | None = None
         try:
             self._open(model, optimizer, settings, trial)
         except BaseException:
@@ -122,7 +127,6 @@ class Session:
         units = self.units = found.units
         trains = any(unit.trained for unit in units)
         self.placement: Placement = place(found, self.device, self.ledger, training=trains)
-        self._cap_device(limit)
         lock = page_lock_for(self.device)
         self.recorder = Recorder()
         self._page_lock = lock
@@ -148,11 +152,13 @@ class Session:
         )
         self._endings.append(self._pool.close)
         self._pool.grow(self.placement.pool_bytes)
+        self._waits = waits = WaitMeter(lanes.compute, self.recorder)
         self._parameters = ParameterStream(
             [Residence(unit, image) for unit, image in zip(units, images, strict=True)],
             lanes=lanes,
             pool=self._pool,
             ledger=self.ledger,
+            waits=waits,
             gate=self._gate,
             serial=self._serial,
         )
@@ -160,6 +166,7 @@ class Session:
             [GradHome(unit, board[next(flags)]) for unit in units],
             lanes=lanes,
             parameters=self._parameters,
+            waits=waits,
             gate=self._gate,
             make_own=self._make_own_grads,
             make_wide=self._make_wide_grads,
@@ -174,6 +181,7 @@ class Session:
             gradients=self._gradients,
         )
         self._optimizer: OptimizerStream | None = None
+        self._adam: AdamStream | None = None
         self._attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
         self._endings.append(self._attachment.detach)
         self._endings.append(self._drain)
@@ -197,10 +205,10 @@ class Session:
         adam = None
         if runs_as_adam(optimizer, units, masters):
             adam = self._open_adam(units, images, iter(flags), trial)
-        elif mode == "backward":
+        elif mode == "backward" and not is_separable(optimizer):
             raise SettingError(
-                f'step="backward" needs torch.optim.Adam or AdamW, without amsgrad; this is {type(optimizer).__name__}. '
-                'Use step="forward".'
+                f'step="backward" needs an optimizer of torch.optim that updates each parameter by itself; '
+                f'{type(optimizer).__name__} is not known to. Use step="forward".'
             )
         self._optimizer = OptimizerStream(
             optimizer,
@@ -251,9 +259,13 @@ class Session:
             lanes=self._lanes,
             parameters=self._parameters,
             gradients=self._gradients,
+            waits=self._waits,
             factors=factors.tensor((64, 16), torch.float32)[:, :1],
         )
         self._adam = adam
+        self._fixed_share = trial.device_share
+        self._share_since = (Totals(), worker.stats())
+        self.share_reason = "all on the CPU until rates have been measured"
         if trial.device_share:
             adam.share(trial.device_share, self._pool.capacity_bytes - self.placement.least_bytes)
         self._parameters.on_pressure = adam.give_up_staged
@@ -290,6 +302,7 @@ class Session:
             ledger=self.ledger,
             placement=self.placement,
             pool_bytes=self._pool.capacity_bytes,
+            share_reason=self.share_reason,
             units=self.units,
             setup_s=self.setup_s,
             misses=self._parameters.misses,
@@ -332,28 +345,58 @@ class Session:
         return arena.tensor((unit.wide_bytes,), torch.uint8)
 
     def _after_step(self) -> None:
+        """Between steps: use what was learned. Changes where things are done, never a result."""
         self.recorder.step()
-        if self.device.type != "cuda" or self._optimizer is None or self._optimizer.steps not in (2, 4):
-            return
-        if self._pool.capacity_bytes >= self.placement.whole_bytes:
-            return
-        budget = self.ledger.budgets[Tier.DEVICE].limit_bytes
+        assert self._optimizer is not None
+        steps = self._optimizer.steps
+        if self.device.type == "cuda" and steps in _GROW_AT:
+            self._grow()
+        if self._adam is not None and steps in _SHARE_AT and self._fixed_share is None:
+            self._choose_share()
+
+    def _grow(self) -> None:
+        """Give the pool what activations have left of the budget."""
         more = growth(
             self.placement,
             pool_bytes=self._pool.capacity_bytes,
-            limit_bytes=budget,
-            peak_bytes=torch.cuda.max_memory_reserved(self.device),
+            limit_bytes=self.ledger.budgets[Tier.DEVICE].limit_bytes,
+            peak_bytes=torch.cuda.max_memory_allocated(self.device),
+            free_bytes=torch.cuda.mem_get_info(self.device)[0],
             step_bytes=max(unit.image_bytes for unit in self.units),
         )
         if more:
             self._pool.grow(more)
 
-    def _cap_device(self, limit: int) -> None:
-        """Make the budget hard for everything that torch allocates, activations included."""
-        if self.device.type == "cuda" and self._settings.vram != "auto" and limit >= 1 << 30:
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.device)
-            self._cap_was = 1.0
+    def _choose_share(self) -> None:
+        """Decide anew how much of the optimizer's work the device does."""
+        assert self._adam is not None
+        if self.device.type == "cpu":
+            return  # the same cores would do it
+        totals, worker = self.recorder.snapshot(), self._worker.stats()
+        past_totals, past_worker = self._share_since
+        self._share_since = (totals, worker)
+        steps = len(totals.step_ends_s) - len(past_totals.step_ends_s)
+        busy_s = (worker.busy_s - past_worker.busy_s) / self._worker.threads
+        elements = worker.elements - past_worker.elements
+        moved = sum(size for (lane, _), size in totals.bytes.items() if lane == "load")
+        moving_s = sum(seconds for (lane, _), seconds in totals.busy_s.items() if lane == "load")
+        ends = totals.step_ends_s
+        weights = sum(unit.image_bytes for unit in self.units)
+        count = max(1, sum(unit.state_count for unit in self.units))
+        states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in self.units)
+        share, self.share_reason = device_share(
+            Rates(
+                cpu_elements_per_s=elements / busy_s if busy_s > 0 else 0.0,
+                load_bytes_per_s=moved / moving_s if moving_s > 0 else 0.0,
+                cpu_busy_s=busy_s / steps,
+                step_s=(ends[-1] - ends[-1 - steps]) / steps if len(ends) > steps else ends[-1] - ends[0],
+            ),
+            mode="backward" if self._settings.step == "backward" else "forward",
+            share=self._adam.present_share,
+            weight_bytes=weights / count,
+            state_bytes=states / count,
+        )
+        self._adam.share(share, self._pool.capacity_bytes - self.placement.least_bytes)
 
     def _drain(self) -> None:
         if self._optimizer is not None:
@@ -368,19 +411,25 @@ class Session:
         order = list(reversed(endings))
         if hasattr(self, "_attachment"):
             order.insert(0, self._before_end)
+        if hasattr(self, "_attachment"):
+            order.append(self._forget)
         for ending in order:
             try:
                 ending()
             except BaseException as problem:
                 error = error or problem
-        if self._cap_was is not None:
-            torch.cuda.set_per_process_memory_fraction(self._cap_was, self.device)
         if error is not None:
             raise error
 
     def _before_end(self) -> None:
         self._drain()
         self._parameters.drop_all()
+
+    def _forget(self) -> None:
+        self._parameters.forget()
+        self._gradients.forget()
+        if self._adam is not None:
+            self._adam.forget()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -77,7 +77,8 @@ def in_a_forward_hook(side: Side, action: Callable[..., None]) -> None:
 
 
 def in_evaluation(side: Side, action: Callable[..., None]) -> None:
-    with torch.no_grad(), hooked(side.model.get_submodule("blocks.4.norm2" if side.case is RECOMPUTED else "blocks.4.norm").register_forward_pre_hook(action)):  # fmt: skip  # noqa: E501
+    inner = list(side.model.get_submodule("blocks.4").children())[-1]
+    with torch.no_grad(), hooked(inner.register_forward_pre_hook(action)):
         side.loss(100)
 
 
@@ -87,9 +88,9 @@ def in_loss(side: Side, action: Callable[..., None]) -> None:
     loss.backward()
 
 
-def in_backward(side: Side, action: Callable[..., None]) -> None:
+def in_backward(side: Side, _: Callable[..., None]) -> None:
     block = side.model.get_submodule("blocks.4")
-    with hooked(block.register_forward_hook(lambda module, args, result: Breaks.apply(result))):
+    with hooked(block.register_forward_hook(lambda _module, _args, result: Breaks.apply(result))):  # type: ignore[no-untyped-call]
         side.loss(100).backward()
 
 
@@ -151,9 +152,16 @@ def test_training_goes_on_after_an_exception(case: Case, place: Any, step: str) 
         pair.check()
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize(
+    "place",
+    [in_forward, in_a_forward_hook, in_evaluation, in_loss, in_backward, in_a_hook_of_the_optimizer],
+    ids=lambda place: place.__name__,
+)
 def test_what_backward_had_gathered_is_there_after_an_exception(place: Any) -> None:
-    """As in plain PyTorch: the gradients of the blocks that were done, and the next backward adds to them."""
+    """As in plain PyTorch: the gradients of the blocks that were done, and the next backward adds to them.
+
+    Of the block in whose hook it happened, some parameters have theirs, by an order that autograd does not promise.
+    """
 
     def run(side: Side) -> object:
         fails(place, broken, Broken)(side)
@@ -193,8 +201,10 @@ def test_an_exception_in_backward_leaves_a_session_that_updates_in_backward_usab
 
 
 @pytest.mark.parametrize(
-    "place", [in_forward, in_loss, in_evaluation, in_a_hook_of_a_parameter, in_a_hook_of_backward], ids=lambda p: p.__name__
-)  # fmt: skip
+    "place",
+    [in_forward, in_loss, in_evaluation, in_a_hook_of_a_parameter, in_a_hook_of_backward],
+    ids=lambda place: place.__name__,
+)
 def test_training_goes_on_after_ctrl_c(place: Any) -> None:
     with Pair(CHAIN) as pair:
         for number in range(2):
@@ -362,6 +372,7 @@ def test_close_leaves_an_ordinary_model_and_returns_every_byte(
 ) -> None:
     model = CHAIN.build()
     optimizer = adamw(model)
+    optimizer.step()  # torch leaves a mark on an optimizer that has stepped
     parameters, attributes, kind = list(model.parameters()), set(vars(optimizer)), type(optimizer)
     session = stream(model, optimizer, device=device, step=step, vram=vram)
     if left_at != "start":
@@ -385,7 +396,7 @@ def test_the_hooks_of_the_user_stay() -> None:
     heard: list[int] = []
     model = CHAIN.build()
     model.get_submodule("blocks.1").register_forward_hook(lambda *_: heard.append(1))
-    model.get_parameter("head.weight").register_hook(lambda gradient: heard.append(2))
+    model.get_parameter("head.weight").register_hook(lambda _: heard.append(2))
     with stream(model, adamw(model)):
         CHAIN.loss(model, CHAIN.batch(0)).backward()
     CHAIN.loss(model, CHAIN.batch(0)).backward()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def backward_twice(side: Side, step: int) -> object:
 
 
 def backward_much_later(side: Side, step: int) -> object:
-    """The graph outlives an optimizer step; what it saved must be as it was, or autograd refuses. Nothing here steps."""
+    """By then everything that this forward had on the device has made room for others."""
     loss = side.loss(step)
     with torch.no_grad():
         others = [side.loss(step + 100 + index) for index in range(4)]
@@ -194,9 +195,10 @@ def inference_mode(side: Side, step: int) -> object:
 def sub_module_alone(side: Side, step: int) -> object:
     model = chain(side)
     x = torch.randn(3, 5, 32, device=side.device)
+    whole = side.loss(step)
     loss = model.blocks[3](x).square().mean() + model.get_submodule("blocks.5.up")(x).square().mean()
     loss.backward()
-    return loss, side.loss(step)
+    return loss, whole
 
 
 def blocks_in_a_loop_of_the_user(side: Side, step: int) -> object:
@@ -209,14 +211,26 @@ def blocks_in_a_loop_of_the_user(side: Side, step: int) -> object:
     return loss
 
 
-def generating(side: Side, step: int) -> object:
-    loss = side.loss(step)
-    loss.backward()
+def generated(side: Side, step: int) -> torch.Tensor:
     sequence = side.batch(step)[0]
     with torch.no_grad():
         for _ in range(4):
             sequence = torch.cat([sequence, side.model(sequence)[:, -1:].argmax(-1)], dim=1)
+    return sequence
+
+
+def generating(side: Side, step: int) -> object:
+    loss = side.loss(step)
+    sequence = generated(side, step)
+    loss.backward()
     return loss, sequence
+
+
+def generating_before_the_step(side: Side, step: int) -> object:
+    """With the weights as they were: updates in backward cannot promise that."""
+    loss = side.loss(step)
+    loss.backward()
+    return loss, generated(side, step)
 
 
 def weights_by_functional(side: Side, step: int) -> object:
@@ -285,6 +299,7 @@ MORE: list[Scenario] = [
     forwards_then_backwards,
     backward_twice,
     evaluated_in_between,
+    generating_before_the_step,
     weights_by_functional,
     gradient_with_respect_to_the_input,
     gradient_penalty,
@@ -293,7 +308,7 @@ MORE: list[Scenario] = [
 ]
 
 
-def play(scenario: Scenario, device: torch.device, *, look: bool, **settings: object) -> None:
+def play(scenario: Scenario, device: torch.device, *, look: bool, **settings: Any) -> None:
     with Pair(device=device, optimizer=sgd if device.type == "cuda" else fused, **settings) as pair:
         for step in range(4):
 
@@ -336,7 +351,7 @@ def test_any_order_updated_in_backward(scenario: Scenario) -> None:
 
 def test_a_change_of_scenario_at_every_step(device: torch.device) -> None:
     """What was recorded in one step says nothing about the next."""
-    rounds = [*ONE_BACKWARD, *MORE]
+    rounds = [scenario for scenario in (*ONE_BACKWARD, *MORE) if scenario is not gradient_penalty]
     random.Random(0).shuffle(rounds)
     with Pair(device=device, optimizer=sgd if device.type == "cuda" else fused) as pair:
         for step, scenario in enumerate(rounds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -158,13 +159,15 @@ def test_torch_operations_without_triton(
     host = dataclasses.replace(make_tensors(10_007, weight, weight), grad_factor=torch.tensor(0.3))
     device = on_gpu(host)
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # the mode is called a prototype
+            torch.cuda.set_sync_debug_mode("error")
         with caplog.at_level(logging.WARNING, logger="stormtorch"):
             for number in (1, 2):
                 adamw_(device, AdamStep(lr=1e-2, step=number))
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        with warnings.catch_warnings(action="ignore"):
+            torch.cuda.set_sync_debug_mode(before)
     for number in (1, 2):
         adamw_(host, AdamStep(lr=1e-2, step=number))
     assert [record.message.split(";")[0] for record in caplog.records] == ["GPU kernel: not in use (hidden by a test)"]

@@ -33,5 +33,13 @@ class FileAccess:
     seconds: float
 
 
-Record = Copied | FileAccess
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Compute stood still for ``seconds`` because of ``cause``: "weights", "states" or "gradients" on their way."""
+
+    cause: str
+    seconds: float
+
+
+Record = Copied | FileAccess | Waited
 Sink = Callable[[Record], None]

@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from ..core.records import Copied, Record
+from ..core.records import Copied, Record, Waited
 from ..core.tags import Tag
 
 
@@ -34,11 +34,10 @@ class Recorder:
                 totals = self._totals
                 totals.bytes[key] = totals.bytes.get(key, 0) + record.bytes
                 totals.busy_s[key] = totals.busy_s.get(key, 0.0) + record.seconds
-
-    def waited(self, cause: str, seconds: float) -> None:
-        """Compute stood still for ``seconds`` because of ``cause``."""
-        with self._lock:
-            self._totals.waits_s[cause] = self._totals.waits_s.get(cause, 0.0) + seconds
+        elif isinstance(record, Waited):
+            with self._lock:
+                waits = self._totals.waits_s
+                waits[record.cause] = waits.get(record.cause, 0.0) + record.seconds
 
     def step(self) -> None:
         """An optimizer step was asked for."""

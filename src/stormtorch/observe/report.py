@@ -37,6 +37,7 @@ class Report:
     pinned_bytes: int
     pool_bytes: int
     placement: Placement
+    share_reason: str
 
     def __str__(self) -> str:
         lines = [
@@ -55,6 +56,8 @@ class Report:
         waits = ", ".join(f"{cause} {seconds:.4f} s" for cause, seconds in self.waits_s_per_step.items())
         lines.append(f"compute waited per step: {waits or 'nothing measured'}")
         lines.append(f"pool {format_bytes(self.pool_bytes)} on the device: {self.placement.reason}")
+        if self.share_reason:
+            lines.append(f"optimizer: {self.share_reason}")
         lines.append(
             f"peaks: device {format_bytes(self.device_peak_bytes)}, host {format_bytes(self.host_peak_bytes)}, "
             f"page-locked {format_bytes(self.pinned_bytes)}"
@@ -72,6 +75,7 @@ def make_report(
     ledger: Ledger,
     placement: Placement,
     pool_bytes: int,
+    share_reason: str,
     units: list[Unit],
     setup_s: float,
     misses: int,
@@ -113,4 +117,5 @@ def make_report(
         pinned_bytes=ledger.pinned_bytes,
         pool_bytes=pool_bytes,
         placement=placement,
+        share_reason=share_reason,
     )

@@ -22,6 +22,7 @@ from ..memory.device_pool import GRAIN, Piece
 from ..memory.flags import Flag, Flags
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
+from ..memory.wait_meter import WaitMeter
 from ..native.adamw import adamw_
 from ..native.jobs import Worker
 from ..native.update import AdamStep, AdamTensors
@@ -114,13 +115,16 @@ class AdamStream:
         lanes: Lanes,
         parameters: ParameterStream,
         gradients: GradientStream,
+        waits: WaitMeter,
         factors: torch.Tensor,
     ) -> None:
         """``factors``: fp32 words in home memory for clip factors, used in turns."""
         self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
         self._parameters, self._gradients, self._factors = parameters, gradients, factors
+        self._waits = waits
         self._factor_turn = 0
         self.in_backward_mode = False
+        self.present_share = 0.0
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
@@ -250,11 +254,13 @@ class AdamStream:
 
         ``room_bytes``: what the pool has beyond the weights and gradients that are being computed with.
         """
+        self.present_share = part
         due = 0.0
         for home in self.homes:
             unit = home.unit
+            need = 8 * unit.state_count + unit.master_bytes + unit.wide_bytes + 4 * GRAIN
             due += part
-            home.on_device = due >= 1 - 1e-9 and 8 * unit.state_count + unit.master_bytes + unit.wide_bytes + 4 * GRAIN <= room_bytes
+            home.on_device = due >= 1 - 1e-9 and need <= room_bytes
             due -= home.on_device
 
     def give_up_staged(self) -> bool:
@@ -340,7 +346,7 @@ class AdamStream:
             self._parameters.residences[home.unit.index].installed -= 1
         staged, home.staged = home.staged, None
         assert staged is not None
-        self._lanes.compute.wait(staged.loaded)
+        self._waits.wait(staged.loaded, "states")
         return staged
 
     def _update_at_home(self, home: AdamHome, waiting: _Waiting) -> None:
@@ -387,6 +393,10 @@ class AdamStream:
             for piece in home.staged.pieces:
                 self._parameters.give(piece, home.staged.loaded)
             home.staged = None
+
+    def forget(self) -> None:
+        """Let go of home memory: graphs that outlive the session keep this object."""
+        self.homes, self._images = [], []
 
     def finish(self, unit: Unit) -> None:
         """Do a waiting update on the device now, and forget what was loaded for one that may come."""

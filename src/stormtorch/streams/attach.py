@@ -248,7 +248,8 @@ class Attachment:
         """The tensors that stand in for the unit's parameters, by index."""
         views = stay.views
         if not views:
-            views.update({place.index: place.in_image(stay.base) for place in unit.places})
+            with torch.inference_mode(False):  # views for good: a later pass may train with them
+                views.update({place.index: place.in_image(stay.base) for place in unit.places})
         if not torch.is_grad_enabled():
             return views
         known = self._twins.get(unit.index) if not in_graph else None

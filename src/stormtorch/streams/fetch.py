@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from .torch_private import will_accumulate
 from .unit import Unit
 
-Collect = Callable[["Token", Sequence["torch.Tensor | None"]], "list[torch.Tensor | None]"]
+Collect = Callable[["Token", Sequence["torch.Tensor | None"], list[bool]], "list[torch.Tensor | None]"]
 
 
 class Token:
@@ -42,6 +43,9 @@ class Fetch(torch.autograd.Function):
         return tuple(view.data for view in views)  # .data: not a view for autograd, which would refuse to change it
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return (None, None, None, *ctx.collect(ctx.token, grads))
+        leaves = [node for node, _ in ctx.next_functions[-len(grads) :]]
+        wanted = [node is not None and will_accumulate(node) for node in leaves]
+        if None in wanted:  # torch.autograd.grad: the gradients are the caller's
+            return (None, None, None, *(None if grad is None else grad.to("cpu") for grad in grads))
+        return (None, None, None, *ctx.collect(ctx.token, grads, wanted))

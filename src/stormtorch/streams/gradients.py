@@ -24,10 +24,11 @@ from ..core.tags import Tag
 from ..memory.flags import Flag
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
+from ..memory.wait_meter import WaitMeter
 from .fetch import Token
 from .home import HomeView, plain
 from .parameters import ParameterStream
-from .torch_private import at_end_of_backward, without_torch_function
+from .torch_private import at_end_of_backward, current_pass, without_torch_function
 from .unit import Place, Unit
 
 
@@ -72,6 +73,7 @@ class GradientStream:
         *,
         lanes: Lanes,
         parameters: ParameterStream,
+        waits: WaitMeter,
         gate: Callable[[Unit, Lane], None],
         make_own: Callable[[], list[torch.Tensor]],
         make_wide: Callable[[Unit], torch.Tensor],
@@ -79,6 +81,7 @@ class GradientStream:
     ) -> None:
         """``make_own`` gives the home buffers when the first gradient comes, ``make_wide`` one when it is needed."""
         self.homes, self._lanes, self._parameters, self._gate = homes, lanes, parameters, gate
+        self._waits = waits
         self._make_own, self._make_wide, self._serial = make_own, make_wide, serial
         # Set by whoever takes over an optimizer:
         self.consume: Callable[[GradHome], None] | None = None  # for step="backward"
@@ -90,13 +93,20 @@ class GradientStream:
 
     # --- in backward
 
-    def collect(self, token: Token, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Take the gradients of one use of a unit; returns those that torch itself has to deliver, on the CPU."""
+    def collect(
+        self, token: Token, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Take the gradients of one use of a unit; returns those that torch itself has to deliver, on the CPU.
+
+        ``wanted``: which of them the running backward is meant to accumulate.
+        """
+        if not self.homes:
+            raise StormError("Cannot run backward: the session that this forward ran in was closed.")
         unit, home = token.unit, self.homes[token.unit.index]
-        token.passed = task = _task()
+        token.passed = task = current_pass()
         returned: list[torch.Tensor | None] = [None] * len(grads)
         for number, (index, grad) in enumerate(zip(token.places, grads, strict=True)):
-            if grad is None:
+            if grad is None or not wanted[number]:
                 continue
             place = unit.places[index]
             if not place.trained or grad.layout is not torch.strided or _has_hooks(place):
@@ -113,6 +123,10 @@ class GradientStream:
         else:
             self._finish(home)
         return returned
+
+    def forget(self) -> None:
+        """Let go of home memory: graphs that outlive the session keep this object."""
+        self.homes = []
 
     def _end_pass(self) -> None:
         self._ending = False
@@ -205,7 +219,7 @@ class GradientStream:
         if home.stored is not None:
             lanes.load.wait(home.stored)
         lanes.load.copy(earlier.bytes, source, Tag.GRADIENTS)
-        lanes.compute.wait(lanes.load.record())
+        self._waits.wait(lanes.load.record(), "gradients")
         for index in before:
             place = unit.places[index]
             at, dtype = (place.wide_at, torch.float32) if home.is_wide else (place.grad_at, place.dtype)
@@ -229,6 +243,8 @@ class GradientStream:
     def grad(self, place: Place, watch: Callable[[torch.Tensor, Place, str], HomeView]) -> torch.Tensor | None:
         """``p.grad``; not waited for."""
         home = self.homes[place.unit.index]
+        if not place.trained or has_sparse_grad(place):
+            return _real_grad(place)
         self.fold(place)
         if home.consumed:
             return watch(self._consumed_view(home, place), place, "grad")
@@ -261,13 +277,11 @@ class GradientStream:
     def fold(self, place: Place) -> None:
         """Add what torch itself has put into the parameter's own slot: gradients of hooked parameters, regularisers."""
         real = _real_grad(place)
-        if real is None or not place.trained:
+        if real is None or not place.trained or has_sparse_grad(place):
             return
         _set_real_grad(place, None)
         home = self.homes[place.unit.index]
-        dense = real.detach()
-        dense = dense.to_dense() if dense.layout is not torch.strided else dense
-        self._write(home, place, dense, add=place.index in home.present)
+        self._write(home, place, real.detach(), add=place.index in home.present)
 
     def clear(self) -> None:
         """``zero_grad(set_to_none=True)`` of everything. Waits for nothing: what is stored later is garbage then."""
@@ -311,10 +325,6 @@ class GradientStream:
         return place.view(home.own, place.grad_at, place.dtype)
 
 
-def _task() -> int:
-    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
-
-
 def _norm_dtype(place: Place) -> torch.dtype | None:
     return torch.float32 if place.dtype.itemsize < 4 else None
 
@@ -322,6 +332,16 @@ def _norm_dtype(place: Place) -> torch.dtype | None:
 def _real_grad(place: Place) -> torch.Tensor | None:
     with without_torch_function():
         return place.parameter.grad
+
+
+def has_sparse_grad(place: Place) -> bool:
+    """Whether torch has put a sparse gradient into the parameter's own slot; it stays there."""
+    real = _real_grad(place)
+    return real is not None and real.layout is not torch.strided
+
+
+def sparse_grad(place: Place) -> torch.Tensor | None:
+    return _real_grad(place)
 
 
 def _set_real_grad(place: Place, value: torch.Tensor | None) -> None:

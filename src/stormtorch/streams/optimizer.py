@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..core.errors import StormError
 from .adam import AdamStream
-from .gradients import GradHome, GradientStream
+from .gradients import GradHome, GradientStream, has_sparse_grad, sparse_grad
 from .home import Access, home_view, plain
 from .parameters import ParameterStream
 from .torch_private import without_torch_function
@@ -34,6 +34,8 @@ def runs_as_adam(optimizer: torch.optim.Optimizer, units: list[Unit], masters: b
         return False
     if any(g["amsgrad"] or g.get("differentiable") or g.get("capturable") for g in optimizer.param_groups):
         return False
+    if any(isinstance(g["lr"], torch.Tensor) for g in optimizer.param_groups):
+        return False  # torch then computes with it in fp32, where a number is a double
     dtypes = {place.dtype for unit in units for place in unit.trained}
     return dtypes <= ({torch.float32, torch.bfloat16, torch.float16} if masters else {torch.float32})
 
@@ -63,6 +65,7 @@ class OptimizerStream:
         self._released = False
         self._before_load: dict[str, Any] = {}
         self._images_before: dict[int, torch.Tensor] = {}
+        self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
         self.on_step: Callable[[], None] = lambda: None
         target: Any = optimizer
@@ -74,13 +77,14 @@ class OptimizerStream:
             optimizer.register_load_state_dict_pre_hook(self._take_state),
             optimizer.register_load_state_dict_post_hook(self._install_state),
         ]
+        if mode == "backward":
+            gradients.consume = self._consume
         if adam is not None:
             if optimizer.state:
                 self._import_state({p: dict(state) for p, state in optimizer.state.items()})
             gradients.before_storing = adam.finish
             if mode == "backward":
                 adam.in_backward_mode = True
-                gradients.consume = self._consume
                 gradients.update_here = self._update_here
 
     def _method(self, name: str) -> Callable[..., Any]:
@@ -113,9 +117,19 @@ class OptimizerStream:
             self._update_all()
         for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
             hook(optimizer, (closure,) if closure else (), {})
+        self._sort_state()
         self.steps += 1
         self.on_step()
         return loss
+
+    def _sort_state(self) -> None:
+        """New entries of ``optimizer.state`` in the order of the parameters, in whichever order units were updated."""
+        state = self.optimizer.state
+        if len(state) != len(self._states_seen):
+            everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+            for parameter in [p for p in everything if p in state and id(p) not in self._states_seen]:
+                state[parameter] = state.pop(parameter)
+                self._states_seen.add(id(parameter))
 
     @torch.no_grad()
     def _update_all(self) -> None:
@@ -123,7 +137,7 @@ class OptimizerStream:
         for home in self._gradients.homes:
             for place in home.unit.trained:
                 self._gradients.fold(place)
-            if home.present:
+            if home.present or (self._adam is None and any(has_sparse_grad(place) for place in home.unit.trained)):
                 self._update(home, hyper)
         left = [p for p in self._left if p.grad is not None]
         if left:
@@ -137,23 +151,31 @@ class OptimizerStream:
 
     def _update(self, home: GradHome, hyper: dict[int, dict[int, dict[str, Any]]]) -> None:
         mine = hyper.get(home.unit.index, {})
-        if not any(index in mine for index in home.present):
-            return
         if self._adam is not None:
             self._adam.update(home, mine)
             return
+        places: list[tuple[Place, torch.Tensor]] = []
+        for place in home.unit.trained:
+            grad = sparse_grad(place) if has_sparse_grad(place) else None
+            if grad is None and place.index in home.present:
+                grad = home.view(place)
+            if grad is not None and place.index in mine:
+                places.append((place, grad))
+        if not places:
+            return
         home.join()
-        places = [home.unit.places[index] for index in sorted(home.present) if index in mine]
-        self._wait_for_loads(home.unit)
-        self._generic.update([(place, home.view(place)) for place in places])
+        last_load = self._parameters.residences[home.unit.index].last_load
+        if last_load is not None:
+            last_load.synchronize()  # it may still be reading the weights
+        self._generic.update(places)
         self._parameters.changed(home.unit, by_step=True)
 
     def _consume(self, home: GradHome) -> None:
         """For step="backward": update the unit now, from gradients that have just been sent home."""
-        assert self._adam is not None
         mine = self._consumable(home)
         if mine is not None:
-            self._adam.update(home, mine)
+            with torch.no_grad():
+                self._update(home, {home.unit.index: mine})
             _consumed(home)
 
     def _update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
@@ -176,17 +198,11 @@ class OptimizerStream:
         """Hyperparameters by unit and place, as they are now."""
         found: dict[int, dict[int, dict[str, Any]]] = {}
         for group in self.optimizer.param_groups:
-            group.setdefault("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
             for parameter in group["params"]:
                 place = self._place.get(id(parameter))
                 if place is not None:
                     found.setdefault(place.unit.index, {})[place.index] = group
         return found
-
-    def _wait_for_loads(self, unit: Unit) -> None:
-        last = self._parameters.residences[unit.index].last_load
-        if last is not None:
-            last.synchronize()
 
     # --- gradients
 

@@ -29,6 +29,7 @@ from ..memory.device_pool import DevicePool, Piece
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
 from ..memory.ledger import Ledger
+from ..memory.wait_meter import WaitMeter
 from .order import Order
 from .unit import Unit
 
@@ -85,12 +86,13 @@ class ParameterStream:
         lanes: Lanes,
         pool: DevicePool,
         ledger: Ledger,
+        waits: WaitMeter,
         gate: Callable[[Unit, Lane], None],
         serial: bool,
     ) -> None:
         """``gate`` makes a lane wait until the home image of a unit is up to date."""
         self.residences, self._lanes, self._pool, self._ledger = residences, lanes, pool, ledger
-        self._gate, self._serial = gate, serial
+        self._waits, self._gate, self._serial = waits, gate, serial
         self.order = Order(len(residences))
         self._by_storage: dict[int, Residence] = {}
         self._current: Residence | None = None
@@ -108,10 +110,10 @@ class ParameterStream:
         self.order.visit(unit.index)
         self._current = residence
         stay = self._present(residence)
-        self._lanes.compute.wait(stay.loaded)
+        self._waits.wait(stay.loaded, "weights")
         if self.before_use is not None and not self.before_use(unit, stay):
             stay = self._present(residence)
-            self._lanes.compute.wait(stay.loaded)
+            self._waits.wait(stay.loaded, "weights")
         self.load_ahead()
         return stay
 
@@ -183,6 +185,11 @@ class ParameterStream:
             if residence.stay is not None:
                 self._drop(residence)
 
+    def forget(self) -> None:
+        """Let go of home memory: graphs that outlive the session keep this object."""
+        self.drop_all()
+        self.residences = []
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's saved-tensor hooks: weights become notes, everything else stays as it is."""
         if tensor.device != self._lanes.device or tensor.layout is not torch.strided:
@@ -196,6 +203,8 @@ class ParameterStream:
         if not isinstance(saved, SavedWeight):
             result: torch.Tensor = saved
             return result
+        if not self.residences:
+            raise StormError("Cannot run backward: the session that this forward ran in was closed.")
         residence = self.residences[saved.index]
         if residence.updates != saved.updates:
             raise StormError(

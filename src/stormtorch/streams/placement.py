@@ -59,8 +59,10 @@ def place(partition: Partition, device: torch.device, ledger: Ledger, *, trainin
     )
 
 
-def growth(placement: Placement, *, pool_bytes: int, limit_bytes: int, peak_bytes: int, step_bytes: int) -> int:
-    """How much the pool may grow, given the device's peak so far; in whole units of ``step_bytes``."""
-    spare = limit_bytes - peak_bytes - max(256 * MiB, min(limit_bytes // 50, GiB))
+def growth(
+    placement: Placement, *, pool_bytes: int, limit_bytes: int, peak_bytes: int, free_bytes: int, step_bytes: int
+) -> int:
+    """How much the pool may grow, given the peak of all that torch has allocated so far and what the device has free."""
+    spare = min(limit_bytes - peak_bytes, free_bytes) - max(256 * MiB, min(limit_bytes // 50, GiB))
     more = min(spare, placement.whole_bytes - pool_bytes)
     return more if more >= step_bytes else 0

@@ -8,9 +8,27 @@ from typing import Any
 import torch
 
 
+def current_pass() -> int:
+    """The number of the backward pass that the calling thread is in; -1 outside of any."""
+    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+
+
 def in_backward() -> bool:
     """Whether the calling thread is inside a node of autograd's engine, as recomputation for checkpointing is."""
-    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+    return current_pass() != -1
+
+
+def will_accumulate(leaf: Any) -> bool | None:
+    """Whether the running backward pass will execute ``leaf``, an AccumulateGrad node.
+
+    False for leaves that ``backward(inputs=...)`` left out; None inside ``torch.autograd.grad``, which accumulates nothing.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        if "autograd.grad()" not in str(error):
+            raise
+        return None
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

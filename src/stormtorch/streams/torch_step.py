@@ -71,7 +71,7 @@ class TorchStep:
         pairs = []
         for place, grad in places:
             stand_in = self._stand_in(place)
-            stand_in.grad = grad.to(stand_in.dtype)
+            stand_in.grad = grad.to(stand_in.dtype) if grad.dtype != stand_in.dtype else grad
             pairs.append((place.parameter, stand_in))
         self._shadow.run(pairs)
         for place, _ in places:
