@@ -171,6 +171,7 @@ class Session:
             make_own=self._make_own_grads,
             make_wide=self._make_wide_grads,
             serial=self._serial,
+            poison=lanes.store if trial.poison else None,
         )
         self._attachment = Attachment(
             model,
@@ -261,6 +262,7 @@ class Session:
             gradients=self._gradients,
             waits=self._waits,
             factors=factors.tensor((64, 16), torch.float32)[:, :1],
+            poison=self._lanes.store if trial.poison else None,
         )
         self._adam = adam
         self._fixed_share = trial.device_share
@@ -268,7 +270,7 @@ class Session:
         self.share_reason = "all on the CPU until rates have been measured"
         if trial.device_share:
             adam.share(trial.device_share, self._pool.capacity_bytes - self.placement.least_bytes)
-        self._parameters.on_pressure = adam.give_up_staged
+        self._parameters.pending = adam.pending
         self._parameters.before_use = adam.before_use
         self._parameters.prepare = adam.prepare
         return adam

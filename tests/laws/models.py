@@ -321,9 +321,9 @@ def one_thread() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        matrix = torch.ones(64, 64, dtype=torch.bfloat16)
-        torch.addmm(matrix, matrix, matrix)
-        torch.mm(matrix, matrix)
+        matrix = torch.ones(64, 32, dtype=torch.bfloat16)
+        functional.linear(matrix, matrix)
+        torch.mm(matrix.t(), matrix)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -141,9 +141,12 @@ def fails(
     return run
 
 
-@pytest.mark.parametrize("case", [CHAIN, RECOMPUTED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [(CHAIN, "serial"), (CHAIN, "forward"), (RECOMPUTED, "forward")],
+    ids=["serial", "forward", "recomputed"],
+)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-@pytest.mark.parametrize("step", ["serial", "forward"])
 def test_training_goes_on_after_an_exception(case: Case, place: Any, step: str) -> None:
     with Pair(case, step=step) as pair:
         for number in range(3):

@@ -84,7 +84,8 @@ def check(
     vram: object = "tight",
     seed: int | None = None,
 ) -> None:
-    steps = steps or (STEPS if accumulate == 1 else 6)
+    if steps is None:
+        steps = STEPS if step != "serial" and accumulate == 1 and clip != "session" else 8 // accumulate + 2
     model = case.build()
     optimizer = adamw(model, fused=fused)
     compile_block(model, compiled)
@@ -177,13 +178,13 @@ def test_one_compiled_block(case: Case, step: str, accumulate: int, clip: str, b
 @pytest.mark.parametrize("name", ["llama", "llama-recomputed", "conv", "tied", "moe", "lora"])
 def test_no_race(name: str, step: str, accumulate: int, clip: str) -> None:
     """Every lane delayed at random, NaN in every freed slot and buffer."""
-    check(BY_NAME[name], step, accumulate, clip, steps=6, seed=0)
+    check(BY_NAME[name], step, accumulate, clip, steps=5 if accumulate == 1 else 3, seed=0)
 
 
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", range(1, 5))
 @pytest.mark.parametrize("step", ["serial", "forward", "backward"])
 def test_no_race_with_other_delays(step: str, seed: int) -> None:
-    check(LLAMA, step, steps=6, seed=seed)
+    check(LLAMA, step, steps=5, seed=seed)
 
 
 # -------------------------------------------------------------------------------------------- bf16 with fp32 masters
@@ -235,14 +236,11 @@ def with_masters(
         ("huggingface", "forward", 1, "off"),
     ],
 )
-@pytest.mark.parametrize("seed", [None, 0], ids=["", "delayed"])
-def test_bf16_keeps_fp32_masters(
-    device: torch.device, name: str, step: str, accumulate: int, clip: str, seed: int | None
-) -> None:
-    case, steps = BY_NAME[name], (4 if seed is None else 2) * (2 if accumulate == 1 else 1)
+def test_bf16_keeps_fp32_masters(device: torch.device, name: str, step: str, accumulate: int, clip: str) -> None:
+    case, steps = BY_NAME[name], 8 if accumulate == 1 else 4
     model = case.build(torch.bfloat16)
-    optimizer = adamw(model)
-    with stream(model, optimizer, device=device, step=step, seed=seed) as session:
+    optimizer = adamw(model, fused=True)
+    with stream(model, optimizer, device=device, step=step, seed=0) as session:
         streamed = train(
             case, model, optimizer, steps=steps, accumulate=accumulate, clip=clip, device=device, session=session
         )

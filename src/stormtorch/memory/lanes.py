@@ -1,4 +1,4 @@
-"""Lanes: ordered queues of work beside compute, one each way, with events between them.
+"""Lanes: ordered queues of work beside compute, with events between them.
 
 A lane takes copies, waits and signals in order and returns at once. Two lanes meet only through events (`record` on
 one, `wait` on the other) and flags (32-bit words that a CPU worker sees too). Loads and stores have a lane each,
@@ -41,6 +41,8 @@ from .staged_lanes import RING_BYTES, StagedCudaLane
 class Lanes:
     """The lanes of one device. ``load`` moves towards compute, ``store`` away from it.
 
+    ``aside`` is a second way in, for what need not wait where ``load`` waits: a lane works in order, and one that is held
+    back by a flag would hold back everything behind it. Where home is pageable it is ``load`` itself.
     ``ring`` is the page-locked memory through which both go where home is pageable; None where they need none.
     """
 
@@ -48,18 +50,20 @@ class Lanes:
     load: Lane
     store: Lane
     compute: Lane
+    aside: Lane
     ring: HostArena | None = None
 
     def synchronize(self) -> None:
-        """Block until all three are empty."""
-        for lane in (self.load, self.store, self.compute):
+        """Block until all are empty."""
+        for lane in (self.load, self.aside, self.store, self.compute):
             lane.synchronize()
 
     def close(self) -> None:
-        """Close both ways. Abort the flags that a lane may wait for first, or drain what leads to them."""
+        """Close all ways. Abort the flags that a lane may wait for first, or drain what leads to them."""
         try:
             self.load.close()
         finally:
+            self.aside.close()
             self.store.close()
             if self.ring is not None:
                 self.ring.close()
@@ -82,21 +86,19 @@ def open_lanes(
     """
     device = usable_device(device)
     if device.type == "cpu":
-        return Lanes(device, CpuLane("load", sink, delay), CpuLane("store", sink, delay), CpuComputeLane())
+        load, store, aside = (CpuLane(name, sink, delay) for name in ("load", "store", "aside"))
+        return Lanes(device, load, store, CpuComputeLane(), aside)
     compute = CudaLane("compute", device, own_stream=False)
     if home is None or home.pinned:
-        load, store = (CudaLane(name, device, own_stream=True, sink=sink, delay=delay) for name in ("load", "store"))
-        return Lanes(device, load, store, compute)
+        names = ("load", "store", "aside")
+        cuda = [CudaLane(name, device, own_stream=True, sink=sink, delay=delay) for name in names]
+        return Lanes(device, cuda[0], cuda[1], compute, cuda[2])
     if ledger is None:
         raise SettingError(
             "Lanes for a pageable arena need a ring of page-locked memory. Give ledger= to charge it to."
         )
     ring = HostArena(ring_bytes, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
     halves = ring.tensor((2, ring_bytes // 2), torch.uint8)
-    return Lanes(
-        device,
-        StagedCudaLane("load", device, halves[0], sink, delay),
-        StagedCudaLane("store", device, halves[1], sink, delay),
-        compute,
-        ring,
-    )
+    staged_load = StagedCudaLane("load", device, halves[0], sink, delay)
+    staged_store = StagedCudaLane("store", device, halves[1], sink, delay)
+    return Lanes(device, staged_load, staged_store, compute, staged_load, ring)

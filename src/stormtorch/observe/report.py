@@ -88,12 +88,16 @@ def make_report(
     step_s = statistics.median(spans[1:] or spans) if spans else None
     steps = max(len(ends), 1)
 
-    def per_step(lane: str) -> dict[str, float]:
-        return {tag.value: size / steps for (name, tag), size in totals.bytes.items() if name == lane}
+    def per_step(*lanes: str) -> dict[str, float]:
+        table: dict[str, float] = {}
+        for (name, tag), size in totals.bytes.items():
+            if name in lanes:
+                table[tag.value] = table.get(tag.value, 0.0) + size / steps
+        return table
 
     busy = {
-        lane: sum(seconds for (name, _), seconds in totals.busy_s.items() if name == lane) / steps
-        for lane in ("load", "store")
+        way: sum(seconds for (name, _), seconds in totals.busy_s.items() if name in lanes) / steps
+        for way, lanes in (("in", ("load", "aside")), ("out", ("store",)))
     }
     limit_s = max(busy.values()) or None
     return Report(
@@ -105,7 +109,7 @@ def make_report(
         units=len(units),
         loads=loads,
         misses=misses,
-        bytes_in_per_step=per_step("load"),
+        bytes_in_per_step=per_step("load", "aside"),
         bytes_out_per_step=per_step("store"),
         busy_s_per_step=busy,
         waits_s_per_step={cause: seconds / steps for cause, seconds in totals.waits_s.items()},

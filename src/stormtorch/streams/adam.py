@@ -11,6 +11,7 @@ next forward uses the unit, and the gradients are fetched back too; with step="b
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from .parameters import ParameterStream, Stay
 from .torch_private import in_backward
 from .unit import Place, Unit
 
+_SETS = 3  # one being updated, one on its way in, one on its way home
 _SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
@@ -95,11 +97,9 @@ class _Waiting:
 class _Staged:
     """States of a unit, and perhaps its gradients, on the device or on their way there."""
 
-    pieces: list[Piece]  # exp_avg, exp_avg_sq, masters, and gradients if they were loaded too
+    pieces: list[Piece]  # a set
+    parts: list[torch.Tensor]  # bytes of exp_avg, exp_avg_sq, masters, and of gradients if they were loaded too
     loaded: Event
-
-    def part(self, number: int) -> torch.Tensor:
-        return self.pieces[number].bytes
 
 
 class AdamStream:
@@ -117,6 +117,7 @@ class AdamStream:
         gradients: GradientStream,
         waits: WaitMeter,
         factors: torch.Tensor,
+        poison: Lane | None,
     ) -> None:
         """``factors``: fp32 words in home memory for clip factors, used in turns."""
         self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
@@ -125,6 +126,9 @@ class AdamStream:
         self._factor_turn = 0
         self.in_backward_mode = False
         self.present_share = 0.0
+        self._sets: deque[tuple[list[Piece], Event]] = deque()
+        self._sets_out = 0
+        self._poison = poison
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
@@ -178,7 +182,7 @@ class AdamStream:
             return
         source = grads.wide if grads.is_wide else grads.own
         assert source is not None
-        if home.on_device:
+        if home.on_device and source.nbytes <= self._grad_room:
             home.waiting = _Waiting(runs, grads.is_wide, source, grads.stored, self._device_factor)
             residence.outdated = False
             residence.updates += 1
@@ -236,6 +240,11 @@ class AdamStream:
         if home.event is not None:
             lane.wait(home.event)
 
+    def pending(self, unit: Unit) -> bool:
+        """Whether an update of the unit has been asked for and is not done."""
+        home = self.homes[unit.index]
+        return home.waiting is not None or any(not flag.at(value).reached() for flag, value in home.pending)
+
     def join(self, unit: Unit) -> None:
         """Block until they are."""
         self.finish(unit)
@@ -249,22 +258,41 @@ class AdamStream:
 
     # --- on the device
 
+    @property
+    def _grad_room(self) -> int:
+        """Bytes of gradients that a set can hold; those of several micro-batches are wider, and stay with the CPU."""
+        return max(home.unit.grad_bytes for home in self.homes)
+
     def share(self, part: float, room_bytes: int) -> None:
         """Let ``part`` of the units, evenly spread, be updated on the device from the next step on.
 
-        ``room_bytes``: what the pool has beyond the weights and gradients that are being computed with.
+        States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait for a
+        store of states. ``room_bytes``: what the pool can spare for them.
         """
         self.present_share = part
+        sizes = [
+            max(home.unit.state_count * 4 for home in self.homes),
+            max(home.unit.state_count * 4 for home in self.homes),
+            max(home.unit.master_bytes for home in self.homes),
+            max(home.unit.grad_bytes for home in self.homes),
+        ]
+        while part and len(self._sets) + self._sets_out < min(_SETS, room_bytes // (sum(sizes) + 4 * GRAIN)):
+            pieces = [self._parameters.try_room(size, self._lanes.aside, 0) for size in sizes]
+            if None in pieces:
+                for piece in pieces:
+                    if piece is not None:
+                        self._parameters.give(piece, self._lanes.aside.record())
+                break
+            self._sets.append(([piece for piece in pieces if piece is not None], self._lanes.aside.record()))
+        some = len(self._sets) + self._sets_out > 0
         due = 0.0
         for home in self.homes:
-            unit = home.unit
-            need = 8 * unit.state_count + unit.master_bytes + unit.wide_bytes + 4 * GRAIN
             due += part
-            home.on_device = due >= 1 - 1e-9 and need <= room_bytes
+            home.on_device = some and due >= 1 - 1e-9
             due -= home.on_device
 
     def give_up_staged(self) -> bool:
-        """Make room by forgetting states that were loaded ahead; False if there are none."""
+        """Free a set by forgetting states that were loaded ahead; False if there are none."""
         for home in reversed(self.homes):
             if home.staged is not None:
                 self._unstage(home)
@@ -281,40 +309,47 @@ class AdamStream:
         return True
 
     def _stage(self, home: AdamHome, distance: float) -> bool:
-        lane = self._lanes.load
+        lane = self._lanes.aside  # not behind weights that wait for the CPU
         parts = [home.exp_avg.view(torch.uint8), home.exp_avg_sq.view(torch.uint8), home.masters]
         if home.waiting is not None:
             parts.append(home.waiting.grads)
-        pieces: list[Piece] = []
-        for part in parts:  # one by one: a single large hole is harder to find
-            piece = self._parameters.try_room(part.nbytes, lane, distance)
-            if piece is None:
-                for taken in pieces:
-                    self._parameters.give(taken, lane.record())
-                return False
-            pieces.append(piece)
+        if not self._sets and not (distance == 0 and self.give_up_staged()):
+            return False
+        pieces, last_use = self._sets.popleft()
+        self._sets_out += 1
+        lane.wait(last_use)
         self.gate(home.unit, lane)
         if home.waiting is not None and home.waiting.stored is not None:
             lane.wait(home.waiting.stored)
-        for piece, part in zip(pieces, parts, strict=True):
+        there = [piece.bytes[: part.nbytes] for piece, part in zip(pieces, parts, strict=False)]
+        for target, part in zip(there, parts, strict=True):
             if part.nbytes:
-                lane.copy(piece.bytes, part, Tag.OPTIMIZER)
-        home.staged = _Staged(pieces, lane.record())
+                lane.copy(target, part, Tag.OPTIMIZER)
+        home.staged = _Staged(pieces, there, lane.record())
         return True
+
+    def _return_set(self, staged: _Staged, last_use: Event) -> None:
+        if self._poison is not None:
+            self._poison.wait(last_use)
+            for piece in staged.pieces:
+                self._poison.fill(piece.bytes, 0xFF)
+            last_use = self._poison.record()
+        self._sets.append((staged.pieces, last_use))
+        self._sets_out -= 1
 
     def before_use(self, unit: Unit, stay: Stay) -> bool:
         """Called with the unit's weights on the device: a waiting update happens here. False if ``stay`` is stale then."""
         home = self.homes[unit.index]
         if home.waiting is None:
             return True
-        if home.staged is not None and len(home.staged.pieces) < 4:
+        if home.staged is not None and len(home.staged.parts) < 4:
             self._unstage(home)
         staged = self._staged(home)
         waiting, home.waiting = home.waiting, None
         if staged is None:
             self._update_at_home(home, waiting)
             return False
-        self._update_there(home, stay, staged, waiting.runs, waiting.wide, staged.part(3), waiting.factor)
+        self._update_there(home, stay, staged, waiting.runs, waiting.wide, staged.parts[3], waiting.factor)
         return True
 
     def update_here(self, grads: GradHome, bucket: torch.Tensor, hyper: dict[int, dict[str, Any]]) -> bool:
@@ -373,26 +408,24 @@ class AdamStream:
         factor: torch.Tensor | None,
     ) -> None:
         lanes = self._lanes
-        states = (staged.part(0).view(torch.float32), staged.part(1).view(torch.float32), staged.part(2))
+        states = (staged.parts[0].view(torch.float32), staged.parts[1].view(torch.float32), staged.parts[2])
         for run in runs:
             adamw_(_bind(run, wide, stay.base, *states, grads, factor), run.step)
         lanes.store.wait(lanes.compute.record())
         lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER)
         for number, target in enumerate((home.exp_avg, home.exp_avg_sq, home.masters)):
             if target.nbytes:
-                lanes.store.copy(target.view(torch.uint8), staged.part(number), Tag.OPTIMIZER)
+                lanes.store.copy(target.view(torch.uint8), staged.parts[number], Tag.OPTIMIZER)
         home.event = lanes.store.record()
         stay.uses.append(home.event)
-        for piece in staged.pieces:
-            self._parameters.give(piece, home.event)
+        self._return_set(staged, home.event)
         self._parameters.updated_in_place(home.unit, stay)
 
     def _unstage(self, home: AdamHome) -> None:
         """Forget what was loaded ahead."""
         if home.staged is not None:
-            for piece in home.staged.pieces:
-                self._parameters.give(piece, home.staged.loaded)
-            home.staged = None
+            staged, home.staged = home.staged, None
+            self._return_set(staged, staged.loaded)
 
     def forget(self) -> None:
         """Let go of home memory: graphs that outlive the session keep this object."""

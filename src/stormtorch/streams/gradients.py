@@ -14,6 +14,7 @@ pass, then that sum to what was there.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ import torch
 
 from ..core.errors import StormError
 from ..core.tags import Tag
+from ..memory.device_pool import Piece
 from ..memory.flags import Flag
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
@@ -30,6 +32,8 @@ from .home import HomeView, plain
 from .parameters import ParameterStream
 from .torch_private import at_end_of_backward, current_pass, without_torch_function
 from .unit import Place, Unit
+
+_BUCKETS = 2  # one being filled while the other is on its way home
 
 
 @dataclass(eq=False)
@@ -78,6 +82,7 @@ class GradientStream:
         make_own: Callable[[], list[torch.Tensor]],
         make_wide: Callable[[Unit], torch.Tensor],
         serial: bool,
+        poison: Lane | None,
     ) -> None:
         """``make_own`` gives the home buffers when the first gradient comes, ``make_wide`` one when it is needed."""
         self.homes, self._lanes, self._parameters, self._gate = homes, lanes, parameters, gate
@@ -90,6 +95,10 @@ class GradientStream:
         self.before_storing: Callable[[Unit], None] = lambda _unit: None
         self.update_here: Callable[[GradHome, torch.Tensor], bool] = lambda _home, _bucket: False
         self._ending = False
+        # Apart from the pool's other pieces: one of those may be waiting for a load that waits for the CPU.
+        self._buckets: deque[tuple[Piece, Event | None]] = deque()
+        self._wide_bucket: Piece | None = None
+        self._poison = poison
 
     # --- in backward
 
@@ -168,12 +177,12 @@ class GradientStream:
             home.wide = self._make_wide(unit)
         to_wide = home.is_wide or widen
         size = unit.wide_bytes if to_wide else unit.grad_bytes
-        bucket = self._parameters.room(size, lanes.compute, Tag.GRADIENTS)
+        bucket = self._bucket(size)
 
         def in_bucket(index: int) -> torch.Tensor:
             place = places[index]
             at, dtype = (place.wide_at, torch.float32) if to_wide else (place.grad_at, place.dtype)
-            return place.view(bucket.bytes, at, dtype)
+            return place.view(bucket, at, dtype)
 
         before = set(home.present)
         if before:
@@ -188,21 +197,49 @@ class GradientStream:
         norms = torch._foreach_norm([in_bucket(index) for index in here], 2.0, dtype=_norm_dtype(places[here[0]]))
         home.norms = dict(zip(here, norms, strict=True))
         grads.clear()
-        if self.update_here(home, bucket.bytes):
-            self._parameters.give(bucket, lanes.compute.record())
+        if self.update_here(home, bucket):
+            self._release(lanes.compute.record())
             return False
         target = home.wide if to_wide else home.own
         assert target is not None
         self._gate(unit, lanes.store)  # the worker may still be reading the gradients of the step before
         lanes.store.wait(lanes.compute.record())
-        lanes.store.copy(target, bucket.bytes, Tag.GRADIENTS)
+        lanes.store.copy(target, bucket, Tag.GRADIENTS)
         home.arrivals += 1
         lanes.store.write_flag(home.arrived, home.arrivals)
         home.stored = lanes.store.record()
-        self._parameters.give(bucket, home.stored)
+        self._release(home.stored)
         if self._serial:
             home.stored.synchronize()
         return True
+
+    def _bucket(self, size: int) -> torch.Tensor:
+        """Bytes for a unit's gradients, with compute waiting for their last use. One at a time; see ``_release``."""
+        if not self._buckets:
+            largest = max(home.unit.grad_bytes for home in self.homes)
+            self._buckets.extend(
+                (self._parameters.room(largest, self._lanes.compute, Tag.GRADIENTS), None) for _ in range(_BUCKETS)
+            )
+        self._wide_bucket = None
+        if size > self._buckets[0][0].size:
+            self._wide_bucket = self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS)
+            return self._wide_bucket.bytes
+        piece, last_use = self._buckets[0]
+        if last_use is not None:
+            self._waits.wait(last_use, "buckets")
+        return piece.bytes[:size]
+
+    def _release(self, last_use: Event) -> None:
+        """The bucket that was taken last is free behind ``last_use``."""
+        if self._wide_bucket is not None:
+            self._parameters.give(self._wide_bucket, last_use)
+            return
+        piece, _ = self._buckets.popleft()
+        if self._poison is not None:
+            self._poison.wait(last_use)
+            self._poison.fill(piece.bytes, 0xFF)
+            last_use = self._poison.record()
+        self._buckets.append((piece, last_use))
 
     def _add_earlier(
         self,

@@ -17,30 +17,32 @@ from collections.abc import Iterator
 
 
 class Order:
-    """Positions count uses since the pass began. Consecutive uses of one unit are one."""
+    """Positions count uses since the pass began. Consecutive uses of one unit are one, but for the turn to backward."""
 
     def __init__(self, count: int) -> None:
         forward = list(range(count))
-        self._remembered = {True: forward + forward[-2::-1], False: forward}
+        self._remembered = {True: forward + forward[::-1], False: forward}
         self._training = True
         self._present: list[int] = []
+        self._latest: tuple[int, bool] | None = None
         self._follow(self._remembered[True])
 
     def begin(self, training: bool) -> None:
         """A new pass; ``training`` says whether gradients may follow."""
         if self._present:
             self._remembered[self._training] = self._present
-        self._training, self._present = training, []
+        self._training, self._present, self._latest = training, [], None
         self._follow(self._remembered[training])
 
     def starts_with(self, unit: int) -> bool:
         """Whether ``unit`` is where the remembered pass began, and this pass has left it behind."""
         return bool(self._past) and self._past[0] == unit and self._at >= 0
 
-    def visit(self, unit: int) -> None:
-        """``unit`` is being used now."""
-        if self._present and self._present[-1] == unit:
+    def visit(self, unit: int, *, backward: bool = False) -> None:
+        """``unit`` is being used now, in forward or in backward."""
+        if self._latest == (unit, backward):
             return
+        self._latest = (unit, backward)
         self._present.append(unit)
         places = self._places.get(unit)
         if places:

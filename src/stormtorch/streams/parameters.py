@@ -31,6 +31,7 @@ from ..memory.lanes import Lanes
 from ..memory.ledger import Ledger
 from ..memory.wait_meter import WaitMeter
 from .order import Order
+from .torch_private import in_backward
 from .unit import Unit
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}
@@ -101,13 +102,13 @@ class ParameterStream:
         # (False: the stay is stale now); and what has to be loaded ahead beside them (False: there is no room yet).
         self.before_use: Callable[[Unit, Stay], bool] | None = None
         self.prepare: Callable[[Unit, float, bool], bool] | None = None
-        self.on_pressure: Callable[[], bool] = lambda: False  # give up something that was loaded ahead; whether it did
+        self.pending: Callable[[Unit], bool] = lambda _unit: False  # whether an update is under way
         self.misses = 0  # uses that found nothing on the way
 
     def use(self, unit: Unit) -> Stay:
         """The unit's weights on the device, with compute waiting for them; what comes next is loaded ahead."""
         residence = self.residences[unit.index]
-        self.order.visit(unit.index)
+        self.order.visit(unit.index, backward=in_backward())
         self._current = residence
         stay = self._present(residence)
         self._waits.wait(stay.loaded, "weights")
@@ -153,6 +154,8 @@ class ParameterStream:
             residence = self.residences[index]
             if residence.outdated:
                 continue  # a step will change it first
+            if not in_pass and in_backward() and self.pending(residence.unit):
+                return  # the lane would wait for the CPU here, and everything behind it too
             if not self._is_current(residence):
                 if residence.stay is not None:
                     if residence.installed:
@@ -257,8 +260,6 @@ class ParameterStream:
             ]
             victims = [victim for victim in victims if victim[0] > distance]
             if not victims:
-                if distance == 0 and self.on_pressure():
-                    continue
                 if distance == 0 and self._current is not None and self._current.stay and not self._current.installed:
                     self._drop(self._current)
                     continue

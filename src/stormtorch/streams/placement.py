@@ -35,8 +35,9 @@ def place(partition: Partition, device: torch.device, ledger: Ledger, *, trainin
     entry = max((sum(unit.image_bytes + 512 for unit in entry.units) for entry in partition.entries), default=0)
     bucket = max((unit.grad_bytes for unit in units), default=0) + 512 if training else 0
     wide = max((unit.wide_bytes for unit in units if unit.has_wide_form), default=0) if training else 0
-    least = entry + largest + max(2 * bucket, bucket + wide) + 512
-    whole = 512 + images + max(3 * bucket, bucket + 2 * wide)
+    adding = 2 * (wide + 512) if wide else bucket  # to add a gradient to an earlier one
+    least = entry + largest + 2 * bucket + adding + 512
+    whole = images + 2 * bucket + adding + 512
     free = round_down(ledger.free_bytes(Tier.DEVICE), 512)
     budget = ledger.budgets[Tier.DEVICE]
     if least > free:
