@@ -229,7 +229,7 @@ def huggingface(**changes: Any) -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=8,
+        num_hidden_layers=7,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

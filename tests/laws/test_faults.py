@@ -375,7 +375,6 @@ def test_close_leaves_an_ordinary_model_and_returns_every_byte(
 ) -> None:
     model = CHAIN.build()
     optimizer = adamw(model)
-    optimizer.step()  # torch leaves a mark on an optimizer that has stepped
     parameters, attributes, kind = list(model.parameters()), set(vars(optimizer)), type(optimizer)
     session = stream(model, optimizer, device=device, step=step, vram=vram)
     if left_at != "start":
@@ -390,7 +389,7 @@ def test_close_leaves_an_ordinary_model_and_returns_every_byte(
     assert all(mine is given for mine, given in zip(model.parameters(), parameters, strict=True))
     assert all(parameter.device.type == "cpu" for parameter in parameters)
     assert type(optimizer) is kind
-    assert set(vars(optimizer)) == attributes
+    assert set(vars(optimizer)) - {"_opt_called"} == attributes  # schedulers look for this mark of a step
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
 

@@ -112,7 +112,7 @@ class GradientStream:
         if not self.homes:
             raise StormError("Cannot run backward: the session that this forward ran in was closed.")
         unit, home = token.unit, self.homes[token.unit.index]
-        token.passed = task = current_pass()
+        earlier, token.passed = token.passed, current_pass()
         returned: list[torch.Tensor | None] = [None] * len(grads)
         for number, (index, grad) in enumerate(zip(token.places, grads, strict=True)):
             if grad is None or not wanted[number]:
@@ -124,8 +124,9 @@ class GradientStream:
             grad = grad.detach()  # noqa: PLW2901
             home.partial[index] = home.partial[index] + grad if index in home.partial else grad
         del grads
-        if any(other.passed != task for other in home.tokens if other is not token):
-            # Another use of this unit may still contribute to this very pass.
+        # Another use of this unit may still contribute to this very pass: one whose turn never came, or, where the graph
+        # was retained, one that ran together with this one before. A graph that has run and is merely kept cannot.
+        if any(other.passed == -1 or other.passed == earlier != -1 for other in home.tokens if other is not token):
             if not self._ending:
                 self._ending = True
                 at_end_of_backward(self._end_pass)
