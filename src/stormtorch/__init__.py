@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["LaneError", "OutOfBudget", "SettingError", "Session", "StorageError", "StormError", "__version__", "stream"]
+__all__ = ["LaneError", "OutOfBudget", "Session", "SettingError", "StorageError", "StormError", "__version__", "stream"]
 
 
 def __getattr__(name: str) -> Any:

@@ -58,12 +58,12 @@ def stream(
 ) -> Session:
     """Stream ``model`` through ``vram`` of device memory, in place; the training loop stays as it is.
 
-    ``vram``, ``ram``: hard limits, "8GiB", a number of bytes, or "auto". ``device``: where to compute; "auto" is the first
-    GPU, or the CPU. ``step``: when the optimizer runs. "forward" (what "auto" takes) is exact with everything: ``step()``
-    returns at once and the next forward runs behind the update. "backward" updates each unit as its gradients arrive, and
-    refuses clipping and accumulation. "serial" does one thing at a time, for debugging; the numbers are the same.
-    ``master_dtype``: bf16 and fp16 models are updated with fp32 masters, or with None in their own dtype. ``only`` and
-    ``leave`` name modules to stream or to leave on the device as they are.
+    ``vram``, ``ram``: hard limits, "8GiB", a number of bytes, or "auto". ``device``: where to compute; "auto" is the
+    first GPU, or the CPU. ``step``: when the optimizer runs. "forward" (what "auto" takes) is exact with everything:
+    ``step()`` returns at once and the next forward runs behind the update. "backward" updates each unit as its
+    gradients arrive, and refuses clipping and accumulation. "serial" does one thing at a time, for debugging; the
+    numbers are the same. ``master_dtype``: bf16 and fp16 models are updated with fp32 masters, or with None in their
+    own dtype. ``only`` and ``leave`` name modules to stream or to leave on the device as they are.
 
     Without an optimizer, for inference or for an optimizer of your own. ``close()`` makes the model ordinary again.
     """
@@ -92,12 +92,12 @@ class Session:
         *,
         trial: Trial = Trial(),  # noqa: B008
     ) -> None:
+        self._closed = False
         earlier = _STREAMED.get(model)
         if earlier is not None and (open_one := earlier()) is not None and not open_one._closed:
             raise SettingError("This model is being streamed already. Close that session first.")
         self._started_s = time.perf_counter()
         self._model, self._settings = model, settings
-        self._closed = False
         self._endings: list[Any] = []
         self.share_reason = ""
         self.device = _device(settings.device)
@@ -298,7 +298,7 @@ class Session:
         self._drain()
 
     def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
-        """What was measured since the session began, as data; ``print`` it for a table. Does not wait for the device."""
+        """What was measured since the session began, as data; ``print`` it for a table. Waits for nothing."""
         return make_report(
             self.recorder.snapshot(),
             ledger=self.ledger,

@@ -140,7 +140,7 @@ def test_unused_tied_and_frozen(case: Case, name: str) -> None:
         return MAKERS[name]([parameter for parameter in model.parameters() if parameter.requires_grad])
 
     with Pair(case, trainable) as pair:
-        pair.steps(5)
+        pair.steps(3)
         pair.check()
 
 

@@ -310,7 +310,7 @@ MORE: list[Scenario] = [
 
 def play(scenario: Scenario, device: torch.device, *, look: bool, **settings: Any) -> None:
     with Pair(device=device, optimizer=sgd if device.type == "cuda" else fused, **settings) as pair:
-        for step in range(4):
+        for step in range(3):
 
             def run(side: Side, step: int = step) -> object:
                 side.optimizer.zero_grad()

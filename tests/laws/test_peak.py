@@ -34,7 +34,7 @@ def test_the_ledger_never_exceeds_vram(device: torch.device, case: Case, step: s
     budget = tight(model)
     optimizer = adamw(model)
     with stream(model, optimizer, device=device, step=step, seed=0) as session:
-        train(case, model, optimizer, steps=4, accumulate=1 if step == "backward" else 2, device=device)
+        train(case, model, optimizer, steps=3, device=device)
         session.ledger.check()
         assert session.ledger.budgets[Tier.DEVICE].limit_bytes == budget
         assert 0 < session.ledger.peak_bytes(Tier.DEVICE) <= budget

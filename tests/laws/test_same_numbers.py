@@ -129,7 +129,7 @@ def test_every_kind_of_model(case: Case, step: str, accumulate: int, clip: str) 
     check(case, step, accumulate, clip)
 
 
-@pytest.mark.parametrize(("step", "accumulate", "clip"), FEW_MODES)
+@pytest.mark.parametrize(("step", "accumulate", "clip"), [("forward", 2, "torch"), ("backward", 1, "off")])
 @pytest.mark.parametrize(
     "case", [LLAMA, *(case for case in OTHERS if case.name in ("conv", "moe"))], ids=lambda c: c.name
 )
@@ -226,18 +226,18 @@ def with_masters(
     ("name", "step", "accumulate", "clip"),
     [
         ("llama", "serial", 1, "off"),
-        ("llama", "forward", 4, "session"),
+        ("llama", "forward", 3, "session"),
         ("llama", "forward", 1, "session"),
         ("llama", "backward", 1, "off"),
-        ("llama-recomputed", "forward", 4, "off"),
+        ("llama-recomputed", "forward", 2, "off"),
         ("llama-recomputed", "backward", 1, "off"),
-        ("moe", "forward", 4, "off"),
+        ("moe", "forward", 2, "off"),
         ("lora", "forward", 1, "session"),
         ("huggingface", "forward", 1, "off"),
     ],
 )
 def test_bf16_keeps_fp32_masters(device: torch.device, name: str, step: str, accumulate: int, clip: str) -> None:
-    case, steps = BY_NAME[name], 8 if accumulate == 1 else 4
+    case, steps = BY_NAME[name], 7 if accumulate == 1 else 3
     model = case.build(torch.bfloat16)
     optimizer = adamw(model, fused=True)
     with stream(model, optimizer, device=device, step=step, seed=0) as session:

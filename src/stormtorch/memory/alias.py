@@ -1,9 +1,8 @@
 """A second storage over bytes that somebody else owns, which tells when the last tensor of it is gone.
 
-Autograd, checkpointing and user code keep views of a weight for as long as they like. With a storage of its own for each
-stay of a unit on the device, "may these bytes be overwritten?" becomes a fact that reference counting knows, instead of
-a guess from hooks: as long as any view of that stay lives, they may not.
-"""
+Autograd, checkpointing and user code keep views of a weight for as long as they like. With a storage of its own for
+each stay of a unit on the device, "may these bytes be overwritten?" becomes a fact that reference counting knows,
+instead of a guess from hooks: as long as any view of that stay lives, they may not."""
 
 from __future__ import annotations
 
@@ -31,9 +30,8 @@ class _CudaBytes:
 def alias(target: torch.Tensor, when_gone: Callable[[], None]) -> torch.Tensor:
     """The bytes of the contiguous, non-empty byte tensor ``target`` under a storage of their own.
 
-    ``when_gone`` is called when the last tensor over that storage is dropped, on whichever thread dropped it. The caller
-    keeps ``target``'s memory until then.
-    """
+    ``when_gone`` is called when the last tensor over that storage is dropped, on whichever thread dropped it. The
+    caller keeps ``target``'s memory until then."""
     address, size = target.data_ptr(), target.nbytes
     with torch.inference_mode(False):  # or lanes could not write it
         if target.device.type == "cpu":

@@ -1,13 +1,12 @@
 """Device memory that is taken once and handed out in pieces of any size, with reuse gated by events on the GPU.
 
-The pool is what makes ``vram`` hard: everything that STORM keeps on the device lies in it, whatever the host's run-ahead.
-A piece that is given back carries the events of its last uses; whoever gets the same bytes next waits for them in its own
-lane, never on the host. Pieces may be given back by finalizers, on any thread and in the middle of any call, so
-`give` only puts them aside and `take` sorts them in.
+The pool is what makes ``vram`` hard: everything that STORM keeps on the device lies in it, whatever the host's
+run-ahead. A piece that is given back carries the events of its last uses; whoever gets the same bytes next waits for
+them in its own lane, never on the host. Pieces may be given back by finalizers, on any thread and in the middle of
+any call, so `give` only puts them aside and `take` sorts them in.
 
-Why not a ring of equal slots (`SlotRing`): an embedding can be five times as large as a block, and every slot would have
-to be as large as the largest unit.
-"""
+Why not a ring of equal slots (`SlotRing`): an embedding can be five times as large as a block, and every slot would
+have to be as large as the largest unit."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ class DevicePool:
         return sum(block.extents.taken_bytes for block in self._blocks)
 
     def grow(self, size: int) -> None:
-        """Take ``size`` more bytes, in whole grains, from the device; raises OutOfBudget if the ledger or the device refuses."""
+        """Take ``size`` more bytes, in whole grains; raises OutOfBudget if the ledger or the device refuses."""
         memory = DeviceBlock(self.device, round_down(size, GRAIN), ledger=self._ledger, tag=self._tag)
         # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
         self._blocks.append(_Block(memory, self._compute.record()))

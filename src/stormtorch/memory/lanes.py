@@ -41,10 +41,9 @@ from .staged_lanes import RING_BYTES, StagedCudaLane
 class Lanes:
     """The lanes of one device. ``load`` moves towards compute, ``store`` away from it.
 
-    ``aside`` is a second way in, for what need not wait where ``load`` waits: a lane works in order, and one that is held
-    back by a flag would hold back everything behind it. Where home is pageable it is ``load`` itself.
-    ``ring`` is the page-locked memory through which both go where home is pageable; None where they need none.
-    """
+    ``aside`` is a second way in, for what need not wait where ``load`` waits: a lane works in order, and one that is
+    held back by a flag would hold back everything behind it. Where home is pageable it is ``load`` itself. ``ring``
+    is the page-locked memory through which both go where home is pageable; None where they need none."""
 
     device: torch.device
     load: Lane

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass
 
@@ -63,7 +64,8 @@ class Report:
             f"page-locked {format_bytes(self.pinned_bytes)}"
         )
         lines += [
-            f"  {b.tier.value:<7}{b.tag.value:<12} now {format_bytes(b.used_bytes):>11}  peak {format_bytes(b.peak_bytes):>11}"
+            f"  {b.tier.value:<7}{b.tag.value:<12}"
+            f" now {format_bytes(b.used_bytes):>11}  peak {format_bytes(b.peak_bytes):>11}"
             for b in self.balances
         ]
         return "\n".join(lines)
@@ -84,7 +86,7 @@ def make_report(
     tokens_per_step: int | None,
 ) -> Report:
     ends = totals.step_ends_s
-    spans = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    spans = [b - a for a, b in itertools.pairwise(ends)]
     step_s = statistics.median(spans[1:] or spans) if spans else None
     steps = max(len(ends), 1)
 

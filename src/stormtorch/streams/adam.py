@@ -1,13 +1,14 @@
 """Adam and AdamW over units: one fused pass per unit, on the CPU worker or on the device, with the same bits.
 
-A *run* is a stretch of neighbouring parameters of a unit that share their hyperparameters and their step count; usually a
-unit is one or two. Each run is one job of the worker, gated by flags: it begins when the gradients have arrived at home,
-and the unit's next load waits until all its runs are done. The most urgent unit is the one that forward needs first.
+A *run* is a stretch of neighbouring parameters of a unit that share their hyperparameters and their step count;
+usually a unit is one or two. Each run is one job of the worker, gated by flags: it begins when the gradients have
+arrived at home, and the unit's next load waits until all its runs are done. The most urgent unit is the one that
+forward needs first.
 
-Where a unit is updated on the device, its states are loaded next to its weights, the same arithmetic updates all of them
-there, and they are stored back; the weights are then on the device already. With step="forward" that happens just before the
-next forward uses the unit, and the gradients are fetched back too; with step="backward" it happens as soon as they exist.
-"""
+Where a unit is updated on the device, its states are loaded next to its weights, the same arithmetic updates all of
+them there, and they are stored back; the weights are then on the device already. With step="forward" that happens
+just before the next forward uses the unit, and the gradients are fetched back too; with step="backward" it happens as
+soon as they exist."""
 
 from __future__ import annotations
 
@@ -129,6 +130,7 @@ class AdamStream:
         self._sets: deque[tuple[list[Piece], Event]] = deque()
         self._sets_out = 0
         self._poison = poison
+        self._kept: dict[int, torch.Tensor] = {}  # on the device: the store lane reads them some time later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
@@ -136,7 +138,7 @@ class AdamStream:
 
     def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm."""
-        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         if self._device_factor is not None:
             total = total * self._device_factor
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).to(torch.float32)
@@ -144,6 +146,7 @@ class AdamStream:
             factor = factor * self._device_factor
         self._device_factor = factor
         self._factor = self._factors[self._factor_turn]
+        self._kept[self._factor_turn] = factor
         self._factor_turn = (self._factor_turn + 1) % len(self._factors)
         self._lanes.store.wait(self._lanes.compute.record())
         self._lanes.store.copy(self._factor, factor.reshape(1), Tag.GRADIENTS)
@@ -199,7 +202,9 @@ class AdamStream:
             number = home.unit.trained.index(run.first)
             home.values[number] += 1
             flag, value = home.flags[number], home.values[number]
-            tensors = _bind(run, grads.is_wide, image, home.exp_avg, home.exp_avg_sq, home.masters, source, self._factor)
+            tensors = _bind(
+                run, grads.is_wide, image, home.exp_avg, home.exp_avg_sq, home.masters, source, self._factor
+            )
             self._worker.submit(
                 tensors,
                 run.step,
@@ -266,9 +271,8 @@ class AdamStream:
     def share(self, part: float, room_bytes: int) -> None:
         """Let ``part`` of the units, evenly spread, be updated on the device from the next step on.
 
-        States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait for a
-        store of states. ``room_bytes``: what the pool can spare for them.
-        """
+        States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
+        for a store of states. ``room_bytes``: what the pool can spare for them."""
         self.present_share = part
         sizes = [
             max(home.unit.state_count * 4 for home in self.homes),
@@ -338,7 +342,7 @@ class AdamStream:
         self._sets_out -= 1
 
     def before_use(self, unit: Unit, stay: Stay) -> bool:
-        """Called with the unit's weights on the device: a waiting update happens here. False if ``stay`` is stale then."""
+        """With the unit's weights on the device, a waiting update happens. False if ``stay`` is stale then."""
         home = self.homes[unit.index]
         if home.waiting is None:
             return True
@@ -459,7 +463,11 @@ def _adjoin(last: Place, place: Place, wide: bool) -> bool:
         last.at + last.count * size == place.at
         and last.state_at + last.count == place.state_at
         and last.master_at + last.master_bytes == place.master_at
-        and (last.wide_at + last.count * 4 == place.wide_at if wide else last.grad_at + last.count * size == place.grad_at)
+        and (
+            last.wide_at + last.count * 4 == place.wide_at
+            if wide
+            else last.grad_at + last.count * size == place.grad_at
+        )
     )
 
 

@@ -1,13 +1,13 @@
 """The only file that touches the user's modules: their calls, their parameters, their buffers.
 
-The call of an *entry*, a module whose parameters make up units, is wrapped: its units are brought to the device, their twins
-take the parameters' places as attributes of the instances, and go again when the call ends, however it ends. User hooks run
-inside of that, and see the twins. The registered parameters stay registered all the time.
+The call of an *entry*, a module whose parameters make up units, is wrapped: its units are brought to the device,
+their twins take the parameters' places as attributes of the instances, and go again when the call ends, however it
+ends. User hooks run inside of that, and see the twins. The registered parameters stay registered all the time.
 
-The outermost such call is a *pass*: inputs on the CPU are moved to the device, and autograd's saved weights are replaced by
-notes (parameters.py). Twins with a graph are kept until the pass ends, so that a unit that is used twice is one node of the
-graph, as a parameter is; autograd then adds the gradients of both uses in its own order.
-"""
+The outermost such call is a *pass*: inputs on the CPU are moved to the device, and autograd's saved weights are
+replaced by notes (parameters.py). Twins with a graph are kept until the pass ends or the unit's stay does, so that a
+unit that is used twice is one node of the graph, as a parameter is. Where it becomes two, gradients.py adds them up
+before anything else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .fetch import Fetch, Token
 from .gradients import GradientStream
 from .home import HomeParameter, HomeView, home_view
 from .optimizer import OptimizerStream
-from .parameters import ParameterStream, Stay, nothing
+from .parameters import ParameterStream, Stay
 from .partition import Entry
 from .torch_private import in_backward, saved_tensor_hooks_active, without_torch_function
 from .unit import Place, Unit
@@ -57,7 +57,9 @@ class Installed:
 class Call:
     """Stands in for ``module._call_impl``. A copy or pickle of the module gets the ordinary method instead."""
 
-    def __init__(self, attachment: Attachment, module: nn.Module, entry: Entry | None, original: Callable[..., Any]) -> None:
+    def __init__(
+        self, attachment: Attachment, module: nn.Module, entry: Entry | None, original: Callable[..., Any]
+    ) -> None:
         self._attachment = weakref.ref(attachment)
         self._module = weakref.ref(module)
         self._entry, self._original = entry, original
@@ -97,7 +99,7 @@ class Attachment:
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._moved_buffers: list[tuple[nn.Module, str]] = []
         self._calls: list[tuple[nn.Module, str, Any]] = []
-        parameters.on_drop = self._empty_twins
+        parameters.on_drop = self._forget_twins
 
     # --- attaching and detaching
 
@@ -254,9 +256,6 @@ class Attachment:
             return views
         known = self._twins.get(unit.index) if not in_graph else None
         if known is not None:
-            for index, twin in known.items():
-                if twin.numel() != unit.places[index].count or twin.data_ptr() != views[index].data_ptr():
-                    twin.data = views[index]
             return {**views, **known}
         with without_torch_function():
             leaves = [place for place in unit.places if place.parameter.requires_grad]
@@ -264,7 +263,7 @@ class Attachment:
             return views
         token = Token(unit, [place.index for place in leaves])
         self._gradients.homes[unit.index].tokens.add(token)
-        made = Fetch.apply(
+        made = Fetch.apply(  # type: ignore[no-untyped-call]
             token,
             self._gradients.collect,
             [views[place.index] for place in leaves],
@@ -275,10 +274,9 @@ class Attachment:
             self._twins[unit.index] = twins
         return {**views, **twins}
 
-    def _empty_twins(self, unit: Unit) -> None:
-        """The unit's stay ends: twins of this pass must not keep its bytes."""
-        for twin in self._twins.get(unit.index, {}).values():
-            twin.data = nothing(self.device).view(twin.dtype)
+    def _forget_twins(self, unit: Unit) -> None:
+        """The unit's stay ends: we must not keep its bytes. Another use in this pass makes another node."""
+        self._twins.pop(unit.index, None)
 
     # --- home.Access, for user code
 
@@ -296,7 +294,7 @@ class Attachment:
             home = self._gradients.homes[place.unit.index]
             if home.consumed:
                 raise StormError(
-                    f'The gradient of {place.name!r} is gone: step="backward" updates each unit as its gradients arrive. '
+                    f'The gradient of {place.name!r} is gone: step="backward" updates units as their gradients arrive. '
                     'Use step="forward" (what "auto" takes) to read, clip or change gradients.'
                 )
             home.join()

@@ -35,15 +35,19 @@ class Fetch(torch.autograd.Function):
     """``apply(token, collect, views, *parameters)`` gives twins over ``views``, with gradients led to ``collect``."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, token: Token, collect: Collect, views: Sequence[torch.Tensor], *parameters: torch.Tensor  # noqa: ARG004
+    def forward(
+        ctx: Any,
+        token: Token,
+        collect: Collect,
+        views: Sequence[torch.Tensor],
+        *parameters: torch.Tensor,  # noqa: ARG004
     ) -> tuple[torch.Tensor, ...]:
         ctx.token, ctx.collect = token, collect
         ctx.set_materialize_grads(False)
-        return tuple(view.data for view in views)  # .data: not a view for autograd, which would refuse to change it
+        return tuple(view.data for view in views)  # .data: not views of one another, to autograd
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         leaves = [node for node, _ in ctx.next_functions[-len(grads) :]]
         wanted = [node is not None and will_accumulate(node) for node in leaves]
         if None in wanted:  # torch.autograd.grad: the gradients are the caller's

@@ -6,10 +6,9 @@ A unit's home grads are in one of three forms:
     own    in the parameters' dtypes: one backward pass has contributed
     wide   in fp32: several have, or the user's code added something. For fp32 parameters own and wide are the same.
 
-``present`` says which parameters have a gradient at all: one that was not used has none, and the optimizer skips it, as
-torch does. Adding up happens on the device, in the order in which plain PyTorch adds: first all uses within one backward
-pass, then that sum to what was there.
-"""
+``present`` says which parameters have a gradient at all: one that was not used has none, and the optimizer skips it,
+as torch does. Adding up happens on the device, in the order in which plain PyTorch adds: first all uses within one
+backward pass, then that sum to what was there."""
 
 from __future__ import annotations
 
@@ -124,8 +123,8 @@ class GradientStream:
             grad = grad.detach()  # noqa: PLW2901
             home.partial[index] = home.partial[index] + grad if index in home.partial else grad
         del grads
-        # Another use of this unit may still contribute to this very pass: one whose turn never came, or, where the graph
-        # was retained, one that ran together with this one before. A graph that has run and is merely kept cannot.
+        # Another use of this unit may still contribute to this very pass: one whose turn never came, or, where the
+        # graph was retained, one that ran together with this one before. A graph that ran and is merely kept cannot.
         if any(other.passed == -1 or other.passed == earlier != -1 for other in home.tokens if other is not token):
             if not self._ending:
                 self._ending = True
@@ -155,7 +154,7 @@ class GradientStream:
         if grads:
             if home.consumed or (self.consume is not None and home.present):
                 raise StormError(
-                    f"The gradients of {home.unit.name!r} were used up in backward already, and a second backward would add "
+                    f"The gradients of {home.unit.name!r} were used up in backward, and a second backward would add "
                     'to them. step="backward" updates each unit as its gradients arrive: call optimizer.step() and '
                     'zero_grad() after each backward, or use step="forward" to accumulate.'
                 )

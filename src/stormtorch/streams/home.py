@@ -5,15 +5,15 @@ write of a parameter by user code passes through ``__torch_function__``:
 
 - outside of the model's forward, whatever is pending for the parameter is joined first, so that a value is never stale,
   and a write tells the streams that the copy on the device is out of date;
-- inside of the model's forward, the parameter's twin on the device takes its place. Modules of a unit hold twins anyway;
+- inside of the model's forward, the parameter's twin on the device takes its place. Modules of a unit hold twins
+anyway;
   this serves all other uses, such as a tied weight that is reached through another module.
 
 Tensors that share home memory leave as `HomeView`, which does the same, for as long as they live: ``w = p.data`` taken
 once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` waits for nothing, using it does.
 
-A streamed parameter names the device that computes with it as its ``device``, so that ``x.to(p.device)`` and ``model.device``
-mean what they meant.
-"""
+A streamed parameter names the device that computes with it as its ``device``, so that ``x.to(p.device)`` and
+``model.device`` mean what they meant."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class Access(Protocol):
 
 
 # Asked of a tensor without looking at its elements; names of attributes and of methods.
-_METADATA = frozenset(
-    "shape dtype requires_grad is_leaf ndim layout names _version grad_fn _backward_hooks _post_accumulate_grad_hooks "
-    "retains_grad output_nr itemsize nbytes is_sparse is_quantized is_meta is_mkldnn is_nested size numel nelement dim "
-    "ndimension stride is_floating_point is_complex is_contiguous element_size register_hook requires_grad_ "
-    "register_post_accumulate_grad_hook __hash__ __len__ storage_offset has_names is_signed is_inference is_sparse_csr "
-    "is_conj is_neg is_same_size retain_grad _is_view _base grad_dtype _grad is_distributed is_coalesced "
-    "_has_symbolic_sizes_strides is_xpu is_mps is_hpu is_vulkan".split()
+_METADATA = frozenset(  # noqa: SIM905
+    "shape dtype requires_grad is_leaf ndim layout names _version grad_fn _backward_hooks "
+    "_post_accumulate_grad_hooks retains_grad output_nr itemsize nbytes is_sparse is_quantized is_meta is_mkldnn "
+    "is_nested size numel nelement dim ndimension stride is_floating_point is_complex is_contiguous element_size "
+    "register_hook requires_grad_ register_post_accumulate_grad_hook __hash__ __len__ storage_offset has_names "
+    "is_signed is_inference is_sparse_csr is_conj is_neg is_same_size retain_grad _is_view _base grad_dtype _grad "
+    "is_distributed is_coalesced _has_symbolic_sizes_strides is_xpu is_mps is_hpu is_vulkan".split()
 )
 # Gives others the address of the memory, to write there unseen.
-_EXPOSING = frozenset("numpy __array__ data_ptr untyped_storage storage __dlpack__ share_memory_".split())
+_EXPOSING = frozenset(["numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"])  # noqa: SIM905
 
 
 class HomeParameter(nn.Parameter):
@@ -249,8 +249,8 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
         return func(*args)
     if value.shape != place.shape or value.dtype != place.dtype:
         raise TypeError(
-            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the streamed parameter {place.name!r} "
-            f"({place.dtype}, {tuple(place.shape)}). Close the session first; then stream the model again."
+            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the streamed parameter "
+            f"{place.name!r} ({place.dtype}, {tuple(place.shape)}). Close the session first, then stream anew."
         )
     access.join(place, "weight")
     access.before_write(place, "weight")

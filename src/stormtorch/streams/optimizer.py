@@ -1,9 +1,8 @@
 """Takes over the user's optimizer: ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` keep their meaning.
 
-The object stays the user's; ``step`` and ``zero_grad`` are set on the instance, as bound methods, because a scheduler that
-was built before has done the same, and one that is built later will wrap what it finds. After `release` they fall through
-to the class.
-"""
+The object stays the user's; ``step`` and ``zero_grad`` are set on the instance, as bound methods, because a scheduler
+that was built before has done the same, and one that is built later will wrap what it finds. After `release` they
+fall through to the class."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class OptimizerStream:
         self._generic = TorchStep(self._shadow, masters=masters)
         self._previous = {name: vars(optimizer)[name] for name in _OWN if name in vars(optimizer)}
         self._released = False
-        self._before_load: dict[str, Any] = {}
+        self._before_load: dict[int, dict[str, Any]] = {}
         self._images_before: dict[int, torch.Tensor] = {}
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
@@ -190,7 +189,7 @@ class OptimizerStream:
         return True
 
     def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:
-        """The unit's hyperparameters; None if not all its gradients are the optimizer's, so that users may read them."""
+        """The unit's hyperparameters; None if not all its gradients are the optimizer's: users may read them."""
         mine = self._hyper().get(home.unit.index, {})
         return mine if all(index in mine for index in home.present) else None
 
@@ -231,7 +230,7 @@ class OptimizerStream:
             return None
         if self._mode == "backward":
             raise StormError(
-                'Cannot clip: step="backward" has already used the gradients, unit by unit, before their norm was known. '
+                'Cannot clip: step="backward" has used the gradients, unit by unit, before their norm was known. '
                 'Use step="forward" (what "auto" takes) to clip.'
             )
         norms = []
@@ -306,7 +305,7 @@ class OptimizerStream:
                     master.copy_(plain(state["master"]))
                 self._show_state(place)
 
-    def _take_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:  # noqa: ARG002
+    def _take_state(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._adam is None or self._released:
             return None
         self.join_all()

@@ -25,6 +25,7 @@ class Order:
         self._training = True
         self._present: list[int] = []
         self._latest: tuple[int, bool] | None = None
+        self._at = -1
         self._follow(self._remembered[True])
 
     def begin(self, training: bool) -> None:

@@ -1,16 +1,15 @@
 """Brings units to the device before they are used, and drops them when something nearer needs the room.
 
-All of the device's share for parameters is one pool. A unit stays there until another one that will be used sooner needs
-the bytes: farthest next use goes first. That single rule gives everything that a larger budget should give: the last
-units of forward stay for backward, the first units of backward stay for the next forward, and when all fit, nothing is
-ever loaded twice.
+All of the device's share for parameters is one pool. A unit stays there until another one that will be used sooner
+needs the bytes: farthest next use goes first. That single rule gives everything that a larger budget should give: the
+last units of forward stay for backward, the first units of backward stay for the next forward, and when all fit,
+nothing is ever loaded twice.
 
-A stay ends in two moments. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*: nothing refers to its
-bytes any more, and they return to the pool behind the last use. Between the two, views that autograd or checkpointing hold
-remain valid (memory/alias.py). Weights that autograd saves for backward are recognised by their storage and replaced by a
-note of which unit they belong to, so that they hold nothing; they are found again, wherever the unit then lies, when
-backward asks for them.
-"""
+A stay ends in two moments. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*: nothing refers to
+its bytes any more, and they return to the pool behind the last use. Between the two, views that autograd or
+checkpointing hold remain valid (memory/alias.py). Weights that autograd saves for backward are recognised by their
+storage and replaced by a note of which unit they belong to, so that they hold nothing; they are found again, wherever
+the unit then lies, when backward asks for them."""
 
 from __future__ import annotations
 
@@ -34,19 +33,18 @@ from .order import Order
 from .torch_private import in_backward
 from .unit import Unit
 
-_NOTHING: dict[torch.device, torch.Tensor] = {}
-
 
 class Stay:
     """A unit's copy on the device.
 
-    ``loaded``: when its bytes are there. ``uses``: what must have ended, beside compute, before they may be overwritten.
-    ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay.
-    """
+    ``loaded``: when its bytes are there. ``uses``: what must have ended, beside compute, before they may be
+    overwritten. ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay."""
 
     __slots__ = ("base", "loaded", "memory", "uses", "version", "views")
 
-    def __init__(self, base: torch.Tensor, memory: torch.Tensor, uses: list[Event], loaded: Event, version: int) -> None:
+    def __init__(
+        self, base: torch.Tensor, memory: torch.Tensor, uses: list[Event], loaded: Event, version: int
+    ) -> None:
         self.base, self.memory, self.uses, self.loaded, self.version = base, memory, uses, loaded, version
         self.views: dict[int, torch.Tensor] = {}
 
@@ -211,8 +209,8 @@ class ParameterStream:
         residence = self.residences[saved.index]
         if residence.updates != saved.updates:
             raise StormError(
-                f"Cannot run backward: the weights of {residence.unit.name!r} were changed by an optimizer step after this "
-                "forward. Call backward before step, or run the forward again."
+                f"Cannot run backward: the weights of {residence.unit.name!r} were changed by an optimizer step after "
+                "this forward. Call backward before step, or run the forward again."
             )
         stay = self.use(residence.unit)
         return stay.base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
@@ -289,15 +287,8 @@ class ParameterStream:
         held = sum(r.unit.image_bytes for r in self.residences if r.stay is not None and r.installed)
         return OutOfBudget(
             f"Cannot find {format_bytes(size)} on the device for {tag.name}",
-            f"{format_bytes(self._pool.taken_bytes)} of the pool's {format_bytes(self._pool.capacity_bytes)} are in use, "
+            f"{format_bytes(self._pool.taken_bytes)} of the pool's {format_bytes(self._pool.capacity_bytes)} in use, "
             f"{format_bytes(held)} of them by modules that are computing",
             f"The limit is {budget.given}.",
             "Raise it, or make the model's blocks smaller.",
         )
-
-
-def nothing(device: torch.device) -> torch.Tensor:
-    """An empty tensor for twins whose stay has ended."""
-    if device not in _NOTHING:
-        _NOTHING[device] = torch.empty(0, dtype=torch.uint8, device=device)
-    return _NOTHING[device]

@@ -1,10 +1,9 @@
 """Finds the units of a model from its own structure; no model-specific code.
 
-A *block* is an element of a list of modules (``ModuleList``, ``Sequential``, ``ModuleDict``): the repetition that nearly
-every large model has. Everything outside the lists is taken child by child. What is too large for the budget is taken
-apart again, neighbours that are small are put together. A parameter that several modules share belongs to the unit that
-comes first; the others use it as guests.
-"""
+A *block* is an element of a list of modules (``ModuleList``, ``Sequential``, ``ModuleDict``): the repetition that
+nearly every large model has. Everything outside the lists is taken child by child. What is too large for the budget
+is taken apart again, neighbours that are small are put together. A parameter that several modules share belongs to
+the unit that comes first; the others use it as guests."""
 
 from __future__ import annotations
 
@@ -65,12 +64,14 @@ class _Candidate:
 
 
 def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None, leave: list[str]) -> Partition:
-    """Units in the order in which the model holds them. ``unit_limit_bytes``: larger ones are taken apart if they can."""
+    """Units in the order in which the model holds them. Those over ``unit_limit_bytes`` are taken apart."""
     names = dict(model.named_modules())
     for name in [*(only or []), *leave]:
         if name not in names:
             near = sorted(known for known in names if known.split(".")[0] == name.split(".")[0])[:8]
-            raise SettingError(f"The model has no module {name!r}. Accepted: names such as {near or sorted(names)[:8]}.")
+            raise SettingError(
+                f"The model has no module {name!r}. Accepted: names such as {near or sorted(names)[:8]}."
+            )
     left_modules = {id(inner) for name in leave for inner in names[name].modules()}
     if only is not None:
         chosen = {id(inner) for name in only for inner in names[name].modules()}
@@ -85,7 +86,7 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
         made = [Entry(c.module, c.uses()) for c in group]
         for entry in made:
             for use in list(entry.uses):
-                if isinstance(use.parameter, nn.parameter.UninitializedTensorMixin):
+                if isinstance(use.parameter, nn.UninitializedParameter):
                     raise SettingError(f"The parameter {use.name!r} has no shape yet. Run one forward first.")
                 if id(use.module) in left_modules or type(use.parameter) is not nn.Parameter:
                     left[id(use.parameter)] = use.parameter

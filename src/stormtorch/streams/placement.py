@@ -49,7 +49,11 @@ def place(partition: Partition, device: torch.device, ledger: Ledger, *, trainin
         )
     if device.type == "cpu" or whole <= free // 8:
         pool = min(whole, free)
-        why = "all of it fits" if pool == whole else f"all that {budget.given} allows; the whole needs {format_bytes(whole)}"
+        why = (
+            "all of it fits"
+            if pool == whole
+            else f"all that {budget.given} allows; the whole needs {format_bytes(whole)}"
+        )
         return Placement(pool_bytes=pool, least_bytes=least, whole_bytes=whole, reason=why)
     pool = min(whole, max(least, min(5 * largest + 3 * bucket, free // 4)))
     return Placement(
@@ -63,7 +67,7 @@ def place(partition: Partition, device: torch.device, ledger: Ledger, *, trainin
 def growth(
     placement: Placement, *, pool_bytes: int, limit_bytes: int, peak_bytes: int, free_bytes: int, step_bytes: int
 ) -> int:
-    """How much the pool may grow, given the peak of all that torch has allocated so far and what the device has free."""
+    """How much the pool may grow, given the peak of what torch has allocated and what the device has free."""
     spare = min(limit_bytes - peak_bytes, free_bytes) - max(256 * MiB, min(limit_bytes // 50, GiB))
     more = min(spare, placement.whole_bytes - pool_bytes)
     return more if more >= step_bytes else 0

@@ -17,19 +17,21 @@ class Rates:
     step_s: float
 
 
-def device_share(rates: Rates, *, mode: str, share: float, weight_bytes: float, state_bytes: float) -> tuple[float, str]:
+def device_share(
+    rates: Rates, *, mode: str, share: float, weight_bytes: float, state_bytes: float
+) -> tuple[float, str]:
     """The part of the units to update on the device, and why.
 
-    ``share`` is the present one. ``weight_bytes`` and ``state_bytes``, per parameter, are what a unit has to load for its
-    next use, and what it has to load besides to be updated there.
-    """
+    ``share`` is the present one. ``weight_bytes`` and ``state_bytes``, per parameter, are what a unit has to load for
+    its next use, and what it has to load besides to be updated there."""
     if not rates.cpu_elements_per_s or not rates.load_bytes_per_s:
         return share, "not measured yet"
     if mode == "forward":
         # The next forward waits for both, which run side by side: they should take equally long.
         cpu, load = 1 / rates.cpu_elements_per_s, 1 / rates.load_bytes_per_s
         wanted = (cpu - weight_bytes * load) / (cpu + state_bytes * load)
-        why = f"CPU {rates.cpu_elements_per_s / 1e9:.2f} G/s and link {rates.load_bytes_per_s / 1e9:.0f} GB/s then end together"
+        speeds = f"CPU {rates.cpu_elements_per_s / 1e9:.2f} G/s and link {rates.load_bytes_per_s / 1e9:.0f} GB/s"
+        why = f"{speeds} then end together"
     else:
         # The CPU has a whole step for it, and only what it cannot do in that time goes to the device.
         busy = rates.cpu_busy_s / rates.step_s

@@ -1,4 +1,4 @@
-"""Every use of torch's private interfaces by the streams, in one place; tests/streams/test_torch_private.py watches them."""
+"""Every use of torch's private interfaces by the streams; tests/streams/test_torch_private.py watches them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 def current_pass() -> int:
     """The number of the backward pass that the calling thread is in; -1 outside of any."""
-    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+    return int(torch._C._current_graph_task_id())
 
 
 def in_backward() -> bool:
@@ -21,10 +21,10 @@ def in_backward() -> bool:
 def will_accumulate(leaf: Any) -> bool | None:
     """Whether the running backward pass will execute ``leaf``, an AccumulateGrad node.
 
-    False for leaves that ``backward(inputs=...)`` left out; None inside ``torch.autograd.grad``, which accumulates nothing.
-    """
+    False for leaves that ``backward(inputs=...)`` left out; None inside ``torch.autograd.grad``, which accumulates
+    nothing."""
     try:
-        return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
+        return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError as error:
         if "autograd.grad()" not in str(error):
             raise
@@ -33,7 +33,7 @@ def will_accumulate(leaf: Any) -> bool | None:
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Run ``call`` when the backward pass that the calling thread is in has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def saved_tensor_hooks_active() -> bool:
@@ -41,7 +41,7 @@ def saved_tensor_hooks_active() -> bool:
 
     Hooks do not nest: only the innermost ones run, so ours must not be put over others.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass

@@ -1,8 +1,8 @@
 """Every optimizer other than Adam: the user's own, run unit by unit on home memory.
 
-The optimizer's class does the arithmetic, on tensors of the parameters' own shapes, so that matrix optimizers see matrices.
-It is given a *shadow* of the user's optimizer: the same attributes and the same state, but only one unit's parameters. For
-models in bf16 or fp16 these are fp32 masters, from which the image is rounded afterwards.
+The optimizer's class does the arithmetic, on tensors of the parameters' own shapes, so that matrix optimizers see
+matrices. It is given a *shadow* of the user's optimizer: the same attributes and the same state, but only one unit's
+parameters. For models in bf16 or fp16 these are fp32 masters, from which the image is rounded afterwards.
 
 This needs that a parameter's update depends on no other parameter. It holds for all of ``torch.optim`` but LBFGS; LBFGS
 and optimizers that we do not know are called as they are, on all parameters at once.
@@ -102,6 +102,12 @@ class TorchStep:
 
 def as_is(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
     """The optimizer's own step, on the streamed parameters themselves: each access joins what is pending."""
-    assert all(isinstance(p, (HomeParameter, nn.Parameter)) for group in optimizer.param_groups for p in group["params"])
+    assert all(
+        isinstance(p, (HomeParameter, nn.Parameter)) for group in optimizer.param_groups for p in group["params"]
+    )
     step: Any = type(optimizer).step
-    return getattr(step, "__wrapped__", step)(optimizer, closure) if closure else getattr(step, "__wrapped__", step)(optimizer)
+    return (
+        getattr(step, "__wrapped__", step)(optimizer, closure)
+        if closure
+        else getattr(step, "__wrapped__", step)(optimizer)
+    )

@@ -4,16 +4,16 @@ The tensors of a unit, by the names that all code here uses:
 
     home image   all parameters of the unit in their compute dtype, flat, in pinned RAM. The registered ``nn.Parameter``
                  of each is a view of it: the optimizer, ``state_dict`` and checkpoints see ordinary tensors.
-    home grads   gradients, flat, in RAM; *own* in the parameters' dtypes, or *wide* in fp32 once micro-batches have been
+    home grads   gradients, flat, in RAM; *own* in the parameters' dtypes, or *wide* in fp32 once micro-batches have
+    been
                  added up.
     states       what the optimizer keeps: for AdamW two fp32 moments, and the *masters*, which are what the image lacks
                  to be the fp32 weight.
     stay         one copy of the image on the device, from its load until nothing refers to it any more.
     twin         the tensor that stands in for a parameter while a module computes: a view of the unit's present stay.
 
-A unit's parameters lie in the image with those that are trained first. Every tensor starts at a multiple of 64 bytes, so
-that kernels see the alignment that they would see in tensors of their own.
-"""
+A unit's parameters lie in the image with those that are trained first. Every tensor starts at a multiple of 64 bytes,
+so that kernels see the alignment that they would see in tensors of their own."""
 
 from __future__ import annotations
 
