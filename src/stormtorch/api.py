@@ -201,6 +201,12 @@ class Session:
         trial: Trial,
     ) -> None:
         units = found.units
+        known = {id(parameter) for parameter in self._model.parameters()}
+        foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+        if foreign:
+            raise SettingError(
+                f"The optimizer holds {foreign} parameters that the model does not. Build it from model.parameters()."
+            )
         masters = settings.master_dtype is not None
         mode = "forward" if settings.step == "auto" else settings.step
         adam = None
@@ -441,4 +447,9 @@ class Session:
 def _device(device: torch.device | str) -> torch.device:
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise SettingError(
+            f"device={device!r} cannot be meant. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ..."
+        ) from None

@@ -330,7 +330,7 @@ def test_accumulating_is_refused_where_gradients_are_consumed() -> None:
 def test_reading_is_refused_where_gradients_are_consumed() -> None:
     with updating_in_backward() as (side, _):
         with pytest.raises(storm.StormError, match=OTHER_MODE):
-            _ = side.named("head.weight").grad
+            _ = torch.as_tensor(side.named("head.weight").grad).sum()  # at the latest when it is used
         with pytest.raises(storm.StormError, match=OTHER_MODE):
             gradients(side.model)
 

@@ -9,7 +9,16 @@ import sys
 import stormtorch
 from stormtorch.cli.main import parser
 
-PUBLIC_NAMES = ["LaneError", "OutOfBudget", "SettingError", "StorageError", "StormError", "__version__"]
+PUBLIC_NAMES = [
+    "LaneError",
+    "OutOfBudget",
+    "Session",
+    "SettingError",
+    "StorageError",
+    "StormError",
+    "__version__",
+    "stream",
+]
 FLAGS = {
     "demo": ["--device", "--disk", "--help", "--size", "--vram"],
     "doctor": ["--disk", "--help"],

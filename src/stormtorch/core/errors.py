@@ -35,5 +35,9 @@ class StorageError(StormError, OSError):
         return type(self), self.args, {"errno": self.errno}
 
 
+class StaleGraph(StormError, RuntimeError):
+    """A backward pass needs weights that are not those of its forward any more."""
+
+
 class LaneError(StormError, RuntimeError):
     """Work queued on a lane or on the optimizer's worker failed; the cause is chained. Later work on it is refused."""

@@ -226,8 +226,9 @@ class Attachment:
             for index, twin in self._twins_of(unit, stay, in_graph).items():
                 tensors[id(unit.places[index].parameter)] = twin
         for use in entry.uses:
-            use.module.__dict__[use.name] = tensors[id(use.parameter)]
-            installed.names.append((use.module, use.name))
+            if not isinstance(use.module, nn.RNNBase):  # they would keep the twins in a list of their own
+                use.module.__dict__[use.name] = tensors[id(use.parameter)]
+                installed.names.append((use.module, use.name))
 
     def _uninstall(self, installed: Installed) -> None:
         for module, name in installed.names:

@@ -55,16 +55,67 @@ class Access(Protocol):
 
 
 # Asked of a tensor without looking at its elements; names of attributes and of methods.
-_METADATA = frozenset(  # noqa: SIM905
-    "shape dtype requires_grad is_leaf ndim layout names _version grad_fn _backward_hooks "
-    "_post_accumulate_grad_hooks retains_grad output_nr itemsize nbytes is_sparse is_quantized is_meta is_mkldnn "
-    "is_nested size numel nelement dim ndimension stride is_floating_point is_complex is_contiguous element_size "
-    "register_hook requires_grad_ register_post_accumulate_grad_hook __hash__ __len__ storage_offset has_names "
-    "is_signed is_inference is_sparse_csr is_conj is_neg is_same_size retain_grad _is_view _base grad_dtype _grad "
-    "is_distributed is_coalesced _has_symbolic_sizes_strides is_xpu is_mps is_hpu is_vulkan".split()
+_METADATA = frozenset(
+    {  # fmt: skip
+        "__hash__",
+        "__len__",
+        "_backward_hooks",
+        "_base",
+        "_grad",
+        "_has_symbolic_sizes_strides",
+        "_is_view",
+        "_post_accumulate_grad_hooks",
+        "_version",
+        "dim",
+        "dtype",
+        "element_size",
+        "grad_dtype",
+        "grad_fn",
+        "has_names",
+        "is_coalesced",
+        "is_complex",
+        "is_conj",
+        "is_contiguous",
+        "is_distributed",
+        "is_floating_point",
+        "is_hpu",
+        "is_inference",
+        "is_leaf",
+        "is_meta",
+        "is_mkldnn",
+        "is_mps",
+        "is_neg",
+        "is_nested",
+        "is_quantized",
+        "is_same_size",
+        "is_signed",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_vulkan",
+        "is_xpu",
+        "itemsize",
+        "layout",
+        "names",
+        "nbytes",
+        "ndim",
+        "ndimension",
+        "nelement",
+        "numel",
+        "output_nr",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad",
+        "requires_grad_",
+        "retain_grad",
+        "retains_grad",
+        "shape",
+        "size",
+        "storage_offset",
+        "stride",
+    }
 )
 # Gives others the address of the memory, to write there unseen.
-_EXPOSING = frozenset(["numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"])  # noqa: SIM905
+_EXPOSING = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
 
 
 class HomeParameter(nn.Parameter):

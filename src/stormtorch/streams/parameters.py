@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import OutOfBudget, StormError
+from ..core.errors import OutOfBudget, StaleGraph
 from ..core.sizes import format_bytes
 from ..core.tags import Tag, Tier
 from ..memory.alias import alias
@@ -30,8 +30,8 @@ from ..memory.lanes import Lanes
 from ..memory.ledger import Ledger
 from ..memory.wait_meter import WaitMeter
 from .order import Order
-from .torch_private import in_backward
-from .unit import Unit
+from .torch_private import in_backward, without_torch_function
+from .unit import Place, Unit
 
 
 class Stay:
@@ -65,12 +65,16 @@ class Residence:
 
 
 class SavedWeight:
-    """What autograd keeps instead of a weight: which unit, and where in it."""
+    """What autograd keeps instead of a weight: which parameter, and where in its unit's image.
 
-    __slots__ = ("dtype", "index", "offset", "shape", "stride", "updates")
+    ``updates`` and ``version`` are autograd's check for changes that would falsify a backward, which hooks bypass: how
+    often an optimizer step has changed the unit, and user code the parameter.
+    """
 
-    def __init__(self, index: int, tensor: torch.Tensor, updates: int) -> None:
-        self.index, self.updates = index, updates
+    __slots__ = ("dtype", "offset", "place", "shape", "stride", "updates", "version")
+
+    def __init__(self, place: Place, tensor: torch.Tensor, updates: int) -> None:
+        self.place, self.updates, self.version = place, updates, _version(place)
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
         self.offset = tensor.storage_offset()
 
@@ -198,19 +202,21 @@ class ParameterStream:
         residence = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if residence is None or tensor.numel() == 0:
             return tensor
-        return SavedWeight(residence.unit.index, tensor, residence.updates)
+        place = residence.unit.place_at(int(tensor.storage_offset()) * tensor.itemsize)
+        return SavedWeight(place, tensor, residence.updates)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, SavedWeight):
             result: torch.Tensor = saved
             return result
         if not self.residences:
-            raise StormError("Cannot run backward: the session that this forward ran in was closed.")
-        residence = self.residences[saved.index]
-        if residence.updates != saved.updates:
-            raise StormError(
-                f"Cannot run backward: the weights of {residence.unit.name!r} were changed by an optimizer step after "
-                "this forward. Call backward before step, or run the forward again."
+            raise StaleGraph("Cannot run backward: the session that this forward ran in was closed.")
+        place = saved.place
+        residence = self.residences[place.unit.index]
+        if (place.trained and saved.updates != residence.updates) or saved.version != _version(place):
+            raise StaleGraph(
+                f"Cannot run backward: {place.name!r} has been modified by an optimizer step or an in-place operation "
+                "after this forward. Call backward before step, or run the forward again."
             )
         stay = self.use(residence.unit)
         return stay.base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
@@ -292,3 +298,8 @@ class ParameterStream:
             f"The limit is {budget.given}.",
             "Raise it, or make the model's blocks smaller.",
         )
+
+
+def _version(place: Place) -> int:
+    with without_torch_function():
+        return place.parameter._version

@@ -17,6 +17,7 @@ so that kernels see the alignment that they would see in tensors of their own.""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,6 +97,10 @@ class Unit:
         self.master_bytes = _lay_out(self.trained, "master_at", lambda place: place.master_bytes)
         self.has_wide_form = any(place.dtype.itemsize < 4 for place in self.trained)
 
+    def place_at(self, offset: int) -> Place:
+        """The parameter that the byte ``offset`` of the image belongs to."""
+        return self.places[bisect.bisect_right(self.places, offset, key=lambda place: place.at) - 1]
+
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.places)} parameters, {self.image_bytes} bytes)"
 
@@ -111,7 +116,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(torch.empty(shape, device="meta").stride())
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * max(length, 1))
+    return tuple(reversed(strides))[: len(shape)]
 
 
 def _lay_out(places: Sequence[Place], field: str, size_of: object) -> int:
