@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(C_SOURCES)
 	@$(BIN)/python -c 'from stormtorch.native.library import describe; print(describe())'
 	@touch $@
 
-demo: $(STAMP)  ## stream data larger than its device budget through all tiers, and check it
+demo: $(STAMP)  ## train a model larger than its device budget, and compare it with plain PyTorch
 	@$(BIN)/storm demo
 
 test: $(STAMP)  ## run the whole suite; GPU tests are skipped where there is no GPU

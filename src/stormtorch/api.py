@@ -273,7 +273,7 @@ class Session:
         self._adam = adam
         self._fixed_share = trial.device_share
         self._share_since = (Totals(), worker.stats())
-        self.share_reason = "all on the CPU until rates have been measured"
+        self.share_reason = "on the CPU" + ("" if self.device.type == "cpu" else " until rates have been measured")
         if trial.device_share:
             adam.share(trial.device_share, self._pool.capacity_bytes - self.placement.least_bytes)
         self._parameters.pending = adam.pending

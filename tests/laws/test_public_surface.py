@@ -20,7 +20,7 @@ PUBLIC_NAMES = [
     "stream",
 ]
 FLAGS = {
-    "demo": ["--device", "--disk", "--help", "--size", "--vram"],
+    "demo": ["--device", "--help", "--steps", "--vram"],
     "doctor": ["--disk", "--help"],
 }
 

@@ -16,7 +16,7 @@ from .. import __version__
 from ..core.errors import StormError
 
 COMMANDS = {
-    "demo": "stream data larger than its device budget through all memory tiers, and check every byte",
+    "demo": "train a model larger than its device budget, and compare it with plain PyTorch",
     "doctor": "say what this machine offers STORM and what is missing",
 }
 

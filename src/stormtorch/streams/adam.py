@@ -63,6 +63,17 @@ class AdamHome:
         flat: torch.Tensor = getattr(self, which)
         return flat[place.state_at : place.state_at + place.count].as_strided(place.shape, place.stride)
 
+    def narrow(self, which: str, place: Place) -> torch.Tensor:
+        """The moment in the parameter's own dtype, in the memory that it has: a second copy may not fit."""
+        wide = self.moment(which, place)
+        if place.dtype == torch.float32:
+            return wide
+        flat: torch.Tensor = getattr(self, which)
+        memory = flat[place.state_at : place.state_at + place.count].view(torch.uint8)
+        target = place.view(memory, 0, place.dtype)
+        target.copy_(wide.to(place.dtype))
+        return target
+
     def master(self, place: Place) -> torch.Tensor | None:
         """What is kept beside the image: 16-bit remainders for bf16, whole fp32 weights for fp16."""
         if not place.is_split:

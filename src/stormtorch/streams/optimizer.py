@@ -19,7 +19,6 @@ from .adam import AdamStream
 from .gradients import GradHome, GradientStream, has_sparse_grad, sparse_grad
 from .home import Access, home_view, plain
 from .parameters import ParameterStream
-from .torch_private import without_torch_function
 from .torch_step import Shadow, TorchStep, as_is, is_separable
 from .unit import Place, Unit
 
@@ -379,8 +378,7 @@ class OptimizerStream:
                     if state and "exp_avg" in state:
                         state.pop("master", None)
                         for name in _MOMENTS:
-                            with without_torch_function():
-                                state[name] = plain(state[name]).to(place.dtype)
+                            state[name] = self._adam.homes[unit.index].narrow(name, place)
 
 
 def _consumed(home: GradHome) -> None:

@@ -42,7 +42,7 @@ def place(partition: Partition, device: torch.device, ledger: Ledger, *, trainin
     budget = ledger.budgets[Tier.DEVICE]
     if least > free:
         raise OutOfBudget(
-            f"Cannot stream this model through {format_bytes(free)} of device memory for PARAMETERS",
+            f"Cannot stream this model through {format_bytes(budget.limit_bytes)} of device memory for PARAMETERS",
             f"the largest block and the one after it, with their gradients, need {format_bytes(least)}",
             f"The limit is {budget.given}.",
             "Raise it, or split the largest layer.",

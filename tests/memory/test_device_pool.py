@@ -1,0 +1,104 @@
+"""The pool: pieces never overlap, nothing is lost, and reuse waits for every last use."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stormtorch.core.errors import OutOfBudget
+from stormtorch.core.tags import Tag, Tier
+from stormtorch.memory.device_pool import DevicePool, Piece
+from stormtorch.memory.lanes import Lanes, open_lanes
+from stormtorch.memory.ledger import Ledger
+
+
+def opened(device: torch.device, ledger: Ledger, size: int, *, poison: bool = False) -> tuple[Lanes, DevicePool]:
+    lanes = open_lanes(device)
+    pool = DevicePool(
+        device, ledger=ledger, tag=Tag.DATA, compute=lanes.compute, poison=lanes.store if poison else None
+    )
+    pool.grow(size)
+    return lanes, pool
+
+
+@settings(max_examples=40, deadline=None)
+@given(moves=st.lists(st.tuples(st.booleans(), st.integers(1, 5000), st.integers(0, 100)), max_size=60))
+def test_pieces_never_overlap_and_nothing_is_lost(moves: list[tuple[bool, int, int]]) -> None:
+    from stormtorch.core.budget import Budget
+
+    ledger = Ledger(*(Budget(tier=tier, limit_bytes=1 << 30, given="test") for tier in Tier))
+    lanes, pool = opened(torch.device("cpu"), ledger, 32 * 512)
+    out: list[Piece] = []
+    for take, size, which in moves:
+        if take:
+            piece = pool.take(size, lanes.load)
+            if piece is not None:
+                assert piece.bytes.numel() == size
+                out.append(piece)
+        elif out:
+            pool.give(out.pop(which % len(out)), lanes.load.record())
+        spans = sorted((p.bytes.data_ptr(), p.bytes.data_ptr() + p.size) for p in out)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+        assert pool.taken_bytes == sum(piece.size for piece in out)
+        pool.check()
+    for piece in out:
+        pool.give(piece, lanes.load.record())
+    assert pool.taken_bytes == 0
+    pool.close()
+    lanes.close()
+    assert ledger.used_bytes(Tier.DEVICE) == 0
+
+
+def test_whoever_takes_bytes_waits_for_all_their_last_uses(ledger: Ledger) -> None:
+    lanes, pool = opened(torch.device("cpu"), ledger, 4096)
+    source = torch.arange(512, dtype=torch.int64)
+    halves = [pool.take(2048, lanes.store) for _ in range(2)]
+    for half in halves:  # two slow readers of what will be one piece
+        assert half is not None
+        lanes.store.enqueue(lambda: time.sleep(0.05))  # type: ignore[attr-defined]
+        pool.give(half, lanes.store.record())
+    start_s = time.perf_counter()
+    whole = pool.take(4096, lanes.load)
+    assert whole is not None
+    assert time.perf_counter() - start_s < 0.04, "the host must not wait"
+    lanes.load.copy(whole.tensor(torch.int64, 512), source, Tag.DATA)
+    lanes.load.synchronize()
+    assert time.perf_counter() - start_s > 0.08, "the lane must"
+    pool.give(whole, lanes.load.record())
+    pool.close()
+    lanes.close()
+
+
+def test_poison_comes_behind_the_last_use(device: torch.device, ledger: Ledger) -> None:
+    lanes, pool = opened(device, ledger, 4096, poison=True)
+    piece = pool.take(4096, lanes.compute)
+    assert piece is not None
+    piece.tensor(torch.float32, 1024).fill_(1)
+    seen = piece.tensor(torch.float32, 1024).clone()
+    memory = piece.bytes
+    pool.give(piece, lanes.compute.record())
+    assert pool.taken_bytes == 0  # sorted in, so poisoned
+    lanes.synchronize()
+    assert seen.eq(1).all()
+    assert memory.view(torch.float32).isnan().all()
+    pool.close()
+    lanes.close()
+
+
+def test_it_grows_within_the_budget_only(ledger: Ledger) -> None:
+    lanes, pool = opened(torch.device("cpu"), ledger, 1024)
+    assert pool.take(2048, lanes.load) is None
+    pool.grow(2048)
+    piece = pool.take(2048, lanes.load)
+    assert piece is not None
+    assert pool.capacity_bytes == 3072
+    with pytest.raises(OutOfBudget, match="vram"):
+        pool.grow(1 << 40)
+    pool.give(piece, lanes.load.record())
+    pool.close()
+    lanes.close()

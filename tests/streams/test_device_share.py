@@ -1,0 +1,65 @@
+"""Where an update runs never changes a result: every share gives the same bits, with delays and poison."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stormtorch.api import Session
+from stormtorch.streams.settings import Settings, Trial
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(functional.gelu(self.up(self.norm(x))))
+        return x + y
+
+
+def train(
+    model: nn.Module, share: float | None, step: str, *, clip: bool = False, micro: int = 1
+) -> list[torch.Tensor]:
+    chance = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trial = Trial(delay=lambda: time.sleep(chance.choice([0, 0, 0, 1e-3])), poison=True, device_share=share)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    with Session(model, optimizer, Settings(vram=125_000, device="cpu", step=step), trial=trial) as session:
+        adam = session._adam
+        assert adam is not None
+        for _ in range(5):
+            for _ in range(micro):
+                x = torch.randn(4, 16, generator=generator).to(next(model.parameters()).dtype)
+                loss = model(x).float().square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            if clip:
+                session.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert any(home.on_device for home in adam.homes) == bool(share)
+        states = [tensor for p in model.parameters() for tensor in optimizer.state[p].values()]
+        losses += [torch.clone(state) for state in states]
+    return losses + [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("step", "clip", "micro"),
+    [("forward", False, 1), ("forward", True, 1), ("forward", True, 3), ("backward", False, 1)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_share_gives_the_same_bits(step: str, clip: bool, micro: int, dtype: torch.dtype) -> None:
+    model = nn.Sequential(*(Block() for _ in range(10))).to(dtype)
+    results = {share: train(copy.deepcopy(model), share, step, clip=clip, micro=micro) for share in (0.0, 0.5, 1.0)}
+    for share in (0.5, 1.0):
+        for ours, theirs in zip(results[share], results[0.0], strict=True):
+            assert torch.equal(ours, theirs)

@@ -1,0 +1,113 @@
+"""Watches the private interfaces of torch that streams stand on: a torch that changes them fails here first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stormtorch.streams import torch_private
+
+
+class Probe(torch.autograd.Function):
+    """Calls ``seen`` in backward, with its own node."""
+
+    @staticmethod
+    def forward(ctx: Any, seen: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.seen = seen
+        return torch.stack([tensor.detach() for tensor in tensors]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.seen(ctx)
+        return (None, *(grads[0] for _ in ctx.next_functions))
+
+
+def probe(seen: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Probe.apply(seen, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def leaves(count: int) -> list[torch.Tensor]:
+    return [torch.zeros((), requires_grad=True) for _ in range(count)]
+
+
+def test_the_pass_is_known_inside_backward_only() -> None:
+    seen: list[tuple[bool, int]] = []
+
+    def look(_: Any) -> None:
+        seen.append((torch_private.in_backward(), torch_private.current_pass()))
+
+    assert not torch_private.in_backward()
+    for _ in range(2):
+        probe(look, *leaves(1)).backward()
+    assert [inside for inside, _ in seen] == [True, True]
+    assert seen[0][1] != seen[1][1]
+    assert not torch_private.in_backward()
+
+
+def test_recomputation_happens_inside_backward() -> None:
+    seen: list[bool] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.in_backward())
+        return x.sin()
+
+    checkpoint(forward, torch.ones(3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [False, True]
+
+
+def test_which_leaves_accumulate() -> None:
+    seen: list[list[bool | None]] = []
+
+    def look(node: Any) -> None:
+        seen.append([torch_private.will_accumulate(leaf) for leaf, _ in node.next_functions if leaf is not None])
+
+    first, second = leaves(2)
+    probe(look, first, second).backward()
+    probe(look, first, second).backward(inputs=[second])
+    torch.autograd.grad(probe(look, first, second), [first])
+    assert seen == [[True, True], [False, True], [None, False]]
+
+
+def test_a_call_at_the_end_of_backward() -> None:
+    order: list[str] = []
+
+    def look(_: Any) -> None:
+        torch_private.at_end_of_backward(lambda: order.append("end"))
+        order.append("node")
+
+    probe(look, *leaves(2)).backward()
+    assert order == ["node", "end"]
+
+
+def test_others_hooks_are_seen() -> None:
+    assert not torch_private.saved_tensor_hooks_active()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert torch_private.saved_tensor_hooks_active()
+    assert not torch_private.saved_tensor_hooks_active()
+
+
+def test_a_module_is_called_through_an_attribute_that_an_instance_may_have() -> None:
+    module = nn.Linear(2, 2)
+    module.__dict__["_call_impl"] = lambda *_args: "ours"
+    assert module(torch.ones(2)) == "ours"
+
+
+def test_a_parameter_may_change_its_class() -> None:
+    class Watched(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise LookupError(func)
+
+    parameter: Any = nn.Parameter(torch.ones(2))
+    parameter.__class__ = Watched
+    with pytest.raises(LookupError):
+        parameter + 1
+    with torch_private.without_torch_function():
+        assert (parameter + 1).sum() == 4
+    parameter.__class__ = nn.Parameter
+    assert type(parameter) is nn.Parameter
