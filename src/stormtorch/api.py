@@ -305,6 +305,7 @@ class Session:
 
     def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
         """What was measured since the session began, as data; ``print`` it for a table. Waits for nothing."""
+        self._waits.emit()
         return make_report(
             self.recorder.snapshot(),
             ledger=self.ledger,
@@ -314,7 +315,8 @@ class Session:
             units=self.units,
             setup_s=self.setup_s,
             misses=self._parameters.misses,
-            loads=sum(residence.loads for residence in self._parameters.residences),
+            loads=self._parameters.loads,
+            cpu_busy_s=self._worker.stats().busy_s / self._worker.threads if self._adam is not None else 0.0,
             samples_per_step=samples_per_step,
             tokens_per_step=tokens_per_step,
         )

@@ -28,9 +28,9 @@ class Report:
     misses: int
     bytes_in_per_step: dict[str, float]
     bytes_out_per_step: dict[str, float]
-    busy_s_per_step: dict[str, float]
     waits_s_per_step: dict[str, float]
-    limit_s: float | None
+    limits_s: dict[str, float]  # what a step takes at least, by what would set that limit: compute, in, out, cpu
+    limited_by: str | None
     percent_of_limit: float | None
     balances: list[Balance]
     device_peak_bytes: int
@@ -52,8 +52,11 @@ class Report:
         for title, table in (("in", self.bytes_in_per_step), ("out", self.bytes_out_per_step)):
             parts = ", ".join(f"{name} {format_bytes(int(size))}" for name, size in table.items())
             lines.append(f"{title:<4}per step: {parts or 'nothing'}")
-        if self.limit_s and self.percent_of_limit:
-            lines.append(f"limit {self.limit_s:.4f} s by the busiest lane: {self.percent_of_limit:.0f} % of it reached")
+        if self.limited_by:
+            limits = ", ".join(f"{name} {seconds:.4f} s" for name, seconds in self.limits_s.items())
+            lines.append(
+                f"a step needs at least: {limits}; limited by {self.limited_by}, {self.percent_of_limit:.0f} % reached"
+            )
         waits = ", ".join(f"{cause} {seconds:.4f} s" for cause, seconds in self.waits_s_per_step.items())
         lines.append(f"compute waited per step: {waits or 'nothing measured'}")
         lines.append(f"pool {format_bytes(self.pool_bytes)} on the device: {self.placement.reason}")
@@ -82,6 +85,7 @@ def make_report(
     setup_s: float,
     misses: int,
     loads: int,
+    cpu_busy_s: float,
     samples_per_step: int | None,
     tokens_per_step: int | None,
 ) -> Report:
@@ -97,11 +101,14 @@ def make_report(
                 table[tag.value] = table.get(tag.value, 0.0) + size / steps
         return table
 
-    busy = {
-        way: sum(seconds for (name, _), seconds in totals.busy_s.items() if name in lanes) / steps
-        for way, lanes in (("in", ("load", "aside")), ("out", ("store",)))
+    waits = {cause: seconds / steps for cause, seconds in totals.waits_s.items()}
+    limits = {
+        "compute": max(0.0, (step_s or 0.0) - sum(waits.values())),  # what it does when it does not wait
+        "in": sum(seconds for (name, _), seconds in totals.busy_s.items() if name in ("load", "aside")) / steps,
+        "out": sum(seconds for (name, _), seconds in totals.busy_s.items() if name == "store") / steps,
+        "cpu": cpu_busy_s / steps,
     }
-    limit_s = max(busy.values()) or None
+    limited_by = max(limits, key=lambda name: limits[name]) if step_s else None
     return Report(
         steps=len(ends),
         step_s=step_s,
@@ -113,10 +120,10 @@ def make_report(
         misses=misses,
         bytes_in_per_step=per_step("load", "aside"),
         bytes_out_per_step=per_step("store"),
-        busy_s_per_step=busy,
-        waits_s_per_step={cause: seconds / steps for cause, seconds in totals.waits_s.items()},
-        limit_s=limit_s,
-        percent_of_limit=100 * limit_s / step_s if limit_s and step_s else None,
+        waits_s_per_step=waits,
+        limits_s=limits,
+        limited_by=limited_by,
+        percent_of_limit=100 * min(1.0, limits[limited_by] / step_s) if limited_by and step_s else None,
         balances=ledger.balances(),
         device_peak_bytes=ledger.peak_bytes(Tier.DEVICE),
         host_peak_bytes=ledger.peak_bytes(Tier.HOST),

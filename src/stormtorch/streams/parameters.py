@@ -99,6 +99,7 @@ class ParameterStream:
         self.order = Order(len(residences))
         self._by_storage: dict[int, Residence] = {}
         self._current: Residence | None = None
+        self._loads_before = 0
         self.on_drop: Callable[[Unit], None] = lambda _unit: None
         # Set by whoever updates weights on the device: what must happen with the weights there before they are used
         # (False: the stay is stale now); and what has to be loaded ahead beside them (False: there is no room yet).
@@ -119,6 +120,11 @@ class ParameterStream:
             self._waits.wait(stay.loaded, "weights")
         self.load_ahead()
         return stay
+
+    @property
+    def loads(self) -> int:
+        """How often a unit was loaded so far."""
+        return self._loads_before + sum(residence.loads for residence in self.residences)
 
     def hold(self, unit: Unit) -> None:
         """Forbid eviction until ``release``."""
@@ -193,6 +199,7 @@ class ParameterStream:
     def forget(self) -> None:
         """Let go of home memory: graphs that outlive the session keep this object."""
         self.drop_all()
+        self._loads_before = self.loads
         self.residences = []
 
     def pack(self, tensor: torch.Tensor) -> Any:
