@@ -28,6 +28,7 @@ from .observe.report import Report, make_report
 from .streams.adam import AdamHome, AdamStream
 from .streams.attach import Attachment
 from .streams.gradients import GradHome, GradientStream
+from .streams.meta import give_substance
 from .streams.optimizer import OptimizerStream, runs_as_adam
 from .streams.parameters import ParameterStream, Residence
 from .streams.partition import Partition, partition
@@ -115,6 +116,7 @@ class Session:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial
     ) -> None:
         limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
+        give_substance(model, optimizer)
         found = partition(
             model,
             unit_limit_bytes=limit // 6,
@@ -183,8 +185,8 @@ class Session:
         )
         self._optimizer: OptimizerStream | None = None
         self._adam: AdamStream | None = None
-        self._attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
         self._endings.append(self._attachment.detach)
+        self._attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
         self._endings.append(self._drain)
         for parameter in found.left:
             parameter.data = parameter.data.to(self.device)
@@ -201,6 +203,7 @@ class Session:
         trial: Trial,
     ) -> None:
         units = found.units
+        self._gradients.prepare()
         known = {id(parameter) for parameter in self._model.parameters()}
         foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
         if foreign:
@@ -255,7 +258,6 @@ class Session:
                 if master is not None and item.dtype == torch.float16:
                     master.copy_(item.in_image(images[unit.index]))
             homes.append(home)
-        self._gradients.prepare()
         self._worker = worker = open_worker()
         self._endings.append(worker.close)
         adam = AdamStream(
@@ -432,6 +434,8 @@ class Session:
             raise error
 
     def _before_end(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.apply_factor()
         self._drain()
         self._parameters.drop_all()
 

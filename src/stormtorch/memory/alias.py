@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections import deque
+from typing import Any
 
 import torch
 
@@ -16,28 +17,28 @@ import torch
 class _CudaBytes:
     """What ``torch.as_tensor`` needs to know to make a tensor over device memory; the tensor's storage keeps it."""
 
-    def __init__(self, address: int, size: int) -> None:
+    def __init__(self, target: torch.Tensor) -> None:
+        self.target = target  # keeps the memory
         self.__cuda_array_interface__ = {
-            "shape": (size,),
+            "shape": (target.nbytes,),
             "typestr": "|u1",
-            "data": (address, False),
+            "data": (target.data_ptr(), False),
             "version": 3,
             "strides": None,
             "stream": None,  # ordering is the caller's: no synchronisation here
         }
 
 
-def alias(target: torch.Tensor, when_gone: Callable[[], None]) -> torch.Tensor:
-    """The bytes of the contiguous, non-empty byte tensor ``target`` under a storage of their own.
+def alias(target: torch.Tensor, gone: deque[Any]) -> tuple[torch.Tensor, weakref.ref[Any]]:
+    """The bytes of the contiguous, non-empty byte tensor ``target`` under a storage of their own, and a reference.
 
-    ``when_gone`` is called when the last tensor over that storage is dropped, on whichever thread dropped it. The
-    caller keeps ``target``'s memory until then."""
-    address, size = target.data_ptr(), target.nbytes
+    When the last tensor over that storage is dropped, on whichever thread, the reference is appended to ``gone``, by C
+    code that Ctrl-C cannot cut in two. The caller keeps the reference; the storage keeps ``target``'s memory.
+    """
     with torch.inference_mode(False):  # or lanes could not write it
         if target.device.type == "cpu":
-            pages = (ctypes.c_ubyte * size).from_address(address)
-            weakref.finalize(pages, when_gone).atexit = False
-            return torch.frombuffer(pages, dtype=torch.uint8)
-        owner = _CudaBytes(address, size)
-        weakref.finalize(owner, when_gone).atexit = False
-        return torch.as_tensor(owner, device=target.device)
+            pages = (ctypes.c_ubyte * target.nbytes).from_address(target.data_ptr())
+            pages.target = target  # type: ignore[attr-defined]
+            return torch.frombuffer(pages, dtype=torch.uint8), weakref.ref(pages, gone.append)
+        owner = _CudaBytes(target)
+        return torch.as_tensor(owner, device=target.device), weakref.ref(owner, gone.append)

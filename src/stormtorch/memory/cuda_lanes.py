@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Hashable
 
 import torch
 
@@ -79,6 +80,15 @@ class CudaLane(Lane):
     def record(self) -> Event:
         event = CudaEvent()
         event.cuda.record(self.stream)
+        return event
+
+    def place(self) -> Hashable:
+        return self.stream
+
+    def record_at(self, place: Hashable) -> Event:
+        assert isinstance(place, torch.cuda.Stream)
+        event = CudaEvent()
+        event.cuda.record(place)
         return event
 
     def wait(self, event: Event) -> None:

@@ -10,12 +10,16 @@ have to be as large as the largest unit."""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 
 from ..core.sizes import round_down
 from ..core.tags import Tag
+from .alias import alias
 from .device import DeviceBlock
 from .extents import Extents
 from .lane import Event, Lane
@@ -75,6 +79,8 @@ class DevicePool:
         self.device, self._ledger, self._tag, self._compute, self._poison = device, ledger, tag, compute, poison
         self._blocks: list[_Block] = []
         self._returned: deque[tuple[Piece, tuple[Event, ...]]] = deque()
+        self._gone: deque[weakref.ref[Any]] = deque()  # aliases whose last tensor has been dropped
+        self._lent: dict[int, tuple[weakref.ref[Any], Piece, list[Event], set[Hashable]]] = {}
 
     @property
     def capacity_bytes(self) -> int:
@@ -106,6 +112,15 @@ class DevicePool:
         """Make the piece free behind ``last_uses``. Returns at once; safe in a finalizer."""
         self._returned.append((piece, last_uses))
 
+    def lend(self, piece: Piece, uses: list[Event], places: set[Hashable]) -> torch.Tensor:
+        """The piece under a storage of its own; it returns by itself when no tensor over that storage is left.
+
+        It is free then behind ``uses``, and behind what was queued at ``places`` of compute; both may grow until then.
+        """
+        tensor, reference = alias(piece.bytes, self._gone)
+        self._lent[id(reference)] = (reference, piece, uses, places)
+        return tensor
+
     def check(self) -> None:
         """Assert that free and taken pieces tile the blocks."""
         self._sort_in()
@@ -125,6 +140,10 @@ class DevicePool:
             self._blocks.clear()
 
     def _sort_in(self) -> None:
+        while self._gone:
+            _, piece, uses, places = self._lent.pop(id(self._gone[0]))
+            self.give(piece, *(self._compute.record_at(place) for place in places), *uses)
+            self._gone.popleft()
         while self._returned:
             piece, last_uses = self._returned.popleft()
             if self._poison is not None:

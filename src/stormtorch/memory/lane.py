@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
@@ -46,6 +46,14 @@ class Lane(ABC):
     @abstractmethod
     def record(self) -> Event:
         """The point after everything queued so far."""
+
+    def place(self) -> Hashable:
+        """Where work queued now would run, for ``record_at``: on a GPU, compute is whatever stream is current."""
+        return None
+
+    def record_at(self, place: Hashable) -> Event:  # noqa: ARG002
+        """The point after everything queued so far at ``place``."""
+        return self.record()
 
     @abstractmethod
     def wait(self, event: Event) -> None:

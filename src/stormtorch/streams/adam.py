@@ -177,6 +177,7 @@ class AdamStream:
         for home in self._gradients.homes:
             if home.present:
                 home.join()
+                self.join(home.unit)  # an update may still be reading them
                 for index in home.present:
                     home.view(home.unit.places[index]).mul_(factor)
                 home.norms.clear()
@@ -191,6 +192,8 @@ class AdamStream:
         """Update the unit's parameters that have a gradient and are in ``hyper`` (by index). Returns at once."""
         home = self.homes[grads.unit.index]
         residence = self._parameters.residences[grads.unit.index]
+        if home.waiting is not None:
+            self.finish(home.unit)  # the one before, which nobody has needed yet
         runs = list(self._runs(home, grads, hyper))
         if not runs:
             return
@@ -265,6 +268,7 @@ class AdamStream:
         """Block until they are."""
         self.finish(unit)
         home = self.homes[unit.index]
+        self._unstage(home)  # user code may be about to change what was loaded ahead
         for flag, value in home.pending:
             flag.wait(value)
         home.pending = []
@@ -332,15 +336,17 @@ class AdamStream:
             return False
         pieces, last_use = self._sets.popleft()
         self._sets_out += 1
-        lane.wait(last_use)
-        self.gate(home.unit, lane)
-        if home.waiting is not None and home.waiting.stored is not None:
-            lane.wait(home.waiting.stored)
         there = [piece.bytes[: part.nbytes] for piece, part in zip(pieces, parts, strict=False)]
-        for target, part in zip(there, parts, strict=True):
-            if part.nbytes:
-                lane.copy(target, part, Tag.OPTIMIZER)
-        home.staged = _Staged(pieces, there, lane.record())
+        try:
+            lane.wait(last_use)
+            self.gate(home.unit, lane)
+            if home.waiting is not None and home.waiting.stored is not None:
+                lane.wait(home.waiting.stored)
+            for target, part in zip(there, parts, strict=True):
+                if part.nbytes:
+                    lane.copy(target, part, Tag.OPTIMIZER)
+        finally:
+            home.staged = _Staged(pieces, there, lane.record())  # also if interrupted: then given back unused
         return True
 
     def _return_set(self, staged: _Staged, last_use: Event) -> None:
@@ -359,13 +365,13 @@ class AdamStream:
             return True
         if home.staged is not None and len(home.staged.parts) < 4:
             self._unstage(home)
-        staged = self._staged(home)
-        waiting, home.waiting = home.waiting, None
+        waiting, staged = home.waiting, self._staged(home)
         if staged is None:
             self._update_at_home(home, waiting)
-            return False
-        self._update_there(home, stay, staged, waiting.runs, waiting.wide, staged.parts[3], waiting.factor)
-        return True
+        else:
+            self._update_there(home, stay, staged, waiting.runs, waiting.wide, staged.parts[3], waiting.factor)
+        home.waiting = None  # not before: an update that was interrupted before it began is still to be done
+        return staged is not None
 
     def update_here(self, grads: GradHome, bucket: torch.Tensor, hyper: dict[int, dict[str, Any]]) -> bool:
         """For step="backward": update the unit on the device from gradients that are in ``bucket`` there.
@@ -382,7 +388,7 @@ class AdamStream:
             runs = list(self._runs(home, grads, hyper))
             self._update_there(home, stay, staged, runs, grads.is_wide, bucket, None)
         finally:
-            self._parameters.release(home.unit)
+            self._parameters.release([home.unit])
         self._parameters.residences[home.unit.index].updates += 1
         return True
 
@@ -424,8 +430,14 @@ class AdamStream:
     ) -> None:
         lanes = self._lanes
         states = (staged.parts[0].view(torch.float32), staged.parts[1].view(torch.float32), staged.parts[2])
-        for run in runs:
-            adamw_(_bind(run, wide, stay.base, *states, grads, factor), run.step)
+        try:
+            for run in runs:
+                adamw_(_bind(run, wide, stay.base, *states, grads, factor), run.step)
+        except BaseException:
+            # Interrupted, perhaps between two runs: what is at home is whole, so begin again from there.
+            self._return_set(staged, lanes.compute.record())
+            self._parameters.changed(home.unit, by_step=False)
+            raise
         lanes.store.wait(lanes.compute.record())
         lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER)
         for number, target in enumerate((home.exp_avg, home.exp_avg_sq, home.masters)):
@@ -447,11 +459,9 @@ class AdamStream:
         self.homes, self._images = [], []
 
     def finish(self, unit: Unit) -> None:
-        """Do a waiting update on the device now, and forget what was loaded for one that may come."""
-        home = self.homes[unit.index]
-        if home.waiting is not None:
+        """Do a waiting update on the device now."""
+        if self.homes[unit.index].waiting is not None:
             self._parameters.use(unit)
-        self._unstage(home)
 
 
 def adam_step(group: dict[str, Any], step: int) -> AdamStep:

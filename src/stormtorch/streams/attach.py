@@ -26,6 +26,7 @@ from ..core.errors import StormError
 from .fetch import Fetch, Token
 from .gradients import GradientStream
 from .home import HomeParameter, HomeView, home_view
+from .lock import locked
 from .optimizer import OptimizerStream
 from .parameters import ParameterStream, Stay
 from .partition import Entry
@@ -46,12 +47,13 @@ class Passes(threading.local):
 class Installed:
     """Twins that stand in one entry's modules at the moment."""
 
-    __slots__ = ("entry", "names", "units")
+    __slots__ = ("entry", "names", "units", "versions")
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.units: list[Unit] = []
         self.names: list[tuple[nn.Module, str]] = []
+        self.versions: list[int] = []
 
 
 class Call:
@@ -74,7 +76,7 @@ class Call:
         return types.MethodType(nn.Module._call_impl, memo[id(self._module())])
 
     def __reduce__(self) -> Any:
-        return types.MethodType, (nn.Module._call_impl, self._module())
+        return getattr, (self._module(), "_call_impl")  # of the class: the instance's is being made
 
 
 class Attachment:
@@ -91,6 +93,7 @@ class Attachment:
         gradients: GradientStream,
     ) -> None:
         self.device, self.closed = device, False
+        self.lock = parameters.lock
         self._model, self._entries, self._units = model, entries, units
         self._parameters, self._gradients = parameters, gradients
         self.optimizer: OptimizerStream | None = None
@@ -142,7 +145,7 @@ class Attachment:
             return
         self.closed = True
         self._clean()
-        for module, name, had in self._calls:
+        for module, name, had in reversed(self._calls):
             if had is None:
                 module.__dict__.pop(name, None)
             else:
@@ -152,7 +155,8 @@ class Attachment:
                 grad = None
                 home = self._gradients.homes[unit.index]
                 if place.trained:
-                    self._gradients.fold(place)
+                    if place.index not in home.consumed_places:
+                        self._gradients.fold(place)
                     if place.index in home.present:
                         home.join()
                         grad = home.view(place).to(place.dtype).clone()
@@ -182,17 +186,21 @@ class Attachment:
                 hooks = torch.autograd.graph.saved_tensors_hooks(self._parameters.pack, self._parameters.unpack)
             if self.device.type != "cpu":
                 args, kwargs = _pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
-        passes.depth += 1
         installed = Installed(entry) if entry is not None else None
         kept = len(passes.installed)
+        depth = passes.depth
         try:
+            passes.depth = depth + 1
             with hooks:
                 if installed is not None:
                     passes.installed.append(installed)
                     self._install(installed, in_graph)
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                if installed is not None:
+                    self._refuse_writes(installed)
+                return result
         finally:
-            passes.depth -= 1
+            passes.depth = depth
             while len(passes.installed) > kept:
                 self._uninstall(passes.installed.pop())
             if outermost and not in_graph:
@@ -202,7 +210,7 @@ class Attachment:
         order = self._parameters.order
         training = torch.is_grad_enabled()
         if module is self._model or (entry is not None and order.starts_with(entry.units[0].index)):
-            order.begin(training)
+            self._parameters.begin_pass(training)
 
     def _clean(self) -> None:
         """Undo what a pass that was cut off has left: a Ctrl-C, or a backward that raised."""
@@ -214,31 +222,48 @@ class Attachment:
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or isinstance(tensor, (HomeParameter, HomeView)):
             return tensor
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.to(self.device, non_blocking=not tensor.is_pinned())  # a pinned one may be refilled at once
 
+    @locked
     def _install(self, installed: Installed, in_graph: bool) -> None:
         entry = installed.entry
         tensors: dict[int, torch.Tensor] = {}
         for unit in entry.units:
             stay = self._parameters.use(unit)
-            self._parameters.hold(unit)
             installed.units.append(unit)
+            self._parameters.hold(unit)
             for index, twin in self._twins_of(unit, stay, in_graph).items():
                 tensors[id(unit.places[index].parameter)] = twin
         for use in entry.uses:
-            if not isinstance(use.module, nn.RNNBase):  # they would keep the twins in a list of their own
-                use.module.__dict__[use.name] = tensors[id(use.parameter)]
-                installed.names.append((use.module, use.name))
+            if isinstance(use.module, nn.RNNBase):
+                continue  # they would keep the twins in a list of their own
+            if use.module._parameters.get(use.name) is not use.parameter:
+                continue  # somebody has put another tensor there: functional_call, or a user's own parameter
+            twin = use.module.__dict__[use.name] = tensors[id(use.parameter)]
+            installed.names.append((use.module, use.name))
+            installed.versions.append(twin._version)
 
+    def _refuse_writes(self, installed: Installed) -> None:
+        """A forward that has changed a weight in place has changed the copy on the device, which will be dropped."""
+        for (module, name), version in zip(installed.names, installed.versions, strict=True):
+            twin = module.__dict__.get(name)
+            if twin is not None and not twin.is_inference() and twin._version != version:
+                raise StormError(
+                    f"The forward of a {type(module).__name__} has changed its parameter {name!r} in place, and the "
+                    "change would be lost. Give that module's name to storm.stream as leave=[...]."
+                )
+
+    @locked
     def _uninstall(self, installed: Installed) -> None:
         for module, name in installed.names:
             module.__dict__.pop(name, None)
-        # An outer call may have the same parameters installed: a root with parameters of its own, say.
-        for outer in self._passes.installed:
-            if any(a is b for a in outer.units for b in installed.units):
-                self._reinstall(outer)
-        for unit in installed.units:
-            self._parameters.release(unit)
+        try:
+            # An outer call may have the same parameters installed: a root with parameters of its own, say.
+            for outer in self._passes.installed:
+                if any(a is b for a in outer.units for b in installed.units):
+                    self._reinstall(outer)
+        finally:
+            self._parameters.release(installed.units)
 
     def _reinstall(self, outer: Installed) -> None:
         for use in outer.entry.uses:
@@ -284,14 +309,18 @@ class Attachment:
     def in_forward(self) -> bool:
         return not self.closed and self._passes.depth > 0
 
+    @locked
     def twin(self, place: Place) -> torch.Tensor:
         stay = self._parameters.use(place.unit)
         return self._twins_of(place.unit, stay, in_backward())[place.index]
 
+    @locked
     def join(self, place: Place, kind: str) -> None:
         if self.closed:
             return
         if kind == "grad":
+            if self.optimizer is not None:
+                self.optimizer.apply_factor()
             home = self._gradients.homes[place.unit.index]
             if home.consumed:
                 raise StormError(
@@ -302,6 +331,7 @@ class Attachment:
         elif self.optimizer is not None:
             self.optimizer.join(place.unit)
 
+    @locked
     def before_write(self, place: Place, kind: str) -> None:
         if self.closed:
             return
@@ -314,6 +344,7 @@ class Attachment:
         elif kind == "grad" and self.optimizer is not None:
             self.optimizer.join(place.unit)  # an update may still be reading
 
+    @locked
     def after_write(self, place: Place, kind: str) -> None:
         if self.closed:
             return
@@ -324,6 +355,7 @@ class Attachment:
         elif kind == "grad":
             self._gradients.homes[place.unit.index].norms.pop(place.index, None)
 
+    @locked
     def grad(self, place: Place) -> torch.Tensor | None:
         if self.closed:
             return None
@@ -331,8 +363,13 @@ class Attachment:
             self.optimizer.apply_factor()
         return self._gradients.grad(place, self.watch)
 
+    @locked
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
+        if value is not None and self.optimizer is not None:
+            self.optimizer.apply_factor()
         self._gradients.set_grad(place, value)
+        if value is None and self.optimizer is not None and not any(home.present for home in self._gradients.homes):
+            self.optimizer.forget_factor()
 
     def watch(self, tensor: torch.Tensor, place: Place, kind: str) -> HomeView:
         return home_view(tensor, self, place, kind)

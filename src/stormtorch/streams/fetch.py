@@ -10,12 +10,13 @@ everything that torch does with a gradient happens as ever.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .torch_private import will_accumulate
+from .torch_private import current_pass, will_accumulate, will_run
 from .unit import Unit
 
 Collect = Callable[["Token", Sequence["torch.Tensor | None"], list[bool]], "list[torch.Tensor | None]"]
@@ -24,11 +25,17 @@ Collect = Callable[["Token", Sequence["torch.Tensor | None"], list[bool]], "list
 class Token:
     """Lives as long as its node of the graph. ``passed`` is the backward pass that ran it last."""
 
-    __slots__ = ("__weakref__", "passed", "places", "unit")
+    __slots__ = ("__weakref__", "node", "passed", "places", "unit")
 
     def __init__(self, unit: Unit, places: list[int]) -> None:
         self.unit, self.places = unit, places  # places: indices into the unit's, one for each input
         self.passed = -1
+        self.node: Callable[[], Any] = lambda: None  # a weak reference
+
+    def is_to_come(self) -> bool:
+        """Whether the running backward pass will run this node and has not yet."""
+        node = self.node()
+        return self.passed != current_pass() and node is not None and will_run(node)
 
 
 class Fetch(torch.autograd.Function):
@@ -43,6 +50,7 @@ class Fetch(torch.autograd.Function):
         *parameters: torch.Tensor,  # noqa: ARG004
     ) -> tuple[torch.Tensor, ...]:
         ctx.token, ctx.collect = token, collect
+        token.node = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         return tuple(view.data for view in views)  # .data: not views of one another, to autograd
 

@@ -12,6 +12,7 @@ backward pass, then that sum to what was there."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
 from ..memory.wait_meter import WaitMeter
 from .fetch import Token
-from .home import HomeView, plain
+from .home import HomeView, joined, plain
+from .lock import locked
 from .parameters import ParameterStream
 from .torch_private import at_end_of_backward, current_pass, without_torch_function
 from .unit import Place, Unit
@@ -46,17 +48,19 @@ class GradHome:
     is_wide: bool = False
     present: set[int] = field(default_factory=set)  # indices of places
     consumed: bool = False  # updated from in backward; nobody may look at them any more
+    consumed_places: set[int] = field(default_factory=set)
+    views: list[tuple[int, weakref.ref[HomeView]]] = field(default_factory=list)  # that user code may hold, by place
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     stored: Event | None = None
     arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
-    partial: dict[int, torch.Tensor] = field(default_factory=dict)  # of the running pass, more uses to come
+    partial: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # by pass and place: more uses to come
     tokens: weakref.WeakSet[Token] = field(default_factory=weakref.WeakSet)
 
     def view(self, place: Place) -> torch.Tensor:
         """The parameter's gradient in home memory; whoever reads it must have waited for ``stored``."""
         if self.is_wide:
             assert self.wide is not None
-            return place.view(self.wide, place.wide_at, torch.float32)
+            return place.view(self.wide, place.wide_at, place.wide_dtype)
         assert self.own is not None
         return place.view(self.own, place.grad_at, place.dtype)
 
@@ -93,14 +97,17 @@ class GradientStream:
         self.before_adding: Callable[[], None] = lambda: None
         self.before_storing: Callable[[Unit], None] = lambda _unit: None
         self.update_here: Callable[[GradHome, torch.Tensor], bool] = lambda _home, _bucket: False
-        self._ending = False
+        self._ending: set[int] = set()  # passes at whose end something is to be finished
+        self.lock = parameters.lock
         # Apart from the pool's other pieces: one of those may be waiting for a load that waits for the CPU.
         self._buckets: deque[tuple[Piece, Event | None]] = deque()
         self._wide_bucket: Piece | None = None
+        self._taken = False
         self._poison = poison
 
     # --- in backward
 
+    @locked
     def collect(
         self, token: Token, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
@@ -111,7 +118,8 @@ class GradientStream:
         if not self.homes:
             raise StormError("Cannot run backward: the session that this forward ran in was closed.")
         unit, home = token.unit, self.homes[token.unit.index]
-        earlier, token.passed = token.passed, current_pass()
+        token.passed = now = current_pass()
+        partial = home.partial.setdefault(now, {})
         returned: list[torch.Tensor | None] = [None] * len(grads)
         for number, (index, grad) in enumerate(zip(token.places, grads, strict=True)):
             if grad is None or not wanted[number]:
@@ -121,43 +129,40 @@ class GradientStream:
                 returned[number] = grad.detach().to("cpu")
                 continue
             grad = grad.detach()  # noqa: PLW2901
-            home.partial[index] = home.partial[index] + grad if index in home.partial else grad
+            partial[index] = partial[index] + grad if index in partial else grad
         del grads
-        # Another use of this unit may still contribute to this very pass: one whose turn never came, or, where the
-        # graph was retained, one that ran together with this one before. A graph that ran and is merely kept cannot.
-        if any(other.passed == -1 or other.passed == earlier != -1 for other in home.tokens if other is not token):
-            if not self._ending:
-                self._ending = True
-                at_end_of_backward(self._end_pass)
+        if any(other.is_to_come() for other in home.tokens if other is not token):  # for this very pass
+            if now not in self._ending:
+                self._ending.add(now)
+                at_end_of_backward(functools.partial(self._end_pass, now))
         else:
-            self._finish(home)
+            self._finish(home, now)
         return returned
 
     def forget(self) -> None:
         """Let go of home memory: graphs that outlive the session keep this object."""
         self.homes = []
 
-    def _end_pass(self) -> None:
-        self._ending = False
+    @locked
+    def _end_pass(self, number: int) -> None:
+        self._ending.discard(number)
         for home in self.homes:
-            if home.partial:
-                self._finish(home)
+            if number in home.partial:
+                self._finish(home, number)
 
+    @locked
     def abandon(self) -> None:
-        """Forget what a backward pass that failed has left half done."""
-        self._ending = False
+        """Forget what backward passes that failed have left half done."""
+        self._ending.clear()
         for home in self.homes:
             home.partial.clear()
 
-    def _finish(self, home: GradHome) -> None:
-        grads, home.partial = home.partial, {}
+    def _finish(self, home: GradHome, number: int) -> None:
+        """All gradients of backward pass ``number`` are there."""
+        grads = home.partial.pop(number, {})
         if grads:
             if home.consumed or (self.consume is not None and home.present):
-                raise StormError(
-                    f"The gradients of {home.unit.name!r} were used up in backward, and a second backward would add "
-                    'to them. step="backward" updates each unit as its gradients arrive: call optimizer.step() and '
-                    'zero_grad() after each backward, or use step="forward" to accumulate.'
-                )
+                raise _used_up(home.unit.name)
             self.before_storing(home.unit)
             with torch.no_grad():
                 stored = self._gather(home, grads)
@@ -171,30 +176,38 @@ class GradientStream:
         """Make the unit's bucket and send it home; False if it was used up on the device instead."""
         unit, lanes = home.unit, self._lanes
         self._ensure_own()
-        places = unit.places
+        self.before_adding()
         widen = bool(home.present) and unit.has_wide_form
         if widen and home.wide is None:
             home.wide = self._make_wide(unit)
         to_wide = home.is_wide or widen
         size = unit.wide_bytes if to_wide else unit.grad_bytes
         bucket = self._bucket(size)
+        try:
+            return self._fill(home, grads, bucket, to_wide)
+        except BaseException:
+            if self._taken:  # compute may have been writing it already
+                self._release(lanes.compute.record())
+            raise
+
+    def _fill(self, home: GradHome, grads: dict[int, torch.Tensor], bucket: torch.Tensor, to_wide: bool) -> bool:
+        unit, lanes = home.unit, self._lanes
+        places, before = unit.places, set(home.present)
 
         def in_bucket(index: int) -> torch.Tensor:
             place = places[index]
-            at, dtype = (place.wide_at, torch.float32) if to_wide else (place.grad_at, place.dtype)
+            at, dtype = (place.wide_at, place.wide_dtype) if to_wide else (place.grad_at, place.dtype)
             return place.view(bucket, at, dtype)
 
-        before = set(home.present)
         if before:
-            self.before_adding()
             self._add_earlier(home, grads, before, in_bucket)
         fresh = [index for index in grads if index not in before]
         if fresh:
             torch._foreach_copy_([in_bucket(index) for index in fresh], [grads[index] for index in fresh])
-        home.present |= set(grads)
-        home.is_wide = to_wide
-        here = sorted(home.present)
-        norms = torch._foreach_norm([in_bucket(index) for index in here], 2.0, dtype=_norm_dtype(places[here[0]]))
+        here = sorted(before | set(grads))
+        norms = _norms([in_bucket(index) for index in here])
+        self._let_go_of_views(home)
+        home.present, home.is_wide = set(here), to_wide
         home.norms = dict(zip(here, norms, strict=True))
         grads.clear()
         if self.update_here(home, bucket):
@@ -215,12 +228,8 @@ class GradientStream:
 
     def _bucket(self, size: int) -> torch.Tensor:
         """Bytes for a unit's gradients, with compute waiting for their last use. One at a time; see ``_release``."""
-        if not self._buckets:
-            largest = max(home.unit.grad_bytes for home in self.homes)
-            self._buckets.extend(
-                (self._parameters.room(largest, self._lanes.compute, Tag.GRADIENTS), None) for _ in range(_BUCKETS)
-            )
-        self._wide_bucket = None
+        self._ensure_buckets()
+        self._wide_bucket, self._taken = None, True
         if size > self._buckets[0][0].size:
             self._wide_bucket = self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS)
             return self._wide_bucket.bytes
@@ -229,8 +238,14 @@ class GradientStream:
             self._waits.wait(last_use, "buckets")
         return piece.bytes[:size]
 
+    def _ensure_buckets(self) -> None:
+        largest = max(home.unit.grad_bytes for home in self.homes)
+        while len(self._buckets) < _BUCKETS:
+            self._buckets.append((self._parameters.room(largest, self._lanes.compute, Tag.GRADIENTS), None))
+
     def _release(self, last_use: Event) -> None:
         """The bucket that was taken last is free behind ``last_use``."""
+        self._taken = False
         if self._wide_bucket is not None:
             self._parameters.give(self._wide_bucket, last_use)
             return
@@ -256,19 +271,22 @@ class GradientStream:
         if home.stored is not None:
             lanes.load.wait(home.stored)
         lanes.load.copy(earlier.bytes, source, Tag.GRADIENTS)
-        self._waits.wait(lanes.load.record(), "gradients")
+        loaded = lanes.load.record()
+        self._waits.wait(loaded, "gradients")
         for index in before:
             place = unit.places[index]
-            at, dtype = (place.wide_at, torch.float32) if home.is_wide else (place.grad_at, place.dtype)
+            at, dtype = (place.wide_at, place.wide_dtype) if home.is_wide else (place.grad_at, place.dtype)
             target = in_bucket(index)
             target.copy_(place.view(earlier.bytes, at, dtype))
             if index in grads:
                 target.add_(grads[index])
-        self._parameters.give(earlier, lanes.compute.record())
+        self._parameters.give(earlier, loaded, lanes.compute.record())
 
     def prepare(self) -> None:
-        """Take the home buffers now instead of with the first gradient."""
-        self._ensure_own()
+        """Take the buffers now instead of with the first gradient."""
+        if any(home.unit.trained for home in self.homes):
+            self._ensure_own()
+            self._ensure_buckets()
 
     def _ensure_own(self) -> None:
         if self.homes[0].own is None:
@@ -277,6 +295,12 @@ class GradientStream:
 
     # --- for user code
 
+    @staticmethod
+    def real_grad(place: Place) -> torch.Tensor | None:
+        """What torch itself has put into the parameter's own slot."""
+        return _real_grad(place)
+
+    @locked
     def grad(self, place: Place, watch: Callable[[torch.Tensor, Place, str], HomeView]) -> torch.Tensor | None:
         """``p.grad``; not waited for."""
         home = self.homes[place.unit.index]
@@ -287,8 +311,22 @@ class GradientStream:
             return watch(self._consumed_view(home, place), place, "grad")
         if place.index not in home.present:
             return None
-        return watch(home.view(place), place, "grad")
+        view = watch(home.view(place), place, "grad")
+        home.views = [(index, ref) for index, ref in home.views if ref() is not None]
+        home.views.append((place.index, weakref.ref(view)))
+        return view
 
+    def _let_go_of_views(self, home: GradHome, index: int | None = None) -> None:
+        """Gradients that user code still holds keep their values when the buffer gets others."""
+        for number, reference in home.views:
+            view = reference()
+            if view is not None and index in (None, number) and not home.consumed:
+                home.join()
+                with without_torch_function():
+                    view.data = view.as_subclass(torch.Tensor).clone()
+        home.views = [(number, ref) for number, ref in home.views if index not in (None, number)]
+
+    @locked
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
         """``p.grad = value``."""
         home = self.homes[place.unit.index]
@@ -297,7 +335,9 @@ class GradientStream:
             _set_real_grad(place, value)
             return
         if value is None:
+            self._let_go_of_views(home, place.index)
             home.present.discard(place.index)
+            home.consumed_places.discard(place.index)
             home.norms.pop(place.index, None)
             if not home.present:
                 home.is_wide = False
@@ -309,8 +349,11 @@ class GradientStream:
                 f"assigned grad has data of a different size: {tuple(value.shape)} for the parameter {place.name!r} of "
                 f"shape {tuple(place.shape)}"
             )
+        joined(value)
+        self._let_go_of_views(home, place.index)
         self._write(home, place, plain(value).detach().to("cpu"), add=False)
 
+    @locked
     def fold(self, place: Place) -> None:
         """Add what torch itself has put into the parameter's own slot: gradients of hooked parameters, regularisers."""
         real = _real_grad(place)
@@ -318,16 +361,22 @@ class GradientStream:
             return
         _set_real_grad(place, None)
         home = self.homes[place.unit.index]
+        if place.index in home.consumed_places:
+            raise _used_up(place.name)
         self._write(home, place, real.detach(), add=place.index in home.present)
 
+    @locked
     def clear(self) -> None:
         """``zero_grad(set_to_none=True)`` of everything. Waits for nothing: what is stored later is garbage then."""
         for home in self.homes:
             for place in home.unit.trained:
                 if _real_grad(place) is not None:
                     _set_real_grad(place, None)
+            if home.views:
+                self._let_go_of_views(home)
             home.present.clear()
             home.norms.clear()
+            home.consumed_places.clear()
             home.is_wide = home.consumed = False
             self._parameters.residences[home.unit.index].outdated = False
 
@@ -362,13 +411,31 @@ class GradientStream:
         return place.view(home.own, place.grad_at, place.dtype)
 
 
-def _norm_dtype(place: Place) -> torch.dtype | None:
-    return torch.float32 if place.dtype.itemsize < 4 else None
+def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """As torch's clipping takes them, but never in less than fp32."""
+    if all(tensor.dtype.itemsize >= 4 for tensor in tensors):
+        return list(torch._foreach_norm(tensors, 2.0))
+    return (
+        [
+            torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32 if tensor.dtype.itemsize < 4 else None)
+            for tensor in tensors
+        ]
+        if len({tensor.dtype for tensor in tensors}) > 1
+        else list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32))
+    )
 
 
 def _real_grad(place: Place) -> torch.Tensor | None:
     with without_torch_function():
         return place.parameter.grad
+
+
+def _used_up(name: str) -> StormError:
+    return StormError(
+        f"The gradients of {name!r} were used up in backward, and there is more to add to them. "
+        'step="backward" updates each unit as its gradients arrive: call optimizer.step() and zero_grad() after each '
+        'backward, or use step="forward" to accumulate.'
+    )
 
 
 def has_sparse_grad(place: Place) -> bool:

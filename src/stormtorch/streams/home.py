@@ -67,6 +67,11 @@ _METADATA = frozenset({
     "retains_grad", "shape", "size", "storage_offset", "stride",
 })
 # fmt: on
+_WRITING = frozenset(
+    {"__setitem__"}
+    | {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+    | {f"__i{name}__" for name in ("lshift", "rshift", "matmul", "div")}
+)
 # Gives others the address of the memory, to write there unseen.
 _EXPOSING = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
 
@@ -81,6 +86,14 @@ class HomeParameter(nn.Parameter):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _through(func, types, args, kwargs or {})
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        if not hasattr(self, "_storm"):
+            return super().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+        access, place = self._storm
+        access.join(place, "weight")
+        with without_torch_function():
+            return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -126,6 +139,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
+def joined(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``; if it lies in home memory, what is pending for it is done."""
+    if isinstance(tensor, (HomeParameter, HomeView)) and hasattr(tensor, "_storm"):
+        tensor._storm[0].join(tensor._storm[1], _kind(tensor))
+    return tensor
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor without the watching, for code that has done the waiting itself."""
     return _plain(tensor) if isinstance(tensor, (HomeView, HomeParameter)) else tensor
@@ -167,17 +187,18 @@ def _on_home(
     func: Any, name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     for home in homes:
-        home._storm[0].join(home._storm[1], _kind(home))
+        joined(home)
     written = homes if _writes(name, kwargs) else []
-    if name.startswith("_foreach") and written:
-        written = [home for home in written if isinstance(args[0], (list, tuple)) and any(home is a for a in args[0])]
-    elif written and name not in _EXPOSING and "out" not in kwargs:
-        written = [home for home in written if home is args[0] or _is_in(home, args[0])]
+    if written and name not in _EXPOSING and "out" not in kwargs:
+        target = args[0] if args else next(iter(kwargs.values()), None)
+        written = [home for home in written if home is target or _is_in(home, target)]
     for home in written:
         home._storm[0].before_write(home._storm[1], _kind(home))
     result = func(*args, **kwargs)
     for home in written:
         home._storm[0].after_write(home._storm[1], _kind(home))
+    if name == "__iter__":
+        return iter([_watched(row, homes) for row in result])
     return _watched(result, homes)
 
 
@@ -191,14 +212,14 @@ def _kind(home: HomeParameter | HomeView) -> str:
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or name.startswith("__i") or "out" in kwargs or name in _EXPOSING
+    return in_place or name in _WRITING or "out" in kwargs or name in _EXPOSING
 
 
 def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
     """Tensors of the result that lie in home memory, as views; everything else as it is."""
     if isinstance(result, (list, tuple)):
         return type(result)(_watched(item, homes) for item in result) if type(result) in (list, tuple) else result
-    if type(result) is not torch.Tensor or result.device.type != "cpu" or result.requires_grad or not result.numel():
+    if type(result) is not torch.Tensor or result.device.type != "cpu" or not result.numel():
         return result
     storage = result.untyped_storage().data_ptr()
     for home in homes:
@@ -256,6 +277,7 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
             f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the streamed parameter "
             f"{place.name!r} ({place.dtype}, {tuple(place.shape)}). Close the session first, then stream anew."
         )
+    joined(value)
     access.join(place, "weight")
     access.before_write(place, "weight")
     torch.Tensor.data.__get__(home).copy_(value)  # type: ignore[attr-defined]

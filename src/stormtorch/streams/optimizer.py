@@ -15,10 +15,12 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..core.errors import StormError
-from .adam import AdamStream
+from .adam import AdamHome, AdamStream
 from .gradients import GradHome, GradientStream, has_sparse_grad, sparse_grad
-from .home import Access, home_view, plain
+from .home import Access, home_view, joined, plain
+from .lock import locked
 from .parameters import ParameterStream
+from .torch_private import without_torch_function
 from .torch_step import Shadow, TorchStep, as_is, is_separable
 from .unit import Place, Unit
 
@@ -61,27 +63,36 @@ class OptimizerStream:
         self._generic = TorchStep(self._shadow, masters=masters)
         self._previous = {name: vars(optimizer)[name] for name in _OWN if name in vars(optimizer)}
         self._released = False
+        self.lock = parameters.lock
         self._before_load: dict[int, dict[str, Any]] = {}
         self._images_before: dict[int, torch.Tensor] = {}
+        self._shown: dict[int, dict[str, Any]] = {}  # what we have put into optimizer.state, by parameter
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
         self.on_step: Callable[[], None] = lambda: None
+        self._hooks: list[Any] = []
+        try:
+            self._patch()
+        except BaseException:
+            self.release()
+            raise
+
+    def _patch(self) -> None:
+        optimizer, adam, gradients = self.optimizer, self._adam, self._gradients
         target: Any = optimizer
         target.step = types.MethodType(self._method("step"), optimizer)
         target.zero_grad = types.MethodType(self._method("zero_grad"), optimizer)
         target._step_supports_amp_scaling = False  # a GradScaler then unscales the gradients itself
-        self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _optimizer: self.join_all()),
-            optimizer.register_load_state_dict_pre_hook(self._take_state),
-            optimizer.register_load_state_dict_post_hook(self._install_state),
-        ]
-        if mode == "backward":
+        self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _optimizer: self.join_all()))
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._take_state))
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(self._install_state))
+        if self._mode == "backward":
             gradients.consume = self._consume
         if adam is not None:
             if optimizer.state:
                 self._import_state({p: dict(state) for p, state in optimizer.state.items()})
             gradients.before_storing = adam.finish
-            if mode == "backward":
+            if self._mode == "backward":
                 adam.in_backward_mode = True
                 gradients.update_here = self._update_here
 
@@ -130,27 +141,44 @@ class OptimizerStream:
                 self._states_seen.add(id(parameter))
 
     @torch.no_grad()
+    @locked  # not the closure, whose backward runs on another thread
     def _update_all(self) -> None:
         hyper = self._hyper()
+        self._refuse_thawed(hyper)
+        self._heed_state()
         for home in self._gradients.homes:
             for place in home.unit.trained:
                 self._gradients.fold(place)
-            if home.present or (self._adam is None and any(has_sparse_grad(place) for place in home.unit.trained)):
+            if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
                 self._update(home, hyper)
-        left = [p for p in self._left if p.grad is not None]
-        if left:
-            self._shadow.run([(p, p) for p in left])
+        others = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._place]
+        others = [p for p in others if p.grad is not None]  # left on the device, or added since
+        if others:
+            self._shadow.run([(p, p) for p in others])
         if self._adam is not None:
-            self._adam.forget_factor()
             self._count_steps()
         if self._mode == "serial":
             self.join_all()
+        self._parameters.end_step()
         self._parameters.load_ahead()
+
+    def _refuse_thawed(self, hyper: dict[int, dict[int, dict[str, Any]]]) -> None:
+        """Parameters that were frozen when streaming began have no room for gradients and states."""
+        for unit in self._units:
+            for place in unit.places[len(unit.trained) :]:
+                if place.index in hyper.get(unit.index, {}) and self._gradients.real_grad(place) is not None:
+                    raise StormError(
+                        f"Cannot update {place.name!r}: it was frozen when streaming began. Close the session and call "
+                        "storm.stream again."
+                    )
 
     def _update(self, home: GradHome, hyper: dict[int, dict[int, dict[str, Any]]]) -> None:
         mine = hyper.get(home.unit.index, {})
         if self._adam is not None:
+            if any(has_sparse_grad(place) for place in home.unit.trained):
+                raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
             self._adam.update(home, mine)
+            self._note_change(home, mine)
             return
         places: list[tuple[Place, torch.Tensor]] = []
         for place in home.unit.trained:
@@ -167,11 +195,20 @@ class OptimizerStream:
             last_load.synchronize()  # it may still be reading the weights
         self._generic.update(places)
         self._parameters.changed(home.unit, by_step=True)
+        self._note_change(home, mine)
+
+    def _note_change(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
+        """For autograd: graphs that have saved these parameters, outside of the model, must not be run any more."""
+        with without_torch_function():
+            torch.autograd.graph.increment_version(
+                [place.parameter for place in home.unit.trained if place.index in home.present and place.index in mine]
+            )
 
     def _consume(self, home: GradHome) -> None:
         """For step="backward": update the unit now, from gradients that have just been sent home."""
         mine = self._consumable(home)
         if mine is not None:
+            self._heed_state(home.unit)
             with torch.no_grad():
                 self._update(home, {home.unit.index: mine})
             _consumed(home)
@@ -184,6 +221,7 @@ class OptimizerStream:
             return False
         if not self._adam.update_here(home, bucket, mine):
             return False
+        self._note_change(home, mine)
         _consumed(home)
         return True
 
@@ -211,6 +249,8 @@ class OptimizerStream:
             return
         mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         everything = all(id(place.parameter) in mine for unit in self._units for place in unit.trained)
+        if not everything:
+            self.apply_factor()  # the others keep their gradients
         if everything:
             self._gradients.clear()
         for key in mine:
@@ -253,6 +293,23 @@ class OptimizerStream:
 
     # --- the state, in torch's own format
 
+    def _heed_state(self, unit: Unit | None = None) -> None:
+        """Follow what user code did to ``optimizer.state``: cleared it, or put other tensors or step counts there."""
+        if self._adam is None:
+            return
+        for home in self._adam.homes if unit is None else [self._adam.homes[unit.index]]:
+            if self._gradients.homes[home.unit.index].consumed:
+                continue  # updated already, and not yet counted there
+            for number, place in enumerate(home.unit.trained):
+                if not home.steps[number]:
+                    continue
+                state, shown = self.optimizer.state.get(place.parameter), self._shown.get(id(place.parameter))
+                if state and shown and all(state.get(name) is shown[name] for name in _MOMENTS):
+                    home.steps[number] = int(state["step"])
+                    continue
+                self.join(home.unit)
+                self._import_place(home, number, place, state or {})
+
     def _count_steps(self) -> None:
         """Give parameters that were updated their entry in ``optimizer.state``, and count."""
         assert self._adam is not None
@@ -282,6 +339,7 @@ class OptimizerStream:
         if master is not None:
             state["master"] = home_view(master, self._access, place, "state")
         self.optimizer.state[place.parameter] = state
+        self._shown[id(place.parameter)] = state
 
     def _import_state(self, states: dict[Any, dict[str, Any]]) -> None:
         """Take over states that were made by torch, or by an earlier session."""
@@ -289,20 +347,23 @@ class OptimizerStream:
         for unit in self._units:
             home = self._adam.homes[unit.index]
             for number, place in enumerate(unit.trained):
-                state = states.get(place.parameter)
-                home.steps[number] = 0
-                if not state or "exp_avg" not in state:
-                    self.optimizer.state.pop(place.parameter, None)
-                    home.moment("exp_avg", place).zero_()
-                    home.moment("exp_avg_sq", place).zero_()
-                    continue
-                home.steps[number] = int(state["step"])
-                for name in _MOMENTS:
-                    home.moment(name, place).copy_(plain(state[name]))
-                master = home.master(place)
-                if master is not None and "master" in state:
-                    master.copy_(plain(state["master"]))
-                self._show_state(place)
+                self._import_place(home, number, place, states.get(place.parameter) or {})
+
+    def _import_place(self, home: AdamHome, number: int, place: Place, state: dict[str, Any]) -> None:
+        home.steps[number] = 0
+        if "exp_avg" not in state:
+            self.optimizer.state.pop(place.parameter, None)
+            self._shown.pop(id(place.parameter), None)
+            for name in _MOMENTS:
+                home.moment(name, place).zero_()
+            return
+        home.steps[number] = int(state["step"])
+        for name in _MOMENTS:
+            home.moment(name, place).copy_(plain(joined(state[name])))
+        master = home.master(place)
+        if master is not None and "master" in state:
+            master.copy_(plain(joined(state["master"])))
+        self._show_state(place)
 
     def _take_state(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._adam is None or self._released:
@@ -340,6 +401,11 @@ class OptimizerStream:
         """Somebody looks at gradients that were clipped, but not yet scaled."""
         if self._adam is not None:
             self._adam.apply_factor()
+
+    def forget_factor(self) -> None:
+        """The gradients that were clipped are gone."""
+        if self._adam is not None:
+            self._adam.forget_factor()
 
     def before_rewrite(self, place: Place) -> None:
         """The user is about to change a parameter."""
@@ -382,6 +448,7 @@ class OptimizerStream:
 
 
 def _consumed(home: GradHome) -> None:
+    home.consumed_places |= home.present
     home.present.clear()
     home.norms.clear()
     home.consumed = True

@@ -13,8 +13,8 @@ the unit then lies, when backward asks for them."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,12 @@ import torch
 from ..core.errors import OutOfBudget, StaleGraph
 from ..core.sizes import format_bytes
 from ..core.tags import Tag, Tier
-from ..memory.alias import alias
 from ..memory.device_pool import DevicePool, Piece
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
 from ..memory.ledger import Ledger
 from ..memory.wait_meter import WaitMeter
+from .lock import locked
 from .order import Order
 from .torch_private import in_backward, without_torch_function
 from .unit import Place, Unit
@@ -37,15 +37,23 @@ from .unit import Place, Unit
 class Stay:
     """A unit's copy on the device.
 
-    ``loaded``: when its bytes are there. ``uses``: what must have ended, beside compute, before they may be
-    overwritten. ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay."""
+    ``loaded``: when its bytes are there. ``uses`` and ``places``: what must have ended before they may be overwritten,
+    and where compute has used them. ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay.
+    """
 
-    __slots__ = ("base", "loaded", "memory", "uses", "version", "views")
+    __slots__ = ("base", "loaded", "memory", "places", "uses", "version", "views")
 
     def __init__(
-        self, base: torch.Tensor, memory: torch.Tensor, uses: list[Event], loaded: Event, version: int
+        self,
+        base: torch.Tensor,
+        memory: torch.Tensor,
+        uses: list[Event],
+        places: set[Hashable],
+        loaded: Event,
+        version: int,
     ) -> None:
-        self.base, self.memory, self.uses, self.loaded, self.version = base, memory, uses, loaded, version
+        self.base, self.memory, self.uses, self.places = base, memory, uses, places
+        self.loaded, self.version = loaded, version
         self.views: dict[int, torch.Tensor] = {}
 
 
@@ -96,10 +104,12 @@ class ParameterStream:
         """``gate`` makes a lane wait until the home image of a unit is up to date."""
         self.residences, self._lanes, self._pool, self._ledger = residences, lanes, pool, ledger
         self._waits, self._gate, self._serial = waits, gate, serial
+        self.lock = threading.RLock()
         self.order = Order(len(residences))
         self._by_storage: dict[int, Residence] = {}
         self._current: Residence | None = None
         self._loads_before = 0
+        self._passes, self._passes_per_step = 0, 1
         self.on_drop: Callable[[Unit], None] = lambda _unit: None
         # Set by whoever updates weights on the device: what must happen with the weights there before they are used
         # (False: the stay is stale now); and what has to be loaded ahead beside them (False: there is no room yet).
@@ -108,6 +118,7 @@ class ParameterStream:
         self.pending: Callable[[Unit], bool] = lambda _unit: False  # whether an update is under way
         self.misses = 0  # uses that found nothing on the way
 
+    @locked
     def use(self, unit: Unit) -> Stay:
         """The unit's weights on the device, with compute waiting for them; what comes next is loaded ahead."""
         residence = self.residences[unit.index]
@@ -115,9 +126,11 @@ class ParameterStream:
         self._current = residence
         stay = self._present(residence)
         self._waits.wait(stay.loaded, "weights")
+        stay.places.add(self._lanes.compute.place())
         if self.before_use is not None and not self.before_use(unit, stay):
             stay = self._present(residence)
             self._waits.wait(stay.loaded, "weights")
+            stay.places.add(self._lanes.compute.place())
         self.load_ahead()
         return stay
 
@@ -126,21 +139,43 @@ class ParameterStream:
         """How often a unit was loaded so far."""
         return self._loads_before + sum(residence.loads for residence in self.residences)
 
+    @locked
+    def begin_pass(self, training: bool) -> None:
+        """The model is being called anew; ``training`` says whether gradients may follow."""
+        self.order.begin(training)
+        self._passes += training
+
+    @locked
+    def end_step(self) -> None:
+        """An optimizer step was asked for."""
+        self._passes_per_step, self._passes = max(1, self._passes), 0
+
+    @property
+    def _step_comes(self) -> bool:
+        """Whether, by the last step's count of passes, a step should follow this one."""
+        return self._passes >= self._passes_per_step
+
+    @locked
     def hold(self, unit: Unit) -> None:
         """Forbid eviction until ``release``."""
         self.residences[unit.index].installed += 1
 
-    def release(self, unit: Unit) -> None:
-        residence = self.residences[unit.index]
-        residence.installed -= 1
-        self.leave(unit)
+    @locked
+    def release(self, units: Sequence[Unit]) -> None:
+        """Allow it again; these were held once each."""
+        for unit in units:
+            self.residences[unit.index].installed -= 1
+        for unit in units:
+            self.leave(unit)
 
+    @locked
     def leave(self, unit: Unit) -> None:
         """The unit is not being computed with any more; its room may serve the next."""
         if self._current is self.residences[unit.index]:
             self._current = None
         self.load_ahead()
 
+    @locked
     def changed(self, unit: Unit, *, by_step: bool) -> None:
         """The home image is about to change, or has: copies on the device are stale."""
         residence = self.residences[unit.index]
@@ -154,14 +189,15 @@ class ParameterStream:
         residence.version += 1
         stay.version = residence.version
 
+    @locked
     def load_ahead(self) -> None:
         """Enqueue loads of what should be used next, as far as there is room that nothing sooner needs."""
         if self._serial:
             return
         for index, distance, in_pass in self.order.upcoming():
             residence = self.residences[index]
-            if residence.outdated:
-                continue  # a step will change it first
+            if residence.outdated and self._step_comes:
+                continue  # it will change the weights first
             if not in_pass and in_backward() and self.pending(residence.unit):
                 return  # the lane would wait for the CPU here, and everything behind it too
             if not self._is_current(residence):
@@ -174,6 +210,7 @@ class ParameterStream:
             if self.prepare is not None and not self.prepare(residence.unit, distance, in_pass):
                 return
 
+    @locked
     def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
         """``size`` bytes of the pool for something else than weights; evicts what it must."""
         piece = self._take(size, lane, 0)
@@ -181,14 +218,16 @@ class ParameterStream:
             raise self.no_room(size, tag)
         return piece
 
+    @locked
     def try_room(self, size: int, lane: Lane, distance: float) -> Piece | None:
         """The same, but nothing that is used sooner than ``distance`` gives way for it."""
         return self._take(size, lane, distance)
 
-    def give(self, piece: Piece, last_use: Event) -> None:
-        """Return what ``room`` gave, behind its last use."""
-        self._pool.give(piece, last_use)
+    def give(self, piece: Piece, *last_uses: Event) -> None:
+        """Return what ``room`` gave, behind its last uses."""
+        self._pool.give(piece, *last_uses)
 
+    @locked
     def drop_all(self) -> None:
         """Forget every copy on the device."""
         self._current = None
@@ -206,12 +245,15 @@ class ParameterStream:
         """For autograd's saved-tensor hooks: weights become notes, everything else stays as it is."""
         if tensor.device != self._lanes.device or tensor.layout is not torch.strided:
             return tensor
+        if tensor.is_conj() or tensor.is_neg():  # lazy views; they keep the stay
+            return tensor
         residence = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if residence is None or tensor.numel() == 0:
             return tensor
         place = residence.unit.place_at(int(tensor.storage_offset()) * tensor.itemsize)
         return SavedWeight(place, tensor, residence.updates)
 
+    @locked
     def unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, SavedWeight):
             result: torch.Tensor = saved
@@ -248,12 +290,13 @@ class ParameterStream:
         if piece is None:
             return None
         uses: list[Event] = []
-        base = alias(piece.bytes, functools.partial(self._gone, piece, uses))
+        places: set[Hashable] = set()
+        base = self._pool.lend(piece, uses, places)
         self._gate(unit, lane)
         lane.copy(piece.bytes, residence.image, Tag.PARAMETERS)
         loaded = lane.record()
         uses.append(loaded)  # compute may never wait for it
-        residence.stay = Stay(base, piece.bytes, uses, loaded, residence.version)
+        residence.stay = Stay(base, piece.bytes, uses, places, loaded, residence.version)
         residence.last_load = loaded
         residence.loads += 1
         self._by_storage[base.data_ptr()] = residence
@@ -279,7 +322,7 @@ class ParameterStream:
         return piece
 
     def _distance(self, residence: Residence) -> float:
-        if residence.outdated or not self._is_current(residence):
+        if (residence.outdated and self._step_comes) or not self._is_current(residence):
             return float("inf")
         return self.order.distance(residence.unit.index)
 
@@ -290,10 +333,6 @@ class ParameterStream:
         self.on_drop(residence.unit)
         stay.views.clear()
         del stay
-
-    def _gone(self, piece: Piece, uses: list[Event]) -> None:
-        """Called when nothing refers to a stay's bytes any more, possibly from a finalizer."""
-        self._pool.give(piece, self._lanes.compute.record(), *uses)
 
     def no_room(self, size: int, tag: Tag) -> OutOfBudget:
         budget = self._ledger.budgets[Tier.DEVICE]

@@ -7,6 +7,7 @@ the unit that comes first; the others use it as guests."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from ..core.errors import SettingError
 from ..core.sizes import MiB
-from .unit import Unit
+from .unit import Unit, is_dense
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -76,6 +77,10 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
     if only is not None:
         chosen = {id(inner) for name in only for inner in names[name].modules()}
         left_modules |= {id(module) for module in model.modules() if id(module) not in chosen}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise SettingError(f"The parameter {name!r} has no shape yet. Run one forward first.")
+    _refuse_shared_memory(model)
     candidates = [c for c in _candidates("", model, unit_limit_bytes) if c.bytes]
     parameter_names = {id(p): name for name, p in model.named_parameters()}
     units: list[Unit] = []
@@ -86,9 +91,8 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
         made = [Entry(c.module, c.uses()) for c in group]
         for entry in made:
             for use in list(entry.uses):
-                if isinstance(use.parameter, nn.UninitializedParameter):
-                    raise SettingError(f"The parameter {use.name!r} has no shape yet. Run one forward first.")
-                if id(use.module) in left_modules or type(use.parameter) is not nn.Parameter:
+                renormed = getattr(use.module, "max_norm", None) is not None  # changes its weight in forward
+                if id(use.module) in left_modules or type(use.parameter) is not nn.Parameter or renormed:
                     left[id(use.parameter)] = use.parameter
                     entry.uses.remove(use)
         fresh = {
@@ -122,6 +126,20 @@ def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate
             yield whole
         else:
             yield from _candidates(path, child, limit)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Two parameters over the same memory would become two: each gets a home of its own."""
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in model.named_parameters()
+        if p.nbytes and not p.is_meta and p.layout is torch.strided and is_dense(p)
+    )
+    for first, second in itertools.pairwise(spans):
+        if first[1] > second[0]:
+            raise SettingError(
+                f"The parameters {first[2]!r} and {second[2]!r} share memory. Make them one nn.Parameter, or clone one."
+            )
 
 
 def _has_lists(module: nn.Module) -> bool:

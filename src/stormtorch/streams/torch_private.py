@@ -18,6 +18,11 @@ def in_backward() -> bool:
     return current_pass() != -1
 
 
+def will_run(node: Any) -> bool:
+    """Whether ``node``, not a leaf, belongs to the running backward pass."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def will_accumulate(leaf: Any) -> bool | None:
     """Whether the running backward pass will execute ``leaf``, an AccumulateGrad node.
 
@@ -39,9 +44,11 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def saved_tensor_hooks_active() -> bool:
     """Whether somebody's saved-tensor hooks, checkpointing's for one, are in force on this thread.
 
-    Hooks do not nest: only the innermost ones run, so ours must not be put over others.
+    Hooks do not nest: only the innermost ones run, so ours must not be put over others. Nor where torch.func forbids
+    them.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    private: Any = torch._C._autograd
+    return not private._saved_tensors_hooks_is_enabled() or private._top_saved_tensors_default_hooks(True) is not None
 
 
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass

@@ -56,6 +56,11 @@ class Place:
         return self.view(flat, self.at, self.dtype)
 
     @property
+    def wide_dtype(self) -> torch.dtype:
+        """What gradients of several micro-batches are added up in."""
+        return torch.float32 if self.dtype.itemsize < 4 else self.dtype
+
+    @property
     def is_split(self) -> bool:
         """Whether fp32 masters are kept beside a smaller image."""
         return self.dtype in (torch.bfloat16, torch.float16)
@@ -90,7 +95,7 @@ class Unit:
         self.trained = [place for place in self.places if place.trained]
         self.image_bytes = _lay_out(self.places, "at", lambda place: place.count * place.dtype.itemsize)
         self.grad_bytes = _lay_out(self.trained, "grad_at", lambda place: place.count * place.dtype.itemsize)
-        self.wide_bytes = _lay_out(self.trained, "wide_at", lambda place: place.count * 4)
+        self.wide_bytes = _lay_out(self.trained, "wide_at", lambda place: place.count * place.wide_dtype.itemsize)
         self.state_count = _lay_out(self.trained, "state_at", lambda place: place.count * 4) // 4
         for place in self.trained:
             place.state_at //= 4
