@@ -339,7 +339,7 @@ class OptimizerStream:
         if master is not None:
             state["master"] = home_view(master, self._access, place, "state")
         self.optimizer.state[place.parameter] = state
-        self._shown[id(place.parameter)] = state
+        self._shown[id(place.parameter)] = dict(state)
 
     def _import_state(self, states: dict[Any, dict[str, Any]]) -> None:
         """Take over states that were made by torch, or by an earlier session."""
