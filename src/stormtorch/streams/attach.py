@@ -200,11 +200,16 @@ class Attachment:
                     self._refuse_writes(installed)
                 return result
         finally:
-            passes.depth = depth
-            while len(passes.installed) > kept:
-                self._uninstall(passes.installed.pop())
-            if outermost and not in_graph:
-                self._twins.clear()
+            self._end_call(depth, kept, outermost and not in_graph)
+
+    @locked
+    def _end_call(self, depth: int, kept: int, ends_pass: bool) -> None:
+        passes = self._passes
+        passes.depth = depth
+        while len(passes.installed) > kept:
+            self._uninstall(passes.installed.pop())
+        if ends_pass:
+            self._twins.clear()
 
     def _begin(self, module: nn.Module | None, entry: Entry | None) -> None:
         order = self._parameters.order
@@ -288,7 +293,7 @@ class Attachment:
         if not leaves:
             return views
         token = Token(unit, [place.index for place in leaves])
-        self._gradients.homes[unit.index].tokens.add(token)
+        self._gradients.homes[unit.index].tokens.append(weakref.ref(token))
         made = Fetch.apply(  # type: ignore[no-untyped-call]
             token,
             self._gradients.collect,
@@ -322,7 +327,7 @@ class Attachment:
             if self.optimizer is not None:
                 self.optimizer.apply_factor()
             home = self._gradients.homes[place.unit.index]
-            if home.consumed:
+            if place.index in home.consumed_places:
                 raise StormError(
                     f'The gradient of {place.name!r} is gone: step="backward" updates units as their gradients arrive. '
                     'Use step="forward" (what "auto" takes) to read, clip or change gradients.'

@@ -54,7 +54,7 @@ class GradHome:
     stored: Event | None = None
     arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
     partial: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # by pass and place: more uses to come
-    tokens: weakref.WeakSet[Token] = field(default_factory=weakref.WeakSet)
+    tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
 
     def view(self, place: Place) -> torch.Tensor:
         """The parameter's gradient in home memory; whoever reads it must have waited for ``stored``."""
@@ -63,6 +63,11 @@ class GradHome:
             return place.view(self.wide, place.wide_at, place.wide_dtype)
         assert self.own is not None
         return place.view(self.own, place.grad_at, place.dtype)
+
+    def live_tokens(self) -> list[Token]:
+        live = [token for reference in self.tokens if (token := reference()) is not None]
+        self.tokens = [weakref.ref(token) for token in live]
+        return live
 
     def join(self) -> None:
         """Block until the last store has ended."""
@@ -131,7 +136,7 @@ class GradientStream:
             grad = grad.detach()  # noqa: PLW2901
             partial[index] = partial[index] + grad if index in partial else grad
         del grads
-        if any(other.is_to_come() for other in home.tokens if other is not token):  # for this very pass
+        if any(other.is_to_come() for other in home.live_tokens() if other is not token):  # for this very pass
             if now not in self._ending:
                 self._ending.add(now)
                 at_end_of_backward(functools.partial(self._end_pass, now))
@@ -161,7 +166,7 @@ class GradientStream:
         """All gradients of backward pass ``number`` are there."""
         grads = home.partial.pop(number, {})
         if grads:
-            if home.consumed or (self.consume is not None and home.present):
+            if set(grads) & (home.consumed_places | (home.present if self.consume is not None else set())):
                 raise _used_up(home.unit.name)
             self.before_storing(home.unit)
             with torch.no_grad():
@@ -206,7 +211,8 @@ class GradientStream:
             torch._foreach_copy_([in_bucket(index) for index in fresh], [grads[index] for index in fresh])
         here = sorted(before | set(grads))
         norms = _norms([in_bucket(index) for index in here])
-        self._let_go_of_views(home)
+        for index in here if to_wide != home.is_wide else fresh:  # the others go on being what user code holds
+            self._let_go_of_views(home, index)
         home.present, home.is_wide = set(here), to_wide
         home.norms = dict(zip(here, norms, strict=True))
         grads.clear()
@@ -307,7 +313,7 @@ class GradientStream:
         if not place.trained or has_sparse_grad(place):
             return _real_grad(place)
         self.fold(place)
-        if home.consumed:
+        if place.index in home.consumed_places:
             return watch(self._consumed_view(home, place), place, "grad")
         if place.index not in home.present:
             return None

@@ -29,33 +29,36 @@ def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P]
 
 
 class _Shield:
-    """On the main thread, a Ctrl-C is kept until the outermost method ends; a second one gets through at once."""
+    """On the main thread, a Ctrl-C is kept until the outermost method ends; a second one gets through at once.
+
+    Written so that one which arrives inside of these few lines themselves leaves nothing wrong behind.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
         self._came: tuple[int, Any] | None = None
         self._handler: Any = None
+        self._ours = self._keep
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self._depth += 1
-        if self._depth == 1:
+        if self._depth == 0:
             handler = signal.getsignal(signal.SIGINT)
-            if callable(handler) and handler is not self._keep:
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._keep)
+            if callable(handler) and handler != self._ours:
+                self._came, self._handler = None, handler
+                signal.signal(signal.SIGINT, self._ours)
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         self._depth -= 1
         if self._depth == 0 and self._handler is not None:
-            handler, self._handler = self._handler, None
-            signal.signal(signal.SIGINT, handler)
+            signal.signal(signal.SIGINT, self._handler)
             came, self._came = self._came, None
             if came is not None:
-                handler(*came)
+                self._handler(*came)
 
     def _keep(self, number: int, frame: Any) -> None:
         if self._came is not None:  # twice: whatever is being waited for may never come

@@ -140,8 +140,8 @@ class OptimizerStream:
                 state[parameter] = state.pop(parameter)
                 self._states_seen.add(id(parameter))
 
-    @torch.no_grad()
     @locked  # not the closure, whose backward runs on another thread
+    @torch.no_grad()
     def _update_all(self) -> None:
         hyper = self._hyper()
         self._refuse_thawed(hyper)

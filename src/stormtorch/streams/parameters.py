@@ -13,6 +13,7 @@ the unit then lies, when backward asks for them."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -213,7 +214,7 @@ class ParameterStream:
     @locked
     def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
         """``size`` bytes of the pool for something else than weights; evicts what it must."""
-        piece = self._take(size, lane, 0)
+        piece = self._take(size, lane, 0) or self._take_after_collecting(size, lane)
         if piece is None:
             raise self.no_room(size, tag)
         return piece
@@ -279,7 +280,9 @@ class ParameterStream:
         if residence.stay is None:
             self.misses += 1
             if self._load(residence, 0) is None:
-                raise self.no_room(residence.unit.image_bytes, Tag.PARAMETERS)
+                gc.collect()
+                if self._load(residence, 0) is None:
+                    raise self.no_room(residence.unit.image_bytes, Tag.PARAMETERS)
         assert residence.stay is not None
         return residence.stay
 
@@ -320,6 +323,11 @@ class ParameterStream:
                 return None
             self._drop(self.residences[max(victims)[1]])
         return piece
+
+    def _take_after_collecting(self, size: int, lane: Lane) -> Piece | None:
+        """Graphs and tracebacks that refer to themselves, after an exception say, keep stays until collected."""
+        gc.collect()
+        return self._take(size, lane, 0)
 
     def _distance(self, residence: Residence) -> float:
         if (residence.outdated and self._step_comes) or not self._is_current(residence):
