@@ -293,7 +293,7 @@ class Attachment:
         if not leaves:
             return views
         token = Token(unit, [place.index for place in leaves])
-        self._gradients.homes[unit.index].tokens.append(weakref.ref(token))
+        self._gradients.homes[unit.index].expect(token)
         made = Fetch.apply(  # type: ignore[no-untyped-call]
             token,
             self._gradients.collect,

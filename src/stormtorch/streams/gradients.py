@@ -64,6 +64,12 @@ class GradHome:
         assert self.own is not None
         return place.view(self.own, place.grad_at, place.dtype)
 
+    def expect(self, token: Token) -> None:
+        """Note a node of the graph that may contribute."""
+        if len(self.tokens) > 8:
+            self.live_tokens()  # forgets the dead
+        self.tokens.append(weakref.ref(token))
+
     def live_tokens(self) -> list[Token]:
         live = [token for reference in self.tokens if (token := reference()) is not None]
         self.tokens = [weakref.ref(token) for token in live]
