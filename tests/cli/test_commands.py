@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stormtorch.cli.main import main
+from stormtorch.native.library import library
 
 
 def storm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -18,7 +19,8 @@ def test_the_demo_trains_within_its_budget_and_checks_it(capsys: pytest.CaptureF
     assert main(["demo", "--device", "cpu", "--steps", "3"]) == 0
     out = capsys.readouterr().out
     assert "device budget 3.2 MiB" in out
-    assert "Every loss and every weight equals plain PyTorch's, bit for bit." in out
+    if library() is not None:
+        assert "Every loss and every weight equals plain PyTorch's, bit for bit." in out
 
 
 @pytest.mark.gpu

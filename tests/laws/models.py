@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from stormtorch.api import Session
 from stormtorch.core.sizes import round_up
 from stormtorch.memory.lane import Delay
+from stormtorch.native.library import library
 from stormtorch.streams.settings import Settings, Trial
 
 Batch = tuple[torch.Tensor, ...]
@@ -418,7 +419,9 @@ def same(streamed: Any, plain: Any, what: str, *, exact: bool = True) -> None:
         assert isinstance(streamed, torch.Tensor), f"{what}: {streamed!r} where plain PyTorch has a tensor"
         ours, theirs = streamed.detach().cpu(), plain.detach().cpu()
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), f"{what}: {ours.dtype} {tuple(ours.shape)}"
-        if not exact:
+        if library() is None:  # torch's operations stand in for our kernels: within a rounding a step
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}")
+        elif not exact:
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, msg=lambda text: f"{what}: {text}")
         elif not torch.equal(ours.to_dense(), theirs.to_dense()):
             differing = ours.to_dense() != theirs.to_dense()
