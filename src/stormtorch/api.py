@@ -25,9 +25,11 @@ from .memory.wait_meter import WaitMeter
 from .native.worker import open_worker
 from .observe.recorder import Recorder, Totals
 from .observe.report import Report, make_report
-from .streams.adam import AdamHome, AdamStream
+from .streams.adam import AdamStream
+from .streams.adam_home import AdamHome
 from .streams.attach import Attachment
-from .streams.gradients import GradHome, GradientStream
+from .streams.grad_home import GradHome
+from .streams.gradients import GradientStream
 from .streams.meta import give_substance
 from .streams.optimizer import OptimizerStream, runs_as_adam
 from .streams.parameters import ParameterStream, Residence

@@ -15,8 +15,6 @@ from benchmarks.training.results import Result, table
 from benchmarks.training.trace import summary
 from benchmarks.training.workload import SIZES, batch, build, loss_of
 
-import stormtorch
-
 ROOT = Path(__file__).parents[2]
 TINY = ("--size", "tiny", "--device", "cpu", "--micro-batch", "1", "--steps", "2")
 CPU = torch.device("cpu")
@@ -42,7 +40,6 @@ def test_resident_runs_and_is_written_down(tmp_path: Path) -> None:
     assert "| resident | tiny | 1 |" in done.stdout
 
 
-@pytest.mark.skipif(not hasattr(stormtorch, "stream"), reason="stormtorch.stream is not there yet")
 def test_storm_trains_to_the_loss_of_resident(tmp_path: Path) -> None:
     done = training("resident", "storm", *TINY, "--out", str(tmp_path / "result"))
     assert done.returncode == 0, done.stderr + (tmp_path / "result.log").read_text()

@@ -14,104 +14,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..core.tags import Tag
 from ..memory.device_pool import GRAIN, Piece
-from ..memory.flags import Flag, Flags
+from ..memory.flags import Flags
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
 from ..memory.wait_meter import WaitMeter
 from ..native.adamw import adamw_
 from ..native.jobs import Worker
-from ..native.update import AdamStep, AdamTensors
-from .gradients import GradHome, GradientStream
+from .adam_home import AdamHome, Run, Staged, Waiting, adam_step, adjoin, bind
+from .grad_home import GradHome
+from .gradients import GradientStream
 from .parameters import ParameterStream, Stay
 from .torch_private import in_backward
-from .unit import Place, Unit
+from .unit import Unit
 
 _SETS = 3  # one being updated, one on its way in, one on its way home
-_SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
-
-
-@dataclass(eq=False)
-class AdamHome:
-    """A unit's optimizer states at home."""
-
-    unit: Unit
-    exp_avg: torch.Tensor  # fp32, flat
-    exp_avg_sq: torch.Tensor
-    masters: torch.Tensor  # bytes
-    flags: list[Flag]  # one for each trained parameter: the run that begins with it is done
-    steps: list[int] = field(default_factory=list)
-    values: list[int] = field(default_factory=list)
-    pending: list[tuple[Flag, int]] = field(default_factory=list)
-    event: Event | None = None  # states of a device update are back home
-    on_device: bool = False  # this unit's updates run there
-    waiting: _Waiting | None = None  # a device update that has been asked for and not begun
-    staged: _Staged | None = None
-    loads_seen: int = 0
-
-    def __post_init__(self) -> None:
-        self.steps = [0] * len(self.unit.trained)
-        self.values = [0] * len(self.unit.trained)
-
-    def moment(self, which: str, place: Place) -> torch.Tensor:
-        flat: torch.Tensor = getattr(self, which)
-        return flat[place.state_at : place.state_at + place.count].as_strided(place.shape, place.stride)
-
-    def narrow(self, which: str, place: Place) -> torch.Tensor:
-        """The moment in the parameter's own dtype, in the memory that it has: a second copy may not fit."""
-        wide = self.moment(which, place)
-        if place.dtype == torch.float32:
-            return wide
-        flat: torch.Tensor = getattr(self, which)
-        memory = flat[place.state_at : place.state_at + place.count].view(torch.uint8)
-        target = place.view(memory, 0, place.dtype)
-        target.copy_(wide.to(place.dtype))
-        return target
-
-    def master(self, place: Place) -> torch.Tensor | None:
-        """What is kept beside the image: 16-bit remainders for bf16, whole fp32 weights for fp16."""
-        if not place.is_split:
-            return None
-        return place.view(self.masters, place.master_at, _SPLIT_DTYPE[place.dtype])
-
-
-@dataclass(eq=False)
-class _Run:
-    """Places ``first`` to ``last`` of a unit's trained ones, updated by one call."""
-
-    first: Place
-    last: Place
-    step: AdamStep
-
-    @property
-    def count(self) -> int:
-        return self.last.state_at + self.last.count - self.first.state_at
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """An update on the device that has been asked for: what to do, and from which gradients at home."""
-
-    runs: list[_Run]
-    wide: bool
-    grads: torch.Tensor
-    stored: Event | None
-    factor: torch.Tensor | None  # on the device
-
-
-@dataclass(eq=False)
-class _Staged:
-    """States of a unit, and perhaps its gradients, on the device or on their way there."""
-
-    pieces: list[Piece]  # a set
-    parts: list[torch.Tensor]  # bytes of exp_avg, exp_avg_sq, masters, and of gradients if they were loaded too
-    loaded: Event
 
 
 class AdamStream:
@@ -163,11 +85,6 @@ class AdamStream:
         self._lanes.store.copy(self._factor, factor.reshape(1), Tag.GRADIENTS)
         return total
 
-    @property
-    def clipped(self) -> bool:
-        """Whether a factor waits to be applied."""
-        return self._factor is not None
-
     def apply_factor(self) -> None:
         """Apply a waiting factor now, on the host, because somebody looks at the gradients."""
         if self._factor is None:
@@ -200,7 +117,7 @@ class AdamStream:
         source = grads.wide if grads.is_wide else grads.own
         assert source is not None
         if home.on_device and source.nbytes <= self._grad_room:
-            home.waiting = _Waiting(runs, grads.is_wide, source, grads.stored, self._device_factor)
+            home.waiting = Waiting(runs, grads.is_wide, source, grads.stored, self._device_factor)
             residence.outdated = False
             residence.updates += 1
             return
@@ -216,9 +133,7 @@ class AdamStream:
             number = home.unit.trained.index(run.first)
             home.values[number] += 1
             flag, value = home.flags[number], home.values[number]
-            tensors = _bind(
-                run, grads.is_wide, image, home.exp_avg, home.exp_avg_sq, home.masters, source, self._factor
-            )
+            tensors = bind(run, grads.is_wide, image, home.exp_avg, home.exp_avg_sq, home.masters, source, self._factor)
             self._worker.submit(
                 tensors,
                 run.step,
@@ -230,8 +145,8 @@ class AdamStream:
             home.pending.append((flag, value))
         self._parameters.changed(home.unit, by_step=True)
 
-    def _runs(self, home: AdamHome, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> Iterator[_Run]:
-        run: _Run | None = None
+    def _runs(self, home: AdamHome, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> Iterator[Run]:
+        run: Run | None = None
         key: object = None
         for number, place in enumerate(home.unit.trained):
             if place.index not in grads.present or place.index not in hyper:
@@ -239,12 +154,12 @@ class AdamStream:
             home.steps[number] += 1
             settings = hyper[place.index]
             new_key = (id(settings), home.steps[number], place.dtype)
-            if run is not None and key == new_key and _adjoin(run.last, place, grads.is_wide):
+            if run is not None and key == new_key and adjoin(run.last, place, grads.is_wide):
                 run.last = place
                 continue
             if run is not None:
                 yield run
-            run, key = _Run(place, place, adam_step(settings, home.steps[number])), new_key
+            run, key = Run(place, place, adam_step(settings, home.steps[number])), new_key
         if run is not None:
             yield run
 
@@ -346,10 +261,10 @@ class AdamStream:
                 if part.nbytes:
                     lane.copy(target, part, Tag.OPTIMIZER)
         finally:
-            home.staged = _Staged(pieces, there, lane.record())  # also if interrupted: then given back unused
+            home.staged = Staged(pieces, there, lane.record())  # also if interrupted: then given back unused
         return True
 
-    def _return_set(self, staged: _Staged, last_use: Event) -> None:
+    def _return_set(self, staged: Staged, last_use: Event) -> None:
         if self._poison is not None:
             self._poison.wait(last_use)
             for piece in staged.pieces:
@@ -392,7 +307,7 @@ class AdamStream:
         self._parameters.residences[home.unit.index].updates += 1
         return True
 
-    def _staged(self, home: AdamHome) -> _Staged | None:
+    def _staged(self, home: AdamHome) -> Staged | None:
         """The unit's states on the device, with compute waiting for them; None if there is no room."""
         self._parameters.residences[home.unit.index].installed += 1  # its weights stay
         try:
@@ -405,7 +320,7 @@ class AdamStream:
         self._waits.wait(staged.loaded, "states")
         return staged
 
-    def _update_at_home(self, home: AdamHome, waiting: _Waiting) -> None:
+    def _update_at_home(self, home: AdamHome, waiting: Waiting) -> None:
         """Do on the CPU, and wait for, what there was no room for on the device."""
         residence = self._parameters.residences[home.unit.index]
         for event in (waiting.stored, residence.last_load):
@@ -414,7 +329,7 @@ class AdamStream:
         factor = None if waiting.factor is None else waiting.factor.to("cpu")
         states = (self._images[home.unit.index], home.exp_avg, home.exp_avg_sq, home.masters)
         for run in waiting.runs:
-            adamw_(_bind(run, waiting.wide, *states, waiting.grads, factor), run.step)
+            adamw_(bind(run, waiting.wide, *states, waiting.grads, factor), run.step)
         self._parameters.changed(home.unit, by_step=False)
 
     @torch.no_grad()
@@ -422,8 +337,8 @@ class AdamStream:
         self,
         home: AdamHome,
         stay: Stay,
-        staged: _Staged,
-        runs: list[_Run],
+        staged: Staged,
+        runs: list[Run],
         wide: bool,
         grads: torch.Tensor,
         factor: torch.Tensor | None,
@@ -432,7 +347,7 @@ class AdamStream:
         states = (staged.parts[0].view(torch.float32), staged.parts[1].view(torch.float32), staged.parts[2])
         try:
             for run in runs:
-                adamw_(_bind(run, wide, stay.base, *states, grads, factor), run.step)
+                adamw_(bind(run, wide, stay.base, *states, grads, factor), run.step)
         except BaseException:
             # Interrupted, perhaps between two runs: what is at home is whole, so begin again from there.
             self._return_set(staged, lanes.compute.record())
@@ -462,58 +377,3 @@ class AdamStream:
         """Do a waiting update on the device now."""
         if self.homes[unit.index].waiting is not None:
             self._parameters.use(unit)
-
-
-def adam_step(group: dict[str, Any], step: int) -> AdamStep:
-    return AdamStep(
-        lr=float(group["lr"]),
-        step=step,
-        betas=(float(group["betas"][0]), float(group["betas"][1])),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group["decoupled_weight_decay"],
-        maximize=group["maximize"],
-        fused=bool(group.get("fused")),
-    )
-
-
-def _adjoin(last: Place, place: Place, wide: bool) -> bool:
-    """Whether ``place`` follows ``last`` without a gap in every buffer."""
-    size = last.dtype.itemsize
-    return (
-        last.at + last.count * size == place.at
-        and last.state_at + last.count == place.state_at
-        and last.master_at + last.master_bytes == place.master_at
-        and (
-            last.wide_at + last.count * 4 == place.wide_at
-            if wide
-            else last.grad_at + last.count * size == place.grad_at
-        )
-    )
-
-
-def _bind(
-    run: _Run,
-    wide: bool,
-    image: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    masters: torch.Tensor,
-    grads: torch.Tensor,
-    factor: torch.Tensor | None,
-) -> AdamTensors:
-    first, count = run.first, run.count
-    grad_dtype = torch.float32 if wide else first.dtype
-    grad_at = first.wide_at if wide else first.grad_at
-    master = None
-    if first.is_split:
-        dtype = _SPLIT_DTYPE[first.dtype]
-        master = masters[first.master_at : first.master_at + count * dtype.itemsize].view(dtype)
-    return AdamTensors(
-        weight=image[first.at : first.at + count * first.dtype.itemsize].view(first.dtype),
-        master=master,
-        exp_avg=exp_avg[first.state_at : first.state_at + count],
-        exp_avg_sq=exp_avg_sq[first.state_at : first.state_at + count],
-        grad=grads[grad_at : grad_at + count * grad_dtype.itemsize].view(grad_dtype),
-        grad_factor=factor,
-    )

@@ -38,7 +38,6 @@ class Passes(threading.local):
     """How deep the calling thread is inside streamed modules, and what it has installed there."""
 
     depth = 0
-    clean = True
 
     def __init__(self) -> None:
         self.installed: list[Installed] = []

@@ -16,18 +16,17 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from ..core.errors import StormError
 from ..core.tags import Tag
 from ..memory.device_pool import Piece
-from ..memory.flags import Flag
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
 from ..memory.wait_meter import WaitMeter
 from .fetch import Token
+from .grad_home import GradHome
 from .home import HomeView, joined, plain
 from .lock import locked
 from .parameters import ParameterStream
@@ -35,51 +34,6 @@ from .torch_private import at_end_of_backward, current_pass, without_torch_funct
 from .unit import Place, Unit
 
 _BUCKETS = 2  # one being filled while the other is on its way home
-
-
-@dataclass(eq=False)
-class GradHome:
-    """What is known of one unit's gradients."""
-
-    unit: Unit
-    arrived: Flag
-    own: torch.Tensor | None = None
-    wide: torch.Tensor | None = None
-    is_wide: bool = False
-    present: set[int] = field(default_factory=set)  # indices of places
-    consumed: bool = False  # updated from in backward; nobody may look at them any more
-    consumed_places: set[int] = field(default_factory=set)
-    views: list[tuple[int, weakref.ref[HomeView]]] = field(default_factory=list)  # that user code may hold, by place
-    norms: dict[int, torch.Tensor] = field(default_factory=dict)
-    stored: Event | None = None
-    arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
-    partial: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # by pass and place: more uses to come
-    tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
-
-    def view(self, place: Place) -> torch.Tensor:
-        """The parameter's gradient in home memory; whoever reads it must have waited for ``stored``."""
-        if self.is_wide:
-            assert self.wide is not None
-            return place.view(self.wide, place.wide_at, place.wide_dtype)
-        assert self.own is not None
-        return place.view(self.own, place.grad_at, place.dtype)
-
-    def expect(self, token: Token) -> None:
-        """Note a node of the graph that may contribute."""
-        if len(self.tokens) > 8:
-            self.live_tokens()  # forgets the dead
-        self.tokens.append(weakref.ref(token))
-
-    def live_tokens(self) -> list[Token]:
-        live = [token for reference in self.tokens if (token := reference()) is not None]
-        self.tokens = [weakref.ref(token) for token in live]
-        return live
-
-    def join(self) -> None:
-        """Block until the last store has ended."""
-        if self.stored is not None:
-            self.stored.synchronize()
-            self.stored = None
 
 
 class GradientStream:
@@ -425,16 +379,10 @@ class GradientStream:
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """As torch's clipping takes them, but never in less than fp32."""
-    if all(tensor.dtype.itemsize >= 4 for tensor in tensors):
-        return list(torch._foreach_norm(tensors, 2.0))
-    return (
-        [
-            torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32 if tensor.dtype.itemsize < 4 else None)
-            for tensor in tensors
-        ]
-        if len({tensor.dtype for tensor in tensors}) > 1
-        else list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32))
-    )
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        return [_norms([tensor])[0] for tensor in tensors]
+    return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32 if dtypes.pop().itemsize < 4 else None))
 
 
 def _real_grad(place: Place) -> torch.Tensor | None:

@@ -15,8 +15,10 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..core.errors import StormError
-from .adam import AdamHome, AdamStream
-from .gradients import GradHome, GradientStream, has_sparse_grad, sparse_grad
+from .adam import AdamStream
+from .adam_home import AdamHome
+from .grad_home import GradHome
+from .gradients import GradientStream, has_sparse_grad, sparse_grad
 from .home import Access, home_view, joined, plain
 from .lock import locked
 from .parameters import ParameterStream
@@ -71,6 +73,8 @@ class OptimizerStream:
         self.steps = 0
         self.on_step: Callable[[], None] = lambda: None
         self._hooks: list[Any] = []
+        self._group: dict[int, dict[str, Any]] = {}  # by parameter
+        self._groups_key: tuple[int, ...] = ()
         try:
             self._patch()
         except BaseException:
@@ -143,14 +147,13 @@ class OptimizerStream:
     @locked  # not the closure, whose backward runs on another thread
     @torch.no_grad()
     def _update_all(self) -> None:
-        hyper = self._hyper()
-        self._refuse_thawed(hyper)
+        self._refuse_thawed()
         self._heed_state()
         for home in self._gradients.homes:
             for place in home.unit.trained:
                 self._gradients.fold(place)
             if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
-                self._update(home, hyper)
+                self._update(home, self._hyper_of(home.unit))
         others = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._place]
         others = [p for p in others if p.grad is not None]  # left on the device, or added since
         if others:
@@ -162,18 +165,17 @@ class OptimizerStream:
         self._parameters.end_step()
         self._parameters.load_ahead()
 
-    def _refuse_thawed(self, hyper: dict[int, dict[int, dict[str, Any]]]) -> None:
+    def _refuse_thawed(self) -> None:
         """Parameters that were frozen when streaming began have no room for gradients and states."""
         for unit in self._units:
             for place in unit.places[len(unit.trained) :]:
-                if place.index in hyper.get(unit.index, {}) and self._gradients.real_grad(place) is not None:
+                if self._gradients.real_grad(place) is not None and place.index in self._hyper_of(unit):
                     raise StormError(
                         f"Cannot update {place.name!r}: it was frozen when streaming began. Close the session and call "
                         "storm.stream again."
                     )
 
-    def _update(self, home: GradHome, hyper: dict[int, dict[int, dict[str, Any]]]) -> None:
-        mine = hyper.get(home.unit.index, {})
+    def _update(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
         if self._adam is not None:
             if any(has_sparse_grad(place) for place in home.unit.trained):
                 raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
@@ -210,7 +212,7 @@ class OptimizerStream:
         if mine is not None:
             self._heed_state(home.unit)
             with torch.no_grad():
-                self._update(home, {home.unit.index: mine})
+                self._update(home, mine)
             _consumed(home)
 
     def _update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
@@ -227,18 +229,18 @@ class OptimizerStream:
 
     def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:
         """The unit's hyperparameters; None if not all its gradients are the optimizer's: users may read them."""
-        mine = self._hyper().get(home.unit.index, {})
+        mine = self._hyper_of(home.unit)
         return mine if all(index in mine for index in home.present) else None
 
-    def _hyper(self) -> dict[int, dict[int, dict[str, Any]]]:
-        """Hyperparameters by unit and place, as they are now."""
-        found: dict[int, dict[int, dict[str, Any]]] = {}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                place = self._place.get(id(parameter))
-                if place is not None:
-                    found.setdefault(place.unit.index, {})[place.index] = group
-        return found
+    def _hyper_of(self, unit: Unit) -> dict[int, dict[str, Any]]:
+        """The parameter groups of a unit's parameters, by place, as they are now."""
+        groups = self.optimizer.param_groups
+        key = tuple(id(item) for group in groups for item in (group, *group["params"]))
+        if key != self._groups_key:  # once, unless user code changes the groups: this runs for every unit of a backward
+            self._group = {id(parameter): group for group in groups for parameter in group["params"]}
+            self._groups_key = key
+        found = ((place.index, self._group.get(id(place.parameter))) for place in unit.places)
+        return {index: group for index, group in found if group is not None}
 
     # --- gradients
 

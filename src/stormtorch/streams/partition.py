@@ -121,7 +121,7 @@ def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate
         whole = _Candidate(path, child, deep=True)
         opaque = isinstance(child, (nn.MultiheadAttention, nn.RNNBase))  # one operation uses all that is below
         block = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
-        inside = child.children() is not None and any(True for _ in child.children())
+        inside = any(True for _ in child.children())
         if opaque or not inside or ((block or not _has_lists(child)) and whole.bytes <= limit):
             yield whole
         else:
@@ -163,7 +163,3 @@ def _merged(candidates: list[_Candidate], limit: int) -> Iterator[list[_Candidat
         size += candidate.bytes
     if group:
         yield group
-
-
-def parameters_of(units: list[Unit]) -> list[torch.nn.Parameter]:
-    return [place.parameter for unit in units for place in unit.places]

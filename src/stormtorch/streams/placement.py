@@ -22,10 +22,6 @@ class Placement:
     whole_bytes: int  # the pool that would hold everything
     reason: str
 
-    @property
-    def is_whole(self) -> bool:
-        return self.pool_bytes >= self.whole_bytes
-
 
 def place(partition: Partition, device: torch.device, ledger: Ledger, *, training: bool) -> Placement:
     """The placement to begin with; `grown` is what it becomes once activations have been measured."""

@@ -1,0 +1,148 @@
+"""What Adam keeps of a unit, at home and on its way through the device, and the calls that one update is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..memory.device_pool import Piece
+from ..memory.flags import Flag
+from ..memory.lane import Event
+from ..native.update import AdamStep, AdamTensors
+from .unit import Place, Unit
+
+_SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+
+
+@dataclass(eq=False)
+class AdamHome:
+    """A unit's optimizer states at home."""
+
+    unit: Unit
+    exp_avg: torch.Tensor  # fp32, flat
+    exp_avg_sq: torch.Tensor
+    masters: torch.Tensor  # bytes
+    flags: list[Flag]  # one for each trained parameter: the run that begins with it is done
+    steps: list[int] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    pending: list[tuple[Flag, int]] = field(default_factory=list)
+    event: Event | None = None  # states of a device update are back home
+    on_device: bool = False  # this unit's updates run there
+    waiting: Waiting | None = None  # a device update that has been asked for and not begun
+    staged: Staged | None = None
+    loads_seen: int = 0
+
+    def __post_init__(self) -> None:
+        self.steps = [0] * len(self.unit.trained)
+        self.values = [0] * len(self.unit.trained)
+
+    def moment(self, which: str, place: Place) -> torch.Tensor:
+        flat: torch.Tensor = getattr(self, which)
+        return flat[place.state_at : place.state_at + place.count].as_strided(place.shape, place.stride)
+
+    def narrow(self, which: str, place: Place) -> torch.Tensor:
+        """The moment in the parameter's own dtype, in the memory that it has: a second copy may not fit."""
+        wide = self.moment(which, place)
+        if place.dtype == torch.float32:
+            return wide
+        flat: torch.Tensor = getattr(self, which)
+        memory = flat[place.state_at : place.state_at + place.count].view(torch.uint8)
+        target = place.view(memory, 0, place.dtype)
+        target.copy_(wide.to(place.dtype))
+        return target
+
+    def master(self, place: Place) -> torch.Tensor | None:
+        """What is kept beside the image: 16-bit remainders for bf16, whole fp32 weights for fp16."""
+        if not place.is_split:
+            return None
+        return place.view(self.masters, place.master_at, _SPLIT_DTYPE[place.dtype])
+
+
+@dataclass(eq=False)
+class Run:
+    """Places ``first`` to ``last`` of a unit's trained ones, updated by one call."""
+
+    first: Place
+    last: Place
+    step: AdamStep
+
+    @property
+    def count(self) -> int:
+        return self.last.state_at + self.last.count - self.first.state_at
+
+
+@dataclass(eq=False)
+class Waiting:
+    """An update on the device that has been asked for: what to do, and from which gradients at home."""
+
+    runs: list[Run]
+    wide: bool
+    grads: torch.Tensor
+    stored: Event | None
+    factor: torch.Tensor | None  # on the device
+
+
+@dataclass(eq=False)
+class Staged:
+    """States of a unit, and perhaps its gradients, on the device or on their way there."""
+
+    pieces: list[Piece]  # a set
+    parts: list[torch.Tensor]  # bytes of exp_avg, exp_avg_sq, masters, and of gradients if they were loaded too
+    loaded: Event
+
+
+def adam_step(group: dict[str, Any], step: int) -> AdamStep:
+    return AdamStep(
+        lr=float(group["lr"]),
+        step=step,
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+        maximize=group["maximize"],
+        fused=bool(group.get("fused")),
+    )
+
+
+def adjoin(last: Place, place: Place, wide: bool) -> bool:
+    """Whether ``place`` follows ``last`` without a gap in every buffer."""
+    size = last.dtype.itemsize
+    return (
+        last.at + last.count * size == place.at
+        and last.state_at + last.count == place.state_at
+        and last.master_at + last.master_bytes == place.master_at
+        and (
+            last.wide_at + last.count * 4 == place.wide_at
+            if wide
+            else last.grad_at + last.count * size == place.grad_at
+        )
+    )
+
+
+def bind(
+    run: Run,
+    wide: bool,
+    image: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    masters: torch.Tensor,
+    grads: torch.Tensor,
+    factor: torch.Tensor | None,
+) -> AdamTensors:
+    first, count = run.first, run.count
+    grad_dtype = torch.float32 if wide else first.dtype
+    grad_at = first.wide_at if wide else first.grad_at
+    master = None
+    if first.is_split:
+        dtype = _SPLIT_DTYPE[first.dtype]
+        master = masters[first.master_at : first.master_at + count * dtype.itemsize].view(dtype)
+    return AdamTensors(
+        weight=image[first.at : first.at + count * first.dtype.itemsize].view(first.dtype),
+        master=master,
+        exp_avg=exp_avg[first.state_at : first.state_at + count],
+        exp_avg_sq=exp_avg_sq[first.state_at : first.state_at + count],
+        grad=grads[grad_at : grad_at + count * grad_dtype.itemsize].view(grad_dtype),
+        grad_factor=factor,
+    )

@@ -1,0 +1,59 @@
+"""What is known of one unit's gradients: where they lie, which are there, who may still contribute, who holds them."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from ..memory.flags import Flag
+from ..memory.lane import Event
+from .fetch import Token
+from .home import HomeView
+from .unit import Place, Unit
+
+
+@dataclass(eq=False)
+class GradHome:
+    """What is known of one unit's gradients."""
+
+    unit: Unit
+    arrived: Flag
+    own: torch.Tensor | None = None
+    wide: torch.Tensor | None = None
+    is_wide: bool = False
+    present: set[int] = field(default_factory=set)  # indices of places
+    consumed: bool = False  # updated from in backward; nobody may look at them any more
+    consumed_places: set[int] = field(default_factory=set)
+    views: list[tuple[int, weakref.ref[HomeView]]] = field(default_factory=list)  # that user code may hold, by place
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    stored: Event | None = None
+    arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
+    partial: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # by pass and place: more uses to come
+    tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
+
+    def view(self, place: Place) -> torch.Tensor:
+        """The parameter's gradient in home memory; whoever reads it must have waited for ``stored``."""
+        if self.is_wide:
+            assert self.wide is not None
+            return place.view(self.wide, place.wide_at, place.wide_dtype)
+        assert self.own is not None
+        return place.view(self.own, place.grad_at, place.dtype)
+
+    def expect(self, token: Token) -> None:
+        """Note a node of the graph that may contribute."""
+        if len(self.tokens) > 8:
+            self.live_tokens()  # forgets the dead
+        self.tokens.append(weakref.ref(token))
+
+    def live_tokens(self) -> list[Token]:
+        live = [token for reference in self.tokens if (token := reference()) is not None]
+        self.tokens = [weakref.ref(token) for token in live]
+        return live
+
+    def join(self) -> None:
+        """Block until the last store has ended."""
+        if self.stored is not None:
+            self.stored.synchronize()
+            self.stored = None
