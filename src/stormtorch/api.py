@@ -12,9 +12,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from .core.errors import SettingError, StormError
+from .core.errors import OutOfBudget, SettingError, StormError
+from .core.sizes import round_up
 from .core.tags import Tag, Tier
-from .memory.device_pool import DevicePool
+from .memory.device_pool import GRAIN, DevicePool
 from .memory.flags import Flags
 from .memory.host import HostArena, capacity_for
 from .memory.lane import Lane
@@ -28,6 +29,7 @@ from .observe.report import Report, make_report
 from .streams.adam import AdamStream
 from .streams.adam_home import AdamHome
 from .streams.attach import Attachment
+from .streams.device_states import kept_bytes
 from .streams.grad_home import GradHome
 from .streams.gradients import GradientStream
 from .streams.meta import give_substance
@@ -130,7 +132,8 @@ class Session:
         self._partition = found
         units = self.units = found.units
         trains = any(unit.trained for unit in units)
-        self.placement: Placement = place(found, self.device, self.ledger, training=trains)
+        kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
+        self.placement: Placement = place(found, self.device, self.ledger, training=trains, reserve_bytes=kept)
         lock = page_lock_for(self.device)
         self.recorder = Recorder()
         self._page_lock = lock
@@ -164,6 +167,7 @@ class Session:
             ledger=self.ledger,
             waits=waits,
             gate=self._gate,
+            enlarge=self._enlarge,
             serial=self._serial,
         )
         self._gradients = GradientStream(
@@ -278,8 +282,11 @@ class Session:
         self._fixed_share = trial.device_share
         self._share_since = (Totals(), worker.stats())
         self.share_reason = "on the CPU" + ("" if self.device.type == "cpu" else " until rates have been measured")
+        if trial.kept:
+            self._pool.grow(sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept]))
+            adam.there.keep([unit.index for unit in units[: trial.kept]], wide=True)
         if trial.device_share:
-            adam.share(trial.device_share, self._pool.capacity_bytes - self.placement.least_bytes)
+            adam.there.share(trial.device_share, self._pool.capacity_bytes - self.placement.least_bytes)
         self._parameters.pending = adam.pending
         self._parameters.before_use = adam.before_use
         self._parameters.prepare = adam.prepare
@@ -370,16 +377,39 @@ class Session:
 
     def _grow(self) -> None:
         """Give the pool what activations have left of the budget."""
-        more = growth(
+        wide = any(home.wide is not None for home in self._gradients.homes)
+        states, kept = {}, 0
+        if self._adam is not None:
+            states = {h.unit.index: kept_bytes(h.unit, wide=wide) for h in self._adam.homes if h.kept is None}
+            kept = self._adam.there.kept_bytes
+        grown = growth(
             self.placement,
-            pool_bytes=self._pool.capacity_bytes,
+            pool_bytes=self._pool.capacity_bytes - kept,
             limit_bytes=self.ledger.budgets[Tier.DEVICE].limit_bytes,
             peak_bytes=torch.cuda.max_memory_allocated(self.device),
             free_bytes=torch.cuda.mem_get_info(self.device)[0],
             step_bytes=max(unit.image_bytes for unit in self.units),
+            state_bytes=states,
         )
-        if more:
-            self._pool.grow(more)
+        if grown.pool_bytes:
+            self._pool.grow(grown.pool_bytes)
+        if self._adam is not None:
+            self._adam.there.keep(grown.keep, wide=wide)
+
+    def _enlarge(self, size: int) -> bool:
+        """Add ``size`` bytes to a pool that is too small for what is held just now, if the budget has them left."""
+        left = self.ledger.free_bytes(Tier.DEVICE)
+        if self.device.type == "cuda":  # activations are not in the ledger
+            limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
+            left = min(left, limit - torch.cuda.memory_allocated(self.device))
+        size = round_up(size, GRAIN)
+        if size > left:
+            return False
+        try:
+            self._pool.grow(size)
+        except OutOfBudget:
+            return False
+        return True
 
     def _choose_share(self) -> None:
         """Decide anew how much of the optimizer's work the device does."""
@@ -406,11 +436,14 @@ class Session:
                 step_s=(ends[-1] - ends[-1 - steps]) / steps if len(ends) > steps else ends[-1] - ends[0],
             ),
             mode="backward" if self._settings.step == "backward" else "forward",
-            share=self._adam.present_share,
+            share=self._adam.there.share_now,
             weight_bytes=weights / count,
             state_bytes=states / count,
         )
-        self._adam.share(share, self._pool.capacity_bytes - self.placement.least_bytes)
+        there, kept = self._adam.there, sum(home.kept is not None for home in self._adam.homes)
+        if kept:
+            self.share_reason = f"{kept} of {len(self.units)} units kept on the device; of the rest {self.share_reason}"
+        there.share(share, self._pool.capacity_bytes - there.kept_bytes - self.placement.least_bytes)
 
     def _drain(self) -> None:
         if self._optimizer is not None:

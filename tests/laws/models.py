@@ -8,6 +8,7 @@ kernel (tests/native/test_adamw_torch.py); one case keeps odd sizes on purpose.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import time
 import warnings
@@ -310,7 +311,21 @@ ODD = Case(
 
 def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trainable, **{"lr": 1e-2, "weight_decay": 0.1, **settings})
+    return torch.optim.AdamW(trainable, **{"lr": 1e-2, "weight_decay": 0.1, "fused": True, **settings})
+
+
+@functools.cache
+def roots_are_exact() -> bool:
+    """Whether ``torch.sqrt`` rounds right here. With Intel's MKL it is off by one bit now and then, and so is every
+    Adam of torch's that is built from it, in contrast to its fused one."""
+    numbers = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0))
+    return torch.equal(numbers.sqrt(), numbers.double().sqrt().float())
+
+
+def closeness(optimizer: torch.optim.Optimizer) -> tuple[float, float] | None:
+    """How close we can come to what torch's own arithmetic gives for ``optimizer``; None: to the bit."""
+    unfused = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not optimizer.param_groups[0].get("fused")
+    return ROUNDED_EACH_STEP if unfused and not roots_are_exact() else None
 
 
 @pytest.fixture(autouse=True)
@@ -390,12 +405,18 @@ def stream(
     vram: object = "tight",
     step: str = "forward",
     seed: int | None = None,
+    kept: int = 0,
     **settings: Any,
 ) -> Session:
-    """A session as the laws want it; with a ``seed``, delayed at random and poisoned."""
+    """A session as the laws want it; with a ``seed``, delayed at random and poisoned.
+
+    ``kept``: so many units have their optimizer states kept on the device.
+    """
     device = torch.device(device)
     budget = tight(model) if vram == "tight" else vram
-    trial = Trial(delay=None if seed is None else jitter(device, seed), poison=seed is not None)
+    if kept and isinstance(budget, int):
+        budget += 32 * sum(p.numel() + 512 for p in model.parameters())
+    trial = Trial(delay=None if seed is None else jitter(device, seed), poison=seed is not None, kept=kept)
     return Session(model, optimizer, Settings(vram=budget, device=str(device), step=step, **settings), trial=trial)
 
 
@@ -413,16 +434,21 @@ def frozen(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def same(streamed: Any, plain: Any, what: str, *, exact: bool = True) -> None:
-    """Bit for bit, whatever is nested in what; ``exact=False``: as close as two kernels of one formula."""
+TWO_KERNELS = (2e-5, 1e-6)  # relative and absolute: how close two kernels of one formula are
+ROUNDED_EACH_STEP = (1e-3, 1e-4)  # where each step adds a rounding of its own, which the next ones magnify
+
+
+def same(streamed: Any, plain: Any, what: str, *, within: tuple[float, float] | None = None) -> None:
+    """Bit for bit, or ``within`` these tolerances, whatever is nested in what."""
+    if library() is None:
+        within = ROUNDED_EACH_STEP  # torch's operations stand in for our kernels
     if isinstance(plain, torch.Tensor):
         assert isinstance(streamed, torch.Tensor), f"{what}: {streamed!r} where plain PyTorch has a tensor"
         ours, theirs = streamed.detach().cpu(), plain.detach().cpu()
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), f"{what}: {ours.dtype} {tuple(ours.shape)}"
-        if library() is None:  # torch's operations stand in for our kernels: within a rounding a step
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}")
-        elif not exact:
-            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, msg=lambda text: f"{what}: {text}")
+        if within is not None:
+            rtol, atol = within
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
         elif not torch.equal(ours.to_dense(), theirs.to_dense()):
             differing = ours.to_dense() != theirs.to_dense()
             far = (ours.to_dense().double() - theirs.to_dense().double()).abs().max()
@@ -433,11 +459,11 @@ def same(streamed: Any, plain: Any, what: str, *, exact: bool = True) -> None:
             keys = sorted(keys[0]), sorted(keys[1])
         assert keys[0] == keys[1], f"{what}: keys {keys[0]}, plain PyTorch has {keys[1]}"
         for key in plain:
-            same(streamed[key], plain[key], f"{what}[{key!r}]", exact=exact)
+            same(streamed[key], plain[key], f"{what}[{key!r}]", within=within)
     elif isinstance(plain, list | tuple):
         assert len(streamed) == len(plain), f"{what}: {len(streamed)} items, plain PyTorch has {len(plain)}"
         for index, (ours, theirs) in enumerate(zip(streamed, plain, strict=True)):
-            same(ours, theirs, f"{what}[{index}]", exact=exact)
+            same(ours, theirs, f"{what}[{index}]", within=within)
     else:
         assert streamed == plain, f"{what}: {streamed!r}, plain PyTorch has {plain!r}"
 
@@ -473,12 +499,9 @@ class History:
     states: Any = None
     answer: torch.Tensor | None = None
 
-    def check(self, plain: History) -> None:
-        same(self.losses, plain.losses, "losses")
-        same(self.gradients, plain.gradients, "gradients of step")
-        same(self.parameters, plain.parameters, "state_dict")
-        same(self.states, plain.states, "optimizer")
-        same(self.answer, plain.answer, "loss in eval")
+    def check(self, plain: History, *, within: tuple[float, float] | None = None) -> None:
+        for name in ("losses", "gradients", "parameters", "states", "answer", *(["norms"] if plain.norms else [])):
+            same(getattr(self, name), getattr(plain, name), name, within=within)
 
 
 def on(batch: Batch, device: torch.device) -> Batch:
@@ -592,7 +615,8 @@ class Pair:
         for side in (self.plain, self.streamed):
             torch.manual_seed(1)
             results.append(action(side))
-        same(frozen(results[1]), frozen(results[0]), what or str(getattr(action, "__name__", "result")))
+        what = what or str(getattr(action, "__name__", "result"))
+        same(frozen(results[1]), frozen(results[0]), what, within=closeness(self.plain.optimizer))
         return results[1]
 
     def steps(self, count: int, start: int = 0) -> None:

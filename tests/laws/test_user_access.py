@@ -40,9 +40,10 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
     return adamw(model, fused=True)
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with Pair(CHAIN, fused, step="forward") as made:
+@pytest.fixture(params=[0, 3, 99], ids=["", "some_kept", "kept"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """With states at home, and kept on the device: whoever looks must not see the difference."""
+    with Pair(CHAIN, fused, step="forward", kept=request.param) as made:
         yield made
 
 

@@ -5,35 +5,31 @@ usually a unit is one or two. Each run is one job of the worker, gated by flags:
 arrived at home, and the unit's next load waits until all its runs are done. The most urgent unit is the one that
 forward needs first.
 
-Where a unit is updated on the device, its states are loaded next to its weights, the same arithmetic updates all of
-them there, and they are stored back; the weights are then on the device already. With step="forward" that happens
-just before the next forward uses the unit, and the gradients are fetched back too; with step="backward" it happens as
-soon as they exist."""
+Where a unit is updated on the device (device_states.py), the same arithmetic updates weights and states there, and
+the weights are stored home; they are on the device already when they are used next. With step="forward" that happens
+just before the next forward uses the unit; with step="backward" as soon as its gradients exist."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..core.tags import Tag
-from ..memory.device_pool import GRAIN, Piece
 from ..memory.flags import Flags
-from ..memory.lane import Event, Lane
+from ..memory.lane import Lane
 from ..memory.lanes import Lanes
 from ..memory.wait_meter import WaitMeter
 from ..native.adamw import adamw_
 from ..native.jobs import Worker
 from .adam_home import AdamHome, Run, Staged, Waiting, adam_step, adjoin, bind
+from .device_states import DeviceStates
 from .grad_home import GradHome
 from .gradients import GradientStream
 from .parameters import ParameterStream, Stay
 from .torch_private import in_backward
 from .unit import Unit
-
-_SETS = 3  # one being updated, one on its way in, one on its way home
 
 
 class AdamStream:
@@ -56,13 +52,9 @@ class AdamStream:
         """``factors``: fp32 words in home memory for clip factors, used in turns."""
         self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
         self._parameters, self._gradients, self._factors = parameters, gradients, factors
-        self._waits = waits
+        self.there = DeviceStates(homes, lanes=lanes, parameters=parameters, waits=waits, gate=self.gate, poison=poison)
         self._factor_turn = 0
         self.in_backward_mode = False
-        self.present_share = 0.0
-        self._sets: deque[tuple[list[Piece], Event]] = deque()
-        self._sets_out = 0
-        self._poison = poison
         self._kept: dict[int, torch.Tensor] = {}  # on the device: the store lane reads them some time later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
@@ -114,13 +106,16 @@ class AdamStream:
         runs = list(self._runs(home, grads, hyper))
         if not runs:
             return
-        source = grads.wide if grads.is_wide else grads.own
+        source = grads.there if grads.there is not None else grads.wide if grads.is_wide else grads.own
         assert source is not None
-        if home.on_device and source.nbytes <= self._grad_room:
-            home.waiting = Waiting(runs, grads.is_wide, source, grads.stored, self._device_factor)
+        if self.there.fits(home, source.nbytes):
+            stays = grads.there is not None
+            home.waiting = Waiting(runs, grads.is_wide, source, stays, grads.stored, self._device_factor)
             residence.outdated = False
             residence.updates += 1
             return
+        if home.kept is not None:
+            self.there.let_go(home)
         if self._factor is not None or residence.loads != home.loads_seen or grads.arrivals == 0:
             # The worker must not write weights that a load is still reading, nor begin before the factor is known.
             if residence.last_load is not None:
@@ -183,7 +178,7 @@ class AdamStream:
         """Block until they are."""
         self.finish(unit)
         home = self.homes[unit.index]
-        self._unstage(home)  # user code may be about to change what was loaded ahead
+        self.there.unstage(home)  # user code may be about to change what was loaded ahead
         for flag, value in home.pending:
             flag.wait(value)
         home.pending = []
@@ -191,47 +186,12 @@ class AdamStream:
             home.event.synchronize()
             home.event = None
 
+    def join_states(self, unit: Unit) -> None:
+        """Block until the unit's states at home are up to date too; they may then be changed there."""
+        self.join(unit)
+        self.there.write_back(self.homes[unit.index])
+
     # --- on the device
-
-    @property
-    def _grad_room(self) -> int:
-        """Bytes of gradients that a set can hold; those of several micro-batches are wider, and stay with the CPU."""
-        return max(home.unit.grad_bytes for home in self.homes)
-
-    def share(self, part: float, room_bytes: int) -> None:
-        """Let ``part`` of the units, evenly spread, be updated on the device from the next step on.
-
-        States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
-        for a store of states. ``room_bytes``: what the pool can spare for them."""
-        self.present_share = part
-        sizes = [
-            max(home.unit.state_count * 4 for home in self.homes),
-            max(home.unit.state_count * 4 for home in self.homes),
-            max(home.unit.master_bytes for home in self.homes),
-            max(home.unit.grad_bytes for home in self.homes),
-        ]
-        while part and len(self._sets) + self._sets_out < min(_SETS, room_bytes // (sum(sizes) + 4 * GRAIN)):
-            pieces = [self._parameters.try_room(size, self._lanes.aside, 0) for size in sizes]
-            if None in pieces:
-                for piece in pieces:
-                    if piece is not None:
-                        self._parameters.give(piece, self._lanes.aside.record())
-                break
-            self._sets.append(([piece for piece in pieces if piece is not None], self._lanes.aside.record()))
-        some = len(self._sets) + self._sets_out > 0
-        due = 0.0
-        for home in self.homes:
-            due += part
-            home.on_device = some and due >= 1 - 1e-9
-            due -= home.on_device
-
-    def give_up_staged(self) -> bool:
-        """Free a set by forgetting states that were loaded ahead; False if there are none."""
-        for home in reversed(self.homes):
-            if home.staged is not None:
-                self._unstage(home)
-                return True
-        return False
 
     def prepare(self, unit: Unit, distance: float, in_pass: bool) -> bool:
         """Load ahead what an update on the device will need; False if there is no room yet."""
@@ -239,48 +199,15 @@ class AdamStream:
         if home.staged is not None or not home.on_device:
             return True
         if home.waiting is not None or (self.in_backward_mode and in_pass and in_backward()):
-            return self._stage(home, distance)
+            return self.there.stage(home, distance)
         return True
-
-    def _stage(self, home: AdamHome, distance: float) -> bool:
-        lane = self._lanes.aside  # not behind weights that wait for the CPU
-        parts = [home.exp_avg.view(torch.uint8), home.exp_avg_sq.view(torch.uint8), home.masters]
-        if home.waiting is not None:
-            parts.append(home.waiting.grads)
-        if not self._sets and not (distance == 0 and self.give_up_staged()):
-            return False
-        pieces, last_use = self._sets.popleft()
-        self._sets_out += 1
-        there = [piece.bytes[: part.nbytes] for piece, part in zip(pieces, parts, strict=False)]
-        try:
-            lane.wait(last_use)
-            self.gate(home.unit, lane)
-            if home.waiting is not None and home.waiting.stored is not None:
-                lane.wait(home.waiting.stored)
-            for target, part in zip(there, parts, strict=True):
-                if part.nbytes:
-                    lane.copy(target, part, Tag.OPTIMIZER)
-        finally:
-            home.staged = Staged(pieces, there, lane.record())  # also if interrupted: then given back unused
-        return True
-
-    def _return_set(self, staged: Staged, last_use: Event) -> None:
-        if self._poison is not None:
-            self._poison.wait(last_use)
-            for piece in staged.pieces:
-                self._poison.fill(piece.bytes, 0xFF)
-            last_use = self._poison.record()
-        self._sets.append((staged.pieces, last_use))
-        self._sets_out -= 1
 
     def before_use(self, unit: Unit, stay: Stay) -> bool:
         """With the unit's weights on the device, a waiting update happens. False if ``stay`` is stale then."""
         home = self.homes[unit.index]
         if home.waiting is None:
             return True
-        if home.staged is not None and len(home.staged.parts) < 4:
-            self._unstage(home)
-        waiting, staged = home.waiting, self._staged(home)
+        waiting, staged = home.waiting, self.there.staged(home)
         if staged is None:
             self._update_at_home(home, waiting)
         else:
@@ -297,7 +224,7 @@ class AdamStream:
         self._parameters.hold(home.unit)  # the room for its states must not come from its weights
         try:
             stay = self._parameters.use(home.unit)
-            staged = self._staged(home)
+            staged = self.there.staged(home)
             if staged is None:
                 return False
             runs = list(self._runs(home, grads, hyper))
@@ -306,19 +233,6 @@ class AdamStream:
             self._parameters.release([home.unit])
         self._parameters.residences[home.unit.index].updates += 1
         return True
-
-    def _staged(self, home: AdamHome) -> Staged | None:
-        """The unit's states on the device, with compute waiting for them; None if there is no room."""
-        self._parameters.residences[home.unit.index].installed += 1  # its weights stay
-        try:
-            if home.staged is None and not self._stage(home, 0):
-                return None
-        finally:
-            self._parameters.residences[home.unit.index].installed -= 1
-        staged, home.staged = home.staged, None
-        assert staged is not None
-        self._waits.wait(staged.loaded, "states")
-        return staged
 
     def _update_at_home(self, home: AdamHome, waiting: Waiting) -> None:
         """Do on the CPU, and wait for, what there was no room for on the device."""
@@ -349,29 +263,23 @@ class AdamStream:
             for run in runs:
                 adamw_(bind(run, wide, stay.base, *states, grads, factor), run.step)
         except BaseException:
-            # Interrupted, perhaps between two runs: what is at home is whole, so begin again from there.
-            self._return_set(staged, lanes.compute.record())
+            # Interrupted, perhaps between two runs. What is at home is whole, unless the states are kept here: begin
+            # again from there.
+            self.there.give_back(home, staged, lanes.compute.record())
             self._parameters.changed(home.unit, by_step=False)
             raise
         lanes.store.wait(lanes.compute.record())
         lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER)
-        for number, target in enumerate((home.exp_avg, home.exp_avg_sq, home.masters)):
-            if target.nbytes:
-                lanes.store.copy(target.view(torch.uint8), staged.parts[number], Tag.OPTIMIZER)
-        home.event = lanes.store.record()
+        self.there.updated(home, staged)
+        assert home.event is not None
         stay.uses.append(home.event)
-        self._return_set(staged, home.event)
         self._parameters.updated_in_place(home.unit, stay)
 
-    def _unstage(self, home: AdamHome) -> None:
-        """Forget what was loaded ahead."""
-        if home.staged is not None:
-            staged, home.staged = home.staged, None
-            self._return_set(staged, staged.loaded)
-
     def forget(self) -> None:
-        """Let go of home memory: graphs that outlive the session keep this object."""
+        """Let go of memory: graphs that outlive the session keep this object."""
         self.homes, self._images = [], []
+        self._kept.clear()
+        self.there.forget()
 
     def finish(self, unit: Unit) -> None:
         """Do a waiting update on the device now."""

@@ -32,6 +32,9 @@ class AdamHome:
     on_device: bool = False  # this unit's updates run there
     waiting: Waiting | None = None  # a device update that has been asked for and not begun
     staged: Staged | None = None
+    kept: Staged | None = None  # room for its states on the device, for good
+    fresh: bool = False  # the kept states are the present ones
+    dirty: bool = False  # those at home are not
     loads_seen: int = 0
 
     def __post_init__(self) -> None:
@@ -75,11 +78,12 @@ class Run:
 
 @dataclass(eq=False)
 class Waiting:
-    """An update on the device that has been asked for: what to do, and from which gradients at home."""
+    """An update on the device that has been asked for: what to do, and from which gradients."""
 
     runs: list[Run]
     wide: bool
-    grads: torch.Tensor
+    grads: torch.Tensor  # at home, unless they have stayed where the update happens
+    there: bool
     stored: Event | None
     factor: torch.Tensor | None  # on the device
 
@@ -88,9 +92,14 @@ class Waiting:
 class Staged:
     """States of a unit, and perhaps its gradients, on the device or on their way there."""
 
-    pieces: list[Piece]  # a set
+    pieces: list[Piece]  # a set, or its own
     parts: list[torch.Tensor]  # bytes of exp_avg, exp_avg_sq, masters, and of gradients if they were loaded too
     loaded: Event
+
+
+def states_of(unit: Unit, *, wide: bool) -> list[int]:
+    """The bytes of a unit's exp_avg, exp_avg_sq, masters and gradients."""
+    return [unit.state_count * 4, unit.state_count * 4, unit.master_bytes, unit.wide_bytes if wide else unit.grad_bytes]
 
 
 def adam_step(group: dict[str, Any], step: int) -> AdamStep:

@@ -333,7 +333,7 @@ class Attachment:
                 )
             home.join()
         elif self.optimizer is not None:
-            self.optimizer.join(place.unit)
+            self.optimizer.join(place.unit, states=kind == "state")
 
     @locked
     def before_write(self, place: Place, kind: str) -> None:

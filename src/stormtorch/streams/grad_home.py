@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -29,12 +30,14 @@ class GradHome:
     views: list[tuple[int, weakref.ref[HomeView]]] = field(default_factory=list)  # that user code may hold, by place
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     stored: Event | None = None
+    there: torch.Tensor | None = None  # the gradients, on the device; home memory has nothing of them yet
+    bring: Callable[[GradHome], None] = lambda _home: None  # sends them home
     arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
     partial: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # by pass and place: more uses to come
     tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
 
     def view(self, place: Place) -> torch.Tensor:
-        """The parameter's gradient in home memory; whoever reads it must have waited for ``stored``."""
+        """The parameter's gradient in home memory; whoever reads it must have called ``join``."""
         if self.is_wide:
             assert self.wide is not None
             return place.view(self.wide, place.wide_at, place.wide_dtype)
@@ -53,7 +56,9 @@ class GradHome:
         return live
 
     def join(self) -> None:
-        """Block until the last store has ended."""
+        """Block until the gradients are at home."""
+        if self.there is not None:
+            self.bring(self)
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None

@@ -62,6 +62,10 @@ class GradientStream:
         self.before_adding: Callable[[], None] = lambda: None
         self.before_storing: Callable[[Unit], None] = lambda _unit: None
         self.update_here: Callable[[GradHome, torch.Tensor], bool] = lambda _home, _bucket: False
+        # Bytes of the device where a unit's gradients may stay until its update, if there are any.
+        self.staying: Callable[[Unit, int], torch.Tensor | None] = lambda _unit, _size: None
+        for home in homes:
+            home.bring = self._bring_home
         self._ending: set[int] = set()  # passes at whose end something is to be finished
         self.lock = parameters.lock
         # Apart from the pool's other pieces: one of those may be waiting for a load that waits for the CPU.
@@ -105,8 +109,10 @@ class GradientStream:
         return returned
 
     def forget(self) -> None:
-        """Let go of home memory: graphs that outlive the session keep this object."""
+        """Let go of memory: graphs that outlive the session keep this object."""
         self.homes = []
+        self._buckets.clear()
+        self._wide_bucket = None
 
     @locked
     def _end_pass(self, number: int) -> None:
@@ -147,15 +153,21 @@ class GradientStream:
             home.wide = self._make_wide(unit)
         to_wide = home.is_wide or widen
         size = unit.wide_bytes if to_wide else unit.grad_bytes
-        bucket = self._bucket(size)
+        if home.there is not None and home.views:
+            home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
+        staying = self.staying(unit, size)
+        bucket = self._bucket(size) if staying is None else staying
         try:
-            return self._fill(home, grads, bucket, to_wide)
+            return self._fill(home, grads, bucket, to_wide, stays=staying is not None)
         except BaseException:
             if self._taken:  # compute may have been writing it already
                 self._release(lanes.compute.record())
+                home.there = None if home.there is bucket else home.there
             raise
 
-    def _fill(self, home: GradHome, grads: dict[int, torch.Tensor], bucket: torch.Tensor, to_wide: bool) -> bool:
+    def _fill(
+        self, home: GradHome, grads: dict[int, torch.Tensor], bucket: torch.Tensor, to_wide: bool, *, stays: bool
+    ) -> bool:
         unit, lanes = home.unit, self._lanes
         places, before = unit.places, set(home.present)
 
@@ -175,22 +187,32 @@ class GradientStream:
             self._let_go_of_views(home, index)
         home.present, home.is_wide = set(here), to_wide
         home.norms = dict(zip(here, norms, strict=True))
+        home.there = bucket
         grads.clear()
         if self.update_here(home, bucket):
-            self._release(lanes.compute.record())
+            home.there = None
+            if not stays:
+                self._release(lanes.compute.record())
             return False
-        target = home.wide if to_wide else home.own
+        if not stays:
+            self._bring_home(home)
+            assert home.stored is not None
+            self._release(home.stored)
+        if self._serial:
+            home.join()
+        return True
+
+    def _bring_home(self, home: GradHome) -> None:
+        """Send gradients that are on the device home."""
+        target, bucket, lanes = home.wide if home.is_wide else home.own, home.there, self._lanes
         assert target is not None
-        self._gate(unit, lanes.store)  # the worker may still be reading the gradients of the step before
+        assert bucket is not None
+        self._gate(home.unit, lanes.store)  # the worker may still be reading the gradients of the step before
         lanes.store.wait(lanes.compute.record())
         lanes.store.copy(target, bucket, Tag.GRADIENTS)
         home.arrivals += 1
         lanes.store.write_flag(home.arrived, home.arrivals)
-        home.stored = lanes.store.record()
-        self._release(home.stored)
-        if self._serial:
-            home.stored.synchronize()
-        return True
+        home.stored, home.there = lanes.store.record(), None
 
     def _bucket(self, size: int) -> torch.Tensor:
         """Bytes for a unit's gradients, with compute waiting for their last use. One at a time; see ``_release``."""
@@ -231,14 +253,19 @@ class GradientStream:
     ) -> None:
         """Fetch what earlier backward passes have left and add the new gradients to it, in the bucket."""
         lanes, unit = self._lanes, home.unit
-        source = home.wide if home.is_wide else home.own
+        source = home.there if home.there is not None else home.wide if home.is_wide else home.own
         assert source is not None
-        earlier = self._parameters.room(source.nbytes, lanes.load, Tag.GRADIENTS)
-        if home.stored is not None:
-            lanes.load.wait(home.stored)
-        lanes.load.copy(earlier.bytes, source, Tag.GRADIENTS)
-        loaded = lanes.load.record()
-        self._waits.wait(loaded, "gradients")
+        lane = lanes.compute if home.there is not None else lanes.load
+        earlier = self._parameters.room(source.nbytes, lane, Tag.GRADIENTS)
+        uses = []
+        if home.there is not None:
+            earlier.bytes.copy_(source)  # the bucket is in the same place, perhaps in another form
+        else:
+            if home.stored is not None:
+                lane.wait(home.stored)
+            lane.copy(earlier.bytes, source, Tag.GRADIENTS)
+            uses.append(lane.record())
+            self._waits.wait(uses[0], "gradients")
         for index in before:
             place = unit.places[index]
             at, dtype = (place.wide_at, place.wide_dtype) if home.is_wide else (place.grad_at, place.dtype)
@@ -246,7 +273,7 @@ class GradientStream:
             target.copy_(place.view(earlier.bytes, at, dtype))
             if index in grads:
                 target.add_(grads[index])
-        self._parameters.give(earlier, loaded, lanes.compute.record())
+        self._parameters.give(earlier, *uses, lanes.compute.record())
 
     def prepare(self) -> None:
         """Take the buffers now instead of with the first gradient."""
@@ -306,6 +333,7 @@ class GradientStream:
             home.consumed_places.discard(place.index)
             home.norms.pop(place.index, None)
             if not home.present:
+                home.there = None
                 home.is_wide = False
                 home.consumed = False
                 self._parameters.residences[place.unit.index].outdated = False
@@ -343,6 +371,7 @@ class GradientStream:
             home.present.clear()
             home.norms.clear()
             home.consumed_places.clear()
+            home.there = None
             home.is_wide = home.consumed = False
             self._parameters.residences[home.unit.index].outdated = False
 

@@ -5,9 +5,9 @@ write of a parameter by user code passes through ``__torch_function__``:
 
 - outside of the model's forward, whatever is pending for the parameter is joined first, so that a value is never stale,
   and a write tells the streams that the copy on the device is out of date;
-- inside of the model's forward, the parameter's twin on the device takes its place. Modules of a unit hold twins
-anyway;
-  this serves all other uses, such as a tied weight that is reached through another module.
+- inside of it, and wherever other tensors of the device are involved, the parameter's twin there takes its place.
+  Modules of a unit hold twins anyway; this serves all other uses, such as a tied weight that is reached through another
+  module.
 
 Tensors that share home memory leave as `HomeView`, which does the same, for as long as they live: ``w = p.data`` taken
 once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` waits for nothing, using it does.
@@ -176,22 +176,46 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
         elif name in _METADATA:
             return func(*args, **kwargs)
         homes = _homes(args, kwargs)
-        if not homes:
-            return func(*args, **kwargs)
-        if any(isinstance(home, HomeParameter) and home._storm[0].in_forward() for home in homes):
-            return func(*_with_twins(args), **{key: _with_twins((value,))[0] for key, value in kwargs.items()})
-        return _on_home(func, name, homes, args, kwargs)
+        return _with_homes(func, name, homes, args, kwargs) if homes else func(*args, **kwargs)
+
+
+def _with_homes(
+    func: Any, name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    if any(isinstance(home, HomeParameter) and home._storm[0].in_forward() for home in homes):
+        return func(*_exchanged(args, _twin), **_exchanged(dict(kwargs), _twin))
+    written = _written(name, homes, args, kwargs)
+    if _any_on_device((*args, *kwargs.values())):
+        # User code, for which parameters are on the device. What it computes is computed there, what it writes into
+        # home memory is brought home.
+        if not written:
+            return func(*_exchanged(args, _there), **_exchanged(dict(kwargs), _there))
+        args, kwargs = _exchanged(args, _here), _exchanged(dict(kwargs), _here)
+    return _on_home(func, name, homes, written, args, kwargs)
+
+
+def _written(
+    name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[HomeParameter | HomeView]:
+    """Those of ``homes`` that the function changes, or gives others the means to change."""
+    if not _writes(name, kwargs):
+        return []
+    if name in _EXPOSING or "out" in kwargs:
+        return homes
+    target = args[0] if args else next(iter(kwargs.values()), None)
+    return [home for home in homes if home is target or _is_in(home, target)]
 
 
 def _on_home(
-    func: Any, name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    func: Any,
+    name: str,
+    homes: list[HomeParameter | HomeView],
+    written: list[HomeParameter | HomeView],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     for home in homes:
         joined(home)
-    written = homes if _writes(name, kwargs) else []
-    if written and name not in _EXPOSING and "out" not in kwargs:
-        target = args[0] if args else next(iter(kwargs.values()), None)
-        written = [home for home in written if home is target or _is_in(home, target)]
     for home in written:
         home._storm[0].before_write(home._storm[1], _kind(home))
     result = func(*args, **kwargs)
@@ -228,15 +252,42 @@ def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
     return result
 
 
-def _with_twins(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    def exchanged(value: Any) -> Any:
-        if isinstance(value, HomeParameter) and hasattr(value, "_storm"):
-            return value._storm[0].twin(value._storm[1])
-        if type(value) in (list, tuple):
-            return type(value)(exchanged(item) for item in value)
-        return value
+def _exchanged(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with every tensor in it exchanged; lists, tuples and dicts are looked into."""
+    if isinstance(value, torch.Tensor):
+        return exchange(value)
+    if type(value) in (list, tuple):
+        return type(value)(_exchanged(item, exchange) for item in value)
+    if type(value) is dict:
+        return {key: _exchanged(item, exchange) for key, item in value.items()}
+    return value
 
-    return tuple(exchanged(value) for value in args)
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, HomeParameter) and hasattr(tensor, "_storm"):
+        return tensor._storm[0].twin(tensor._storm[1])
+    return tensor
+
+
+def _there(tensor: torch.Tensor) -> torch.Tensor:
+    """On the device, if it is a parameter's."""
+    if isinstance(tensor, HomeView):
+        return _plain(joined(tensor)).to(tensor._storm[0].device)
+    return _twin(tensor)
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.to("cpu")
+
+
+def _any_on_device(values: Iterable[Any]) -> bool:
+    """Whether a tensor among ``values``, or in a list of them, lies elsewhere than in RAM, as home memory does."""
+    return any(
+        value.device.type != "cpu"
+        if isinstance(value, torch.Tensor)
+        else type(value) in (list, tuple) and _any_on_device(value)
+        for value in values
+    )
 
 
 def _get_grad(func: Any, args: tuple[Any, ...]) -> Any:

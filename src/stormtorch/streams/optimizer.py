@@ -96,6 +96,7 @@ class OptimizerStream:
             if optimizer.state:
                 self._import_state({p: dict(state) for p, state in optimizer.state.items()})
             gradients.before_storing = adam.finish
+            gradients.staying = adam.there.staying
             if self._mode == "backward":
                 adam.in_backward_mode = True
                 gradients.update_here = self._update_here
@@ -309,7 +310,7 @@ class OptimizerStream:
                 if state and shown and all(state.get(name) is shown[name] for name in _MOMENTS):
                     home.steps[number] = int(state["step"])
                     continue
-                self.join(home.unit)
+                self.join(home.unit, states=True)
                 self._import_place(home, number, place, state or {})
 
     def _count_steps(self) -> None:
@@ -391,13 +392,14 @@ class OptimizerStream:
         if self._adam is not None:
             self._adam.gate(unit, lane)
 
-    def join(self, unit: Unit) -> None:
+    def join(self, unit: Unit, *, states: bool = False) -> None:
+        """Block until the unit's weights at home are up to date; with ``states``, the optimizer's too."""
         if self._adam is not None:
-            self._adam.join(unit)
+            (self._adam.join_states if states else self._adam.join)(unit)
 
     def join_all(self) -> None:
         for unit in self._units:
-            self.join(unit)
+            self.join(unit, states=True)
 
     def apply_factor(self) -> None:
         """Somebody looks at gradients that were clipped, but not yet scaled."""
@@ -412,6 +414,7 @@ class OptimizerStream:
     def before_rewrite(self, place: Place) -> None:
         """The user is about to change a parameter."""
         if self._adam is not None and place.trained and place.is_split:
+            self._adam.join_states(place.unit)
             self._images_before[id(place.parameter)] = plain(place.parameter).detach().clone()
 
     def rewritten(self, place: Place) -> None:

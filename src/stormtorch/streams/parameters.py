@@ -17,7 +17,7 @@ import gc
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ from .lock import locked
 from .order import Order
 from .torch_private import in_backward, without_torch_function
 from .unit import Place, Unit
+
+T = TypeVar("T")
 
 
 class Stay:
@@ -100,11 +102,13 @@ class ParameterStream:
         ledger: Ledger,
         waits: WaitMeter,
         gate: Callable[[Unit, Lane], None],
+        enlarge: Callable[[int], bool],
         serial: bool,
     ) -> None:
-        """``gate`` makes a lane wait until the home image of a unit is up to date."""
+        """``gate`` makes a lane wait until the home image of a unit is up to date. ``enlarge`` is the last resort where
+        the pool is full: it adds to it, if the budget has that much left at the moment."""
         self.residences, self._lanes, self._pool, self._ledger = residences, lanes, pool, ledger
-        self._waits, self._gate, self._serial = waits, gate, serial
+        self._waits, self._gate, self._enlarge, self._serial = waits, gate, enlarge, serial
         self.lock = threading.RLock()
         self.order = Order(len(residences))
         self._by_storage: dict[int, Residence] = {}
@@ -214,7 +218,7 @@ class ParameterStream:
     @locked
     def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
         """``size`` bytes of the pool for something else than weights; evicts what it must."""
-        piece = self._take(size, lane, 0) or self._take_after_collecting(size, lane)
+        piece = self._insist(lambda: self._take(size, lane, 0), size)
         if piece is None:
             raise self.no_room(size, tag)
         return piece
@@ -279,10 +283,9 @@ class ParameterStream:
             self._drop(residence)
         if residence.stay is None:
             self.misses += 1
-            if self._load(residence, 0) is None:
-                gc.collect()
-                if self._load(residence, 0) is None:
-                    raise self.no_room(residence.unit.image_bytes, Tag.PARAMETERS)
+            size = residence.unit.image_bytes
+            if self._insist(lambda: self._load(residence, 0), size) is None:
+                raise self.no_room(size, Tag.PARAMETERS)
         assert residence.stay is not None
         return residence.stay
 
@@ -324,10 +327,15 @@ class ParameterStream:
             self._drop(self.residences[max(victims)[1]])
         return piece
 
-    def _take_after_collecting(self, size: int, lane: Lane) -> Piece | None:
-        """Graphs and tracebacks that refer to themselves, after an exception say, keep stays until collected."""
-        gc.collect()
-        return self._take(size, lane, 0)
+    def _insist(self, attempt: Callable[[], T | None], size: int) -> T | None:
+        """What ``attempt`` gives, if need be after more has been done for the ``size`` bytes that it wants."""
+        result = attempt()
+        if result is None:
+            gc.collect()  # graphs and tracebacks that refer to themselves, after an exception say, keep stays
+            result = attempt()
+        if result is None and self._enlarge(size):
+            result = attempt()
+        return result
 
     def _distance(self, residence: Residence) -> float:
         if (residence.outdated and self._step_comes) or not self._is_current(residence):

@@ -23,8 +23,10 @@ class Placement:
     reason: str
 
 
-def place(partition: Partition, device: torch.device, ledger: Ledger, *, training: bool) -> Placement:
-    """The placement to begin with; `grown` is what it becomes once activations have been measured."""
+def place(
+    partition: Partition, device: torch.device, ledger: Ledger, *, training: bool, reserve_bytes: int = 0
+) -> Placement:
+    """The placement to begin with; see `growth` for what it becomes once activations have been measured."""
     units = partition.units
     images = sum(unit.image_bytes + 512 for unit in units)
     largest = max((unit.image_bytes for unit in units), default=0)
@@ -34,7 +36,7 @@ def place(partition: Partition, device: torch.device, ledger: Ledger, *, trainin
     adding = 2 * (wide + 512) if wide else bucket  # to add a gradient to an earlier one
     least = entry + largest + 2 * bucket + adding + 512
     whole = images + 2 * bucket + adding + 512
-    free = round_down(ledger.free_bytes(Tier.DEVICE), 512)
+    free = round_down(ledger.free_bytes(Tier.DEVICE) - reserve_bytes, 512)
     budget = ledger.budgets[Tier.DEVICE]
     if least > free:
         raise OutOfBudget(
@@ -60,10 +62,39 @@ def place(partition: Partition, device: torch.device, ledger: Ledger, *, trainin
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """What is done with device memory that activations have turned out to leave.
+
+    ``keep``: units, by index, whose optimizer states go there for good; ``pool_bytes`` has room for them.
+    """
+
+    pool_bytes: int
+    keep: list[int]
+
+
 def growth(
-    placement: Placement, *, pool_bytes: int, limit_bytes: int, peak_bytes: int, free_bytes: int, step_bytes: int
-) -> int:
-    """How much the pool may grow, given the peak of what torch has allocated and what the device has free."""
+    placement: Placement,
+    *,
+    pool_bytes: int,
+    limit_bytes: int,
+    peak_bytes: int,
+    free_bytes: int,
+    step_bytes: int,
+    state_bytes: dict[int, int],
+) -> Growth:
+    """How the pool grows, given the peak of what torch has allocated and what the device has free.
+
+    First room for weights, in steps worth the trouble; when all of them fit, for optimizer states, unit by unit:
+    ``state_bytes`` has what each one takes that is not there yet.
+    """
     spare = min(limit_bytes - peak_bytes, free_bytes) - max(256 * MiB, min(limit_bytes // 50, GiB))
-    more = min(spare, placement.whole_bytes - pool_bytes)
-    return more if more >= step_bytes else 0
+    missing = max(0, placement.whole_bytes - pool_bytes)
+    if spare < missing:
+        return Growth(pool_bytes=spare if spare >= step_bytes else 0, keep=[])
+    more, keep = missing, []
+    for index, size in state_bytes.items():
+        if more + size <= spare:
+            keep.append(index)
+            more += size
+    return Growth(pool_bytes=more, keep=keep)

@@ -53,6 +53,7 @@ class Trial:
     delay: Delay | None = None
     poison: bool = False
     device_share: float | None = None  # of the optimizer's work, instead of the automatic choice
+    kept: int = 0  # units whose optimizer states are kept on the device from the beginning
 
 
 def _listed(words: Sequence[str]) -> str:

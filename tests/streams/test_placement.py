@@ -1,0 +1,66 @@
+"""What is done with the device's memory: room for weights first, then for states, never more than the budget has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stormtorch.api import Session
+from stormtorch.core.errors import OutOfBudget
+from stormtorch.core.sizes import GiB, MiB
+from stormtorch.core.tags import Tag, Tier
+from stormtorch.streams.placement import Growth, Placement, growth
+from stormtorch.streams.settings import Settings
+
+WHOLE = 6 * GiB
+STATES = {0: 3 * GiB, 1: 2 * GiB, 2: 2 * GiB}
+
+
+def grown(*, pool: int, limit: int, peak: int, free: int = 100 * GiB) -> Growth:
+    placement = Placement(pool_bytes=pool, least_bytes=GiB, whole_bytes=WHOLE, reason="")
+    return growth(
+        placement,
+        pool_bytes=pool,
+        limit_bytes=limit,
+        peak_bytes=peak,
+        free_bytes=free,
+        step_bytes=GiB // 2,
+        state_bytes=STATES,
+    )
+
+
+def test_nothing_to_spare() -> None:
+    assert grown(pool=2 * GiB, limit=8 * GiB, peak=8 * GiB - MiB) == Growth(pool_bytes=0, keep=[])
+    assert grown(pool=2 * GiB, limit=8 * GiB, peak=9 * GiB) == Growth(pool_bytes=0, keep=[])
+
+
+def test_weights_come_first() -> None:
+    some = grown(pool=2 * GiB, limit=8 * GiB, peak=5 * GiB)
+    assert 2.5 * GiB < some.pool_bytes < 3 * GiB
+    assert some.keep == []
+
+
+def test_what_is_left_then_goes_to_states() -> None:
+    assert grown(pool=2 * GiB, limit=16 * GiB, peak=6 * GiB) == Growth(pool_bytes=9 * GiB, keep=[0, 1])
+    assert grown(pool=WHOLE, limit=16 * GiB, peak=13 * GiB) == Growth(pool_bytes=2 * GiB, keep=[1])
+    assert grown(pool=WHOLE, limit=64 * GiB, peak=13 * GiB) == Growth(pool_bytes=7 * GiB, keep=[0, 1, 2])
+
+
+def test_no_more_than_the_device_has() -> None:
+    assert grown(pool=WHOLE, limit=64 * GiB, peak=13 * GiB, free=4 * GiB) == Growth(pool_bytes=3 * GiB, keep=[0])
+
+
+def test_a_pool_that_is_too_small_is_enlarged_within_the_budget() -> None:
+    """Whoever holds more of the device than was planned, with views in graphs, say, gets what the budget has left."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    with Session(model, None, Settings(vram=MiB, device="cpu")) as session:
+        pool, limit = session._pool, session.ledger.budgets[Tier.DEVICE].limit_bytes
+        assert pool.capacity_bytes < MiB // 2
+        lane = session._lanes.compute
+        held = session._parameters.room(MiB // 2, lane, Tag.GRADIENTS)
+        assert session.ledger.used_bytes(Tier.DEVICE) <= limit
+        with pytest.raises(OutOfBudget, match="vram"):
+            session._parameters.room(MiB // 2, lane, Tag.GRADIENTS)
+        session._parameters.give(held, lane.record())
+        assert torch.isfinite(model(torch.randn(2, 64))).all()
