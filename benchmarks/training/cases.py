@@ -60,6 +60,12 @@ SUITES: dict[str, tuple[Case, ...]] = {
         _storm(vram="14GiB", micro_batch=2),
         *(Case(method=peer, micro_batch=2) for peer in ("fsdp2", "ramtorch")),
     ),
+    "fits": (  # nothing has to be streamed: all of it ends up on the device
+        Case(method="resident"),
+        _storm(step="forward", clip=True, warm_steps=6),
+        Case(method="resident", micro_batch=2),
+        _storm(step="forward", clip=True, warm_steps=6, micro_batch=2),
+    ),
     "big": (
         _storm(vram="16GiB", size="7b"),
         *(Case(method=peer, size="7b", limit_s=100) for peer in _PEERS),

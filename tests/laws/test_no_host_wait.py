@@ -55,17 +55,26 @@ def test_the_trace_shows_a_wait_where_there_is_one(tmp_path: Path) -> None:
     assert not waits(lambda _: x @ x, tmp_path)
 
 
+@pytest.mark.parametrize("mode", ["forward-clipped", "backward"])
+def test_no_host_wait_where_all_of_it_fits(tmp_path: Path, mode: str) -> None:
+    check("auto", tmp_path, mode, recompute=False, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("mode", ["forward", "forward-clipped", "forward-accumulated", "backward"])
 def test_no_host_wait_in_the_steady_loop(tmp_path: Path, mode: str, recompute: bool, dtype: torch.dtype) -> None:
+    check("32MiB", tmp_path, mode, recompute=recompute, dtype=dtype)
+
+
+def check(vram: str, folder: Path, mode: str, *, recompute: bool, dtype: torch.dtype) -> None:
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     model = Llama(blocks=12, width=256, recompute=recompute).to(dtype)
     optimizer = adamw(model)
     batches = [on(LLAMA.batch(number), device) for number in range(2 * STEPS)]
     step, _, extra = mode.partition("-")
-    with storm.stream(model, optimizer, vram="32MiB", device=str(device), step=step) as session:
+    with storm.stream(model, optimizer, vram=vram, device=str(device), step=step) as session:
 
         def run(number: int) -> None:
             for part in range(2 if extra == "accumulated" else 1):
@@ -75,5 +84,8 @@ def test_no_host_wait_in_the_steady_loop(tmp_path: Path, mode: str, recompute: b
             optimizer.step()
             optimizer.zero_grad()
 
-        found = waits(run, tmp_path)
+        found = waits(run, folder)
+        adam = session._adam
+        assert adam is not None
+        assert all((home.kept is not None) == (vram == "auto") for home in adam.homes)
     assert not found, f"{len(found)} waits: {sorted(set(found))}"
