@@ -413,7 +413,8 @@ def stream(
     ``kept``: so many units have their optimizer states kept on the device.
     """
     device = torch.device(device)
-    budget = tight(model) if vram == "tight" else vram
+    # On a GPU a quarter of the budget is planned for weights at first, and the plain twin is in the way of more.
+    budget = tight(model) * (4 if device.type == "cuda" else 1) if vram == "tight" else vram
     if kept and isinstance(budget, int):
         budget += 32 * sum(p.numel() + 512 for p in model.parameters())
     trial = Trial(delay=None if seed is None else jitter(device, seed), poison=seed is not None, kept=kept)

@@ -173,7 +173,7 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
             if attribute in _METADATA:
                 return func(*args, **kwargs)
             name = attribute if name == "__get__" else f"{attribute}_"
-        elif name in _METADATA:
+        elif name in _METADATA or name in ("backward", "grad"):  # the latter name parameters, and do not use them
             return func(*args, **kwargs)
         homes = _homes(args, kwargs)
         return _with_homes(func, name, homes, args, kwargs) if homes else func(*args, **kwargs)
