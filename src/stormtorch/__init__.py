@@ -1,21 +1,41 @@
 """STORM: train neural networks that do not fit in VRAM, in the PyTorch loop you already wrote."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .core.errors import LaneError, OutOfBudget, SettingError, StorageError, StormError
 
 if TYPE_CHECKING:
     from .api import Session, stream
+    from .loss import linear_cross_entropy
+    from .offload import OffloadedActivations, offload_activations
 
 __version__ = "0.1.0"
 
-__all__ = ["LaneError", "OutOfBudget", "Session", "SettingError", "StorageError", "StormError", "__version__", "stream"]
+__all__ = [
+    "LaneError",
+    "OffloadedActivations",
+    "OutOfBudget",
+    "Session",
+    "SettingError",
+    "StorageError",
+    "StormError",
+    "__version__",
+    "linear_cross_entropy",
+    "offload_activations",
+    "stream",
+]
+_HOMES = {
+    "OffloadedActivations": "offload",
+    "Session": "api",
+    "linear_cross_entropy": "loss",
+    "offload_activations": "offload",
+    "stream": "api",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Names that need torch are imported when they are asked for: `storm --help` answers without it."""
-    if name in ("Session", "stream"):
-        from . import api
-
-        return getattr(api, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,16 +15,16 @@ from torch import nn
 from .core.errors import OutOfBudget, SettingError, StormError
 from .core.sizes import round_up
 from .core.tags import Tag, Tier
-from .memory.device_pool import GRAIN, DevicePool
 from .memory.flags import Flags
 from .memory.host import HostArena, capacity_for
 from .memory.lane import Lane
 from .memory.lanes import open_lanes
 from .memory.ledger import open_ledger
 from .memory.page_lock import page_lock_for
+from .memory.pool import GRAIN, DevicePool
 from .memory.wait_meter import WaitMeter
 from .native.worker import open_worker
-from .observe.recorder import Recorder, Totals
+from .observe.recorder import Recorder, Totals, link_rates
 from .observe.report import Report, make_report
 from .streams.adam import AdamStream
 from .streams.adam_home import AdamHome
@@ -37,6 +37,7 @@ from .streams.optimizer import OptimizerStream, runs_as_adam
 from .streams.parameters import ParameterStream, Residence
 from .streams.partition import Partition, partition
 from .streams.placement import Placement, growth, place
+from .streams.saving import Saving, Surroundings, open_saving
 from .streams.settings import Settings, Trial
 from .streams.shares import Rates, device_share
 from .streams.torch_step import is_separable
@@ -105,6 +106,7 @@ class Session:
         self._model, self._settings = model, settings
         self._endings: list[Any] = []
         self.share_reason = ""
+        self.saving: Saving | None = None
         self.device = _device(settings.device)
         self.ledger = open_ledger(self.device, vram=settings.vram, ram=settings.ram)
         self._serial = settings.step == "serial"
@@ -193,11 +195,28 @@ class Session:
         self._adam: AdamStream | None = None
         self._endings.append(self._attachment.detach)
         self._attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
+        if settings.activations != "keep":
+            self._open_saving(model, found, settings.activations, trial)
         self._endings.append(self._drain)
         for parameter in found.left:
             parameter.data = parameter.data.to(self.device)
         if optimizer is not None:
             self._take_over(optimizer, found, images, flags, settings, trial)
+
+    def _open_saving(self, model: nn.Module, found: Partition, mode: str, trial: Trial) -> None:
+        around = Surroundings(
+            device=self.device,
+            lanes=self._lanes,
+            ledger=self.ledger,
+            page_lock=self._page_lock,
+            waits=self._waits,
+            lock=self._parameters.lock,
+            rates=lambda: link_rates(self.recorder.snapshot()),
+            limit_bytes=self.ledger.budgets[Tier.DEVICE].limit_bytes,
+        )
+        self.saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *found.left], trial)
+        self._attachment.saving = self.saving
+        self._endings.append(end)
 
     def _take_over(
         self,
@@ -323,6 +342,7 @@ class Session:
             placement=self.placement,
             pool_bytes=self._pool.capacity_bytes,
             share_reason=self.share_reason,
+            activation_reason=self.saving.reason if self.saving is not None else "",
             units=self.units,
             setup_s=self.setup_s,
             misses=self._parameters.misses,
@@ -381,7 +401,7 @@ class Session:
         states, kept = {}, 0
         if self._adam is not None:
             states = {h.unit.index: kept_bytes(h.unit, wide=wide) for h in self._adam.homes if h.kept is None}
-            kept = self._adam.there.kept_bytes
+            kept = self._adam.there.kept_bytes + self._adam.there.sets_bytes
         grown = growth(
             self.placement,
             pool_bytes=self._pool.capacity_bytes - kept,
@@ -401,7 +421,9 @@ class Session:
         left = self.ledger.free_bytes(Tier.DEVICE)
         if self.device.type == "cuda":  # activations are not in the ledger
             limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
-            left = min(left, limit - torch.cuda.memory_allocated(self.device))
+            begun = self._optimizer is not None and self._optimizer.steps > 0
+            used = torch.cuda.max_memory_allocated if begun else torch.cuda.memory_allocated
+            left = min(left, limit - used(self.device))
         size = round_up(size, GRAIN)
         if size > left:
             return False

@@ -314,6 +314,11 @@ def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trainable, **{"lr": 1e-2, "weight_decay": 0.1, "fused": True, **settings})
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Two roundings at most, the same on every device."""
+    return torch.optim.SGD(model.parameters(), lr=0.125, foreach=False)
+
+
 @functools.cache
 def roots_are_exact() -> bool:
     """Whether ``torch.sqrt`` rounds right here. With Intel's MKL it is off by one bit now and then, and so is every
@@ -406,18 +411,25 @@ def stream(
     step: str = "forward",
     seed: int | None = None,
     kept: int = 0,
+    room: int | None = None,
     **settings: Any,
 ) -> Session:
     """A session as the laws want it; with a ``seed``, delayed at random and poisoned.
 
-    ``kept``: so many units have their optimizer states kept on the device.
+    ``kept``: so many units have their optimizer states kept on the device. ``room``: what activations find there.
     """
     device = torch.device(device)
     # On a GPU a quarter of the budget is planned for weights at first, and the plain twin is in the way of more.
     budget = tight(model) * (4 if device.type == "cuda" else 1) if vram == "tight" else vram
     if kept and isinstance(budget, int):
         budget += 32 * sum(p.numel() + 512 for p in model.parameters())
-    trial = Trial(delay=None if seed is None else jitter(device, seed), poison=seed is not None, kept=kept)
+    trial = Trial(
+        delay=None if seed is None else jitter(device, seed),
+        poison=seed is not None,
+        kept=kept,
+        activation_room=room,
+        small_bytes=1,
+    )
     return Session(model, optimizer, Settings(vram=budget, device=str(device), step=step, **settings), trial=trial)
 
 

@@ -25,6 +25,7 @@ from .models import (
     gradients,
     one_thread,  # noqa: F401  # a fixture
     same,
+    sgd,
     stream,
 )
 
@@ -317,11 +318,6 @@ def play(scenario: Scenario, device: torch.device, *, look: bool, **settings: An
 
 def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Two roundings at most, the same on every device."""
-    return torch.optim.SGD(model.parameters(), lr=0.125, foreach=False)
 
 
 @pytest.mark.parametrize("scenario", [*ONE_BACKWARD, *MORE], ids=lambda scenario: scenario.__name__)

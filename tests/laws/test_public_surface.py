@@ -11,12 +11,15 @@ from stormtorch.cli.main import parser
 
 PUBLIC_NAMES = [
     "LaneError",
+    "OffloadedActivations",
     "OutOfBudget",
     "Session",
     "SettingError",
     "StorageError",
     "StormError",
     "__version__",
+    "linear_cross_entropy",
+    "offload_activations",
     "stream",
 ]
 FLAGS = {

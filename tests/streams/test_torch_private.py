@@ -111,3 +111,48 @@ def test_a_parameter_may_change_its_class() -> None:
         assert (parameter + 1).sum() == 4
     parameter.__class__ = nn.Parameter
     assert type(parameter) is nn.Parameter
+
+
+def test_the_hooks_in_force_are_known() -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert torch_private.innermost_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        hooks = torch_private.innermost_hooks()
+        assert hooks is not None
+        assert hooks[0] is pack
+
+
+def test_a_version_is_watched_without_keeping_the_memory() -> None:
+    tensor = torch.randn(1000)
+    before = tensor._version
+    probe = torch_private.VersionProbe(tensor)
+    assert tensor._version == before
+    assert not probe.changed
+    assert probe._shadow.untyped_storage().nbytes() == 0
+    tensor[3:5].mul_(2)
+    assert probe.changed
+
+
+def test_a_storage_is_known_by_itself() -> None:
+    tensor = torch.randn(10)
+    reference = torch_private.StorageReference(tensor.untyped_storage())
+    assert reference.key == tensor[2:].untyped_storage()._cdata
+    assert not reference.gone
+    del tensor
+    assert reference.gone
+
+
+def test_casts_of_weights_are_recognised() -> None:
+    seen: list[bool] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.is_made_from_weights(tensor))
+        return tensor
+
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True) * 2
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    assert sorted(seen) == [False, True]  # the input's cast, the weight's cast

@@ -67,6 +67,19 @@ class DeviceBlock:
         self._reservation.release()
 
 
+def bytes_for_graph(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes of torch's own allocator, for what belongs to the user's graph again: like every activation on the device,
+    they are not in the ledger."""
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of ``tensor``, which is shared, not copied."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
 class Slot:
     """One of a ring's equal pieces.
 

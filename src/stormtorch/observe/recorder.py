@@ -20,6 +20,17 @@ class Totals:
     step_ends_s: list[float] = field(default_factory=list)
 
 
+def link_rates(totals: Totals) -> tuple[float, float]:
+    """Bytes per second out and in, as the lanes have managed so far; 0 where nothing has moved yet."""
+
+    def rate(lane: str) -> float:
+        moved = sum(size for (name, _), size in totals.bytes.items() if name == lane)
+        busy_s = sum(seconds for (name, _), seconds in totals.busy_s.items() if name == lane)
+        return moved / busy_s if busy_s > 0 else 0.0
+
+    return rate("store"), rate("load")
+
+
 class Recorder:
     """A sink for lanes. Thread-safe."""
 

@@ -39,6 +39,7 @@ class Report:
     pool_bytes: int
     placement: Placement
     share_reason: str
+    activation_reason: str
 
     def __str__(self) -> str:
         lines = [
@@ -62,6 +63,8 @@ class Report:
         lines.append(f"pool {format_bytes(self.pool_bytes)} on the device: {self.placement.reason}")
         if self.share_reason:
             lines.append(f"optimizer: {self.share_reason}")
+        if self.activation_reason:
+            lines.append(f"activations: {self.activation_reason}")
         lines.append(
             f"peaks: device {format_bytes(self.device_peak_bytes)}, host {format_bytes(self.host_peak_bytes)}, "
             f"page-locked {format_bytes(self.pinned_bytes)}"
@@ -81,6 +84,7 @@ def make_report(
     placement: Placement,
     pool_bytes: int,
     share_reason: str,
+    activation_reason: str,
     units: list[Unit],
     setup_s: float,
     misses: int,
@@ -93,13 +97,6 @@ def make_report(
     spans = [b - a for a, b in itertools.pairwise(ends)]
     step_s = statistics.median(spans[1:] or spans) if spans else None
     steps = max(len(ends), 1)
-
-    def per_step(*lanes: str) -> dict[str, float]:
-        table: dict[str, float] = {}
-        for (name, tag), size in totals.bytes.items():
-            if name in lanes:
-                table[tag.value] = table.get(tag.value, 0.0) + size / steps
-        return table
 
     waits = {cause: seconds / steps for cause, seconds in totals.waits_s.items()}
     limits = {
@@ -118,8 +115,8 @@ def make_report(
         units=len(units),
         loads=loads,
         misses=misses,
-        bytes_in_per_step=per_step("load", "aside"),
-        bytes_out_per_step=per_step("store"),
+        bytes_in_per_step=_per_step(totals, steps, "load", "aside"),
+        bytes_out_per_step=_per_step(totals, steps, "store"),
         waits_s_per_step=waits,
         limits_s=limits,
         limited_by=limited_by,
@@ -131,4 +128,46 @@ def make_report(
         pool_bytes=pool_bytes,
         placement=placement,
         share_reason=share_reason,
+        activation_reason=activation_reason,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationReport:
+    """What became of activations, in all passes so far; ``str`` gives the text."""
+
+    steps: int
+    bytes_in_per_step: dict[str, float]
+    bytes_out_per_step: dict[str, float]
+    waits_s_per_step: dict[str, float]
+    pinned_bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        moved = (sum(table.values()) for table in (self.bytes_out_per_step, self.bytes_in_per_step))
+        out, back = (format_bytes(int(size)) for size in moved)
+        waits = ", ".join(f"{cause} {seconds:.4f} s" for cause, seconds in self.waits_s_per_step.items())
+        return (
+            f"passes {self.steps}; out {out}, in {back} each; {format_bytes(self.pinned_bytes)} page-locked\n"
+            f"activations: {self.reason}\ncompute waited each: {waits or 'nothing measured'}"
+        )
+
+
+def make_activation_report(totals: Totals, *, passes: int, ledger: Ledger, reason: str) -> ActivationReport:
+    steps = max(passes, 1)
+    return ActivationReport(
+        steps=passes,
+        bytes_in_per_step=_per_step(totals, steps, "load"),
+        bytes_out_per_step=_per_step(totals, steps, "store"),
+        waits_s_per_step={cause: seconds / steps for cause, seconds in totals.waits_s.items()},
+        pinned_bytes=ledger.pinned_bytes,
+        reason=reason,
+    )
+
+
+def _per_step(totals: Totals, steps: int, *lanes: str) -> dict[str, float]:
+    table: dict[str, float] = {}
+    for (name, tag), size in totals.bytes.items():
+        if name in lanes:
+            table[tag.value] = table.get(tag.value, 0.0) + size / steps
+    return table

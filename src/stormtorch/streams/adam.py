@@ -110,7 +110,7 @@ class AdamStream:
         assert source is not None
         if self.there.fits(home, source.nbytes):
             stays = grads.there is not None
-            home.waiting = Waiting(runs, grads.is_wide, source, stays, grads.stored, self._device_factor)
+            home.waiting = Waiting(runs, grads.is_wide, source, stays, grads.stored, grads.ready, self._device_factor)
             residence.outdated = False
             residence.updates += 1
             return
@@ -211,6 +211,8 @@ class AdamStream:
         if staged is None:
             self._update_at_home(home, waiting)
         else:
+            if waiting.ready is not None:
+                self._lanes.compute.wait(waiting.ready)  # backward may have run on another stream
             self._update_there(home, stay, staged, waiting.runs, waiting.wide, staged.parts[3], waiting.factor)
         home.waiting = None  # not before: an update that was interrupted before it began is still to be done
         return staged is not None
@@ -259,20 +261,32 @@ class AdamStream:
     ) -> None:
         lanes = self._lanes
         states = (staged.parts[0].view(torch.float32), staged.parts[1].view(torch.float32), staged.parts[2])
+        bound = [(run, bind(run, wide, stay.base, *states, grads, factor)) for run in runs]
+        done = 0
         try:
-            for run in runs:
-                adamw_(bind(run, wide, stay.base, *states, grads, factor), run.step)
+            for run, tensors in bound:
+                adamw_(tensors, run.step)
+                done += 1
         except BaseException:
-            # Interrupted, perhaps between two runs. What is at home is whole, unless the states are kept here: begin
-            # again from there.
-            self.there.give_back(home, staged, lanes.compute.record())
-            self._parameters.changed(home.unit, by_step=False)
+            # Between two runs. What is at home is whole: begin again from there. Unless the states are kept, and what
+            # was done is done: then the rest is still to do.
+            if home.kept is None or not done:
+                self.there.give_back(home, staged, lanes.compute.record())
+                self._parameters.changed(home.unit, by_step=False)
+                raise
+            del runs[:done]
+            self._send_home(home, stay, staged)
             raise
+        self._send_home(home, stay, staged)
+
+    def _send_home(self, home: AdamHome, stay: Stay, staged: Staged) -> None:
+        """What was updated there goes home."""
+        lanes = self._lanes
         lanes.store.wait(lanes.compute.record())
         lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER)
         self.there.updated(home, staged)
         assert home.event is not None
-        stay.uses.append(home.event)
+        stay.uses[:] = [*(event for event in stay.uses if not event.done()), home.event]
         self._parameters.updated_in_place(home.unit, stay)
 
     def forget(self) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..memory.device_pool import Piece
 from ..memory.flags import Flag
 from ..memory.lane import Event
+from ..memory.pool import Piece
 from ..native.update import AdamStep, AdamTensors
 from .unit import Place, Unit
 
@@ -85,6 +85,7 @@ class Waiting:
     grads: torch.Tensor  # at home, unless they have stayed where the update happens
     there: bool
     stored: Event | None
+    ready: Event | None  # when compute has made gradients that stay there
     factor: torch.Tensor | None  # on the device
 
 

@@ -11,10 +11,11 @@ before anything else."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..core.errors import StormError
+from .activations import Note
 from .fetch import Fetch, Token
 from .gradients import GradientStream
 from .home import HomeParameter, HomeView, home_view
@@ -30,6 +32,7 @@ from .lock import locked
 from .optimizer import OptimizerStream
 from .parameters import ParameterStream, Stay
 from .partition import Entry
+from .saving import Saving
 from .torch_private import in_backward, saved_tensor_hooks_active, without_torch_function
 from .unit import Place, Unit
 
@@ -96,6 +99,7 @@ class Attachment:
         self._model, self._entries, self._units = model, entries, units
         self._parameters, self._gradients = parameters, gradients
         self.optimizer: OptimizerStream | None = None
+        self.saving: Saving | None = None  # what becomes of activations; None: they are kept
         self._passes = Passes()
         self._twins: dict[int, dict[int, torch.Tensor]] = {}  # unit -> place -> twin with a graph, for this pass
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
@@ -182,7 +186,7 @@ class Attachment:
             self._clean()
             self._begin(module, entry)
             if not saved_tensor_hooks_active():
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._parameters.pack, self._parameters.unpack)
+                hooks = self._hooks()
             if self.device.type != "cpu":
                 args, kwargs = _pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
         installed = Installed(entry) if entry is not None else None
@@ -200,6 +204,25 @@ class Attachment:
                 return result
         finally:
             self._end_call(depth, kept, outermost and not in_graph)
+
+    @contextlib.contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Autograd's saved tensors go through us: weights become notes, activations are arranged."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            if self.saving is None or not torch.is_grad_enabled():
+                yield
+            else:
+                with self.saving.passing(self._pack):
+                    yield
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        saved = self._parameters.pack(tensor)
+        return saved if saved is not tensor or self.saving is None else self.saving.pack(tensor)
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, Note) and self.saving is not None:
+            return self.saving.unpack(saved)
+        return self._parameters.unpack(saved)
 
     @locked
     def _end_call(self, depth: int, kept: int, ends_pass: bool) -> None:

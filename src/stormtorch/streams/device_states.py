@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ..core.tags import Tag
-from ..memory.device_pool import GRAIN, Piece
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
+from ..memory.pool import GRAIN, Piece
 from ..memory.wait_meter import WaitMeter
 from .adam_home import AdamHome, Staged, states_of
 from .parameters import ParameterStream
@@ -47,6 +47,7 @@ class DeviceStates:
         self.share_now = 0.0
         self._sets: deque[tuple[list[Piece], Event]] = deque()
         self._sets_out = 0
+        self._set_sizes = [0, 0, 0, 0]
 
     # --- what goes where
 
@@ -59,21 +60,34 @@ class DeviceStates:
         passing = [home for home in self.homes if home.kept is None]
         if part and passing:
             self._open_sets([home.unit for home in passing], room_bytes)
+        else:
+            self._close_sets()
         some = len(self._sets) + self._sets_out > 0
         due = 0.0
         for home in passing:
+            sizes = zip(states_of(home.unit, wide=False), self._set_sizes, strict=True)
             due += part
-            home.on_device = some and due >= 1 - 1e-9
+            home.on_device = some and due >= 1 - 1e-9 and all(size <= room for size, room in sizes)
             due -= home.on_device
 
     def _open_sets(self, units: list[Unit], room_bytes: int) -> None:
-        sizes = [max(sizes) for sizes in zip(*(states_of(unit, wide=False) for unit in units), strict=True)]
+        sizes = self._set_sizes
+        if not self._sets and not self._sets_out:
+            sizes = [max(sizes) for sizes in zip(*(states_of(unit, wide=False) for unit in units), strict=True)]
+            self._set_sizes = sizes
         count = min(_SETS, room_bytes // (sum(sizes) + 4 * GRAIN))
         while len(self._sets) + self._sets_out < count:
             pieces = self._room(sizes)
             if pieces is None:
                 return
             self._sets.append((pieces, self._lanes.aside.record()))
+
+    def _close_sets(self) -> None:
+        """Return the sets that are not in use to the pool."""
+        while self._sets:
+            pieces, last_use = self._sets.popleft()
+            for piece in pieces:
+                self._parameters.give(piece, last_use)
 
     def keep(self, indices: Iterable[int], *, wide: bool) -> None:
         """Keep the states of these units on the device, as far as there is room, and update them there.
@@ -89,6 +103,11 @@ class DeviceStates:
                 self.unstage(home)
                 home.kept = Staged(pieces, [piece.bytes for piece in pieces], self._lanes.aside.record())
                 home.on_device, home.fresh, home.dirty = True, False, False
+
+    @property
+    def sets_bytes(self) -> int:
+        """What of the pool states pass through."""
+        return (len(self._sets) + self._sets_out) * (sum(self._set_sizes) + 4 * GRAIN)
 
     @property
     def kept_bytes(self) -> int:
@@ -119,14 +138,17 @@ class DeviceStates:
     def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
         """The bytes on the device where ``size`` bytes of the unit's gradients stay until the update, if it is kept."""
         kept = self.homes[unit.index].kept
-        return kept.parts[3][:size] if kept is not None and size <= kept.parts[3].nbytes else None
+        if kept is None or size > kept.parts[3].nbytes:
+            return None
+        self._lanes.compute.wait(kept.loaded)  # and so for whoever had these bytes before
+        return kept.parts[3][:size]
 
     def fits(self, home: AdamHome, grad_bytes: int) -> bool:
         """Whether an update on the device has room for that much of gradients; those of several micro-batches are wider
         than what passes through."""
         if home.kept is not None:
             return grad_bytes <= home.kept.parts[3].nbytes
-        return home.on_device and grad_bytes <= max(other.unit.grad_bytes for other in self.homes)
+        return home.on_device and grad_bytes <= self._set_sizes[3]
 
     def stage(self, home: AdamHome, distance: float) -> bool:
         """Load what an update there will need; False if there is no room yet."""
@@ -143,19 +165,23 @@ class DeviceStates:
         copies = [(piece.bytes[: part.nbytes], part) for piece, part in zip(pieces, parts, strict=False)]
         if waiting is not None and not waiting.there:
             copies.append((pieces[3].bytes[: waiting.grads.nbytes], waiting.grads))
+        sizes = states_of(home.unit, wide=False)[:3] + ([waiting.grads.nbytes] if waiting is not None else [])
+        there = [piece.bytes[:size] for piece, size in zip(pieces, sizes, strict=False)]
+        if home.kept is not None and not copies:
+            home.staged = Staged(pieces, there, home.kept.loaded)
+            return True
         try:
-            if copies:
-                lane.wait(last_use)
-                self._gate(home.unit, lane)
-                if waiting is not None and waiting.stored is not None:
-                    lane.wait(waiting.stored)
+            lane.wait(last_use)
+            self._gate(home.unit, lane)
+            if waiting is not None and waiting.stored is not None:
+                lane.wait(waiting.stored)
             for target, source in copies:
                 if source.nbytes:
                     lane.copy(target, source, Tag.OPTIMIZER)
-        finally:  # also if interrupted: then given back unused
-            sizes = states_of(home.unit, wide=False)[:3] + ([waiting.grads.nbytes] if waiting is not None else [])
-            there = [piece.bytes[:size] for piece, size in zip(pieces, sizes, strict=False)]
-            home.staged = Staged(pieces, there, lane.record())
+        except BaseException:
+            self._no_longer_staged(home, Staged(pieces, there, lane.record()))
+            raise
+        home.staged = Staged(pieces, there, lane.record())
         return True
 
     def staged(self, home: AdamHome) -> Staged | None:
@@ -201,7 +227,12 @@ class DeviceStates:
         """Forget what was loaded ahead."""
         if home.staged is not None:
             staged, home.staged = home.staged, None
-            self.give_back(home, staged, staged.loaded)
+            self._no_longer_staged(home, staged)
+
+    def _no_longer_staged(self, home: AdamHome, staged: Staged) -> None:
+        if home.kept is not None:
+            home.kept.loaded = staged.loaded
+        self.give_back(home, staged, staged.loaded)
 
     def write_back(self, home: AdamHome) -> None:
         """Block until home memory has the kept states; user code may change them there."""

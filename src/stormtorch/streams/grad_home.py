@@ -31,6 +31,7 @@ class GradHome:
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     stored: Event | None = None
     there: torch.Tensor | None = None  # the gradients, on the device; home memory has nothing of them yet
+    ready: Event | None = None  # when compute has made those
     bring: Callable[[GradHome], None] = lambda _home: None  # sends them home
     arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
     partial: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # by pass and place: more uses to come

@@ -21,9 +21,9 @@ import torch
 
 from ..core.errors import StormError
 from ..core.tags import Tag
-from ..memory.device_pool import Piece
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
+from ..memory.pool import Piece
 from ..memory.wait_meter import WaitMeter
 from .fetch import Token
 from .grad_home import GradHome
@@ -187,7 +187,7 @@ class GradientStream:
             self._let_go_of_views(home, index)
         home.present, home.is_wide = set(here), to_wide
         home.norms = dict(zip(here, norms, strict=True))
-        home.there = bucket
+        home.there, home.ready = bucket, lanes.compute.record()
         grads.clear()
         if self.update_here(home, bucket):
             home.there = None
@@ -208,7 +208,8 @@ class GradientStream:
         assert target is not None
         assert bucket is not None
         self._gate(home.unit, lanes.store)  # the worker may still be reading the gradients of the step before
-        lanes.store.wait(lanes.compute.record())
+        assert home.ready is not None
+        lanes.store.wait(home.ready)
         lanes.store.copy(target, bucket, Tag.GRADIENTS)
         home.arrivals += 1
         lanes.store.write_flag(home.arrived, home.arrivals)
@@ -217,10 +218,12 @@ class GradientStream:
     def _bucket(self, size: int) -> torch.Tensor:
         """Bytes for a unit's gradients, with compute waiting for their last use. One at a time; see ``_release``."""
         self._ensure_buckets()
-        self._wide_bucket, self._taken = None, True
+        self._wide_bucket = None
         if size > self._buckets[0][0].size:
             self._wide_bucket = self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS)
+            self._taken = True
             return self._wide_bucket.bytes
+        self._taken = True
         piece, last_use = self._buckets[0]
         if last_use is not None:
             self._waits.wait(last_use, "buckets")
@@ -259,6 +262,8 @@ class GradientStream:
         earlier = self._parameters.room(source.nbytes, lane, Tag.GRADIENTS)
         uses = []
         if home.there is not None:
+            assert home.ready is not None
+            lane.wait(home.ready)
             earlier.bytes.copy_(source)  # the bucket is in the same place, perhaps in another form
         else:
             if home.stored is not None:

@@ -190,7 +190,8 @@ def _with_homes(
         # home memory is brought home.
         if not written:
             return func(*_exchanged(args, _there), **_exchanged(dict(kwargs), _there))
-        args, kwargs = _exchanged(args, _here), _exchanged(dict(kwargs), _here)
+        if not _any_on_device([_target(args, kwargs)]):  # of both kinds: torch says what is wrong with that
+            args, kwargs = _exchanged(args, _here), _exchanged(dict(kwargs), _here)
     return _on_home(func, name, homes, written, args, kwargs)
 
 
@@ -200,10 +201,17 @@ def _written(
     """Those of ``homes`` that the function changes, or gives others the means to change."""
     if not _writes(name, kwargs):
         return []
-    if name in _EXPOSING or "out" in kwargs:
+    if name in _EXPOSING:
         return homes
-    target = args[0] if args else next(iter(kwargs.values()), None)
+    target = _target(args, kwargs)
     return [home for home in homes if home is target or _is_in(home, target)]
+
+
+def _target(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function that writes writes to."""
+    if "out" in kwargs:
+        return kwargs["out"]
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _on_home(

@@ -222,6 +222,7 @@ class OptimizerStream:
         mine = self._consumable(home) if self._adam.homes[home.unit.index].on_device else None
         if mine is None:
             return False
+        self._heed_state(home.unit)
         if not self._adam.update_here(home, bucket, mine):
             return False
         self._note_change(home, mine)

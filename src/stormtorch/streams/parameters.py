@@ -24,10 +24,10 @@ import torch
 from ..core.errors import OutOfBudget, StaleGraph
 from ..core.sizes import format_bytes
 from ..core.tags import Tag, Tier
-from ..memory.device_pool import DevicePool, Piece
 from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
 from ..memory.ledger import Ledger
+from ..memory.pool import DevicePool, Piece
 from ..memory.wait_meter import WaitMeter
 from .lock import locked
 from .order import Order

@@ -112,6 +112,17 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
     return Partition(units, [entry for entry in entries if entry.uses], list(left.values()))
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The elements of the model's lists of modules, outermost lists first; those inside of blocks are not looked at."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(model, _LISTS) and _has_lists(model) and not isinstance(child, _LISTS):
+            found.append(child)
+        else:
+            found += blocks_of(child)
+    return [block for block in found if any(True for _ in block.parameters())]
+
+
 def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate]:
     """In the order of the model; together they cover every parameter of ``module`` once."""
     if any(p is not None for p in module._parameters.values()):

@@ -62,6 +62,11 @@ def place(
     )
 
 
+def headroom(limit_bytes: int) -> int:
+    """What is left alone of a budget when the rest is given away: steps are not all alike."""
+    return max(256 * MiB, min(limit_bytes // 50, GiB))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Growth:
     """What is done with device memory that activations have turned out to leave.
@@ -88,7 +93,7 @@ def growth(
     First room for weights, in steps worth the trouble; when all of them fit, for optimizer states, unit by unit:
     ``state_bytes`` has what each one takes that is not there yet.
     """
-    spare = min(limit_bytes - peak_bytes, free_bytes) - max(256 * MiB, min(limit_bytes // 50, GiB))
+    spare = min(limit_bytes - peak_bytes, free_bytes) - headroom(limit_bytes)
     missing = max(0, placement.whole_bytes - pool_bytes)
     if spare < missing:
         return Growth(pool_bytes=spare if spare >= step_bytes else 0, keep=[])

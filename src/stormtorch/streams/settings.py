@@ -12,7 +12,7 @@ from ..core.errors import SettingError
 from ..memory.lane import Delay
 
 STEPS = ("auto", "backward", "forward", "serial")
-ACTIVATIONS = ("auto", "keep")
+ACTIVATIONS = ("auto", "keep", "offload", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,7 @@ class Settings:
         if self.step not in STEPS:
             raise SettingError(f"step={self.step!r} cannot be meant. Accepted: {_listed(STEPS)}.")
         if self.activations not in ACTIVATIONS:
-            raise SettingError(
-                f"activations={self.activations!r} is not available. Accepted: {_listed(ACTIVATIONS)} (activations are "
-                "kept; use torch.utils.checkpoint to recompute them)."
-            )
+            raise SettingError(f"activations={self.activations!r} cannot be meant. Accepted: {_listed(ACTIVATIONS)}.")
         if self.master_dtype not in (None, torch.float32):
             raise SettingError(f"master_dtype={self.master_dtype!r} cannot be meant. Accepted: torch.float32 or None.")
         if self.disk is not None:
@@ -54,6 +51,8 @@ class Trial:
     poison: bool = False
     device_share: float | None = None  # of the optimizer's work, instead of the automatic choice
     kept: int = 0  # units whose optimizer states are kept on the device from the beginning
+    activation_room: int | None = None  # bytes of the device that activations seem to find; None: as many as there are
+    small_bytes: int | None = None  # activations of less than that stay where they are
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def current_pass() -> int:
@@ -48,7 +49,56 @@ def saved_tensor_hooks_active() -> bool:
     them.
     """
     private: Any = torch._C._autograd
-    return not private._saved_tensors_hooks_is_enabled() or private._top_saved_tensors_default_hooks(True) is not None
+    return not private._saved_tensors_hooks_is_enabled() or innermost_hooks() is not None
 
 
+def innermost_hooks() -> tuple[Any, Any] | None:
+    """The saved-tensor hooks, pack and unpack, that are in force on this thread."""
+    private: Any = torch._C._autograd
+    hooks: tuple[Any, Any] | None = private._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+class VersionProbe:
+    """Tells whether a tensor, or anything that shares its memory, has been changed in place since; keeps no memory."""
+
+    __slots__ = ("_at", "_shadow")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._at = tensor._version
+        self._shadow = tensor.detach()
+        autograd: Any = torch.autograd
+        with autograd._unsafe_preserve_version_counter(tensor):
+            self._shadow.set_()  # type: ignore[call-overload]  # empty, with the same counter
+
+    @property
+    def changed(self) -> bool:
+        return self._shadow._version != self._at
+
+
+class StorageReference:
+    """A weak reference to a storage. While it lives, ``key`` is no other storage's, as an address would be."""
+
+    __slots__ = ("_reference", "key")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.key: int = storage._cdata
+        self._reference = StorageWeakRef(storage)
+
+    @property
+    def gone(self) -> bool:
+        return bool(self._reference.expired())
+
+
+def is_made_from_weights(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, as a saved-tensor hook sees it, is a leaf's value, cast or viewed: autocast makes those."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in _CASTS_AND_VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and (node.name().endswith("AccumulateGrad") or node.name() == "FetchBackward")
+
+
+_CASTS_AND_VIEWS = frozenset(
+    f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "AsStrided")
+)
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass

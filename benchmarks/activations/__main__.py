@@ -1,0 +1,82 @@
+"""``python -m benchmarks.activations GROUP --commit HASH --out FOLDER``: every way to hold activations, each case in a
+process of its own with a time limit; one table at the end.
+
+What a case could not do, for want of memory or time, stands in the table as its result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from .cases import GROUPS, OURS, SEARCHED, Planned, tiny
+from .results import Row, text_of, write
+from .runner import Runner
+
+_MOST = 256  # sequences in a micro-batch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.activations", description=__doc__)
+    parser.add_argument("group", choices=GROUPS, metavar="GROUP", help=f"one of {', '.join(GROUPS)}")
+    parser.add_argument("--commit", required=True, metavar="HASH", help="what to write down as the commit")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="for GROUP.md, .json and .log")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="only these of the group")
+    parser.add_argument("--vram", metavar="SIZE", help="budget of the storm cases that would take a peer's peak")
+    parser.add_argument("--steps", type=int, metavar="N", help="measured steps, after two warm ones (default: 5)")
+    parser.add_argument("--limit", type=float, metavar="S", help="seconds that a case, or a search, may take")
+    parser.add_argument("--trace", action="store_true", help="also write a small timeline of a step of every case")
+    parser.add_argument("--tiny", action="store_true", help="on the CPU: shows that it runs, not how fast")
+    options = parser.parse_args()
+    known = dict.fromkeys(planned.case.method for planned in GROUPS[options.group])
+    wanted = set(options.methods or known)
+    if wanted - known.keys():
+        unknown = ", ".join(sorted(wanted - known.keys()))
+        parser.error(f"{options.group} has no method {unknown}. It has {', '.join(known)}.")
+    plan = [planned for planned in GROUPS[options.group] if planned.case.method in wanted]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the case running ends too
+    return _all([_set(planned, options) for planned in plan], options)
+
+
+def _set(planned: Planned, options: argparse.Namespace) -> Planned:
+    """The case with what the command line says about every case."""
+    planned = tiny(planned) if options.tiny else planned
+    given = {"steps": options.steps, "limit_s": options.limit}
+    if planned.at_peak_of and options.vram:
+        planned, given = replace(planned, at_peak_of=""), given | {"vram": options.vram}
+    return replace(planned, case=replace(planned.case, **{name: v for name, v in given.items() if v is not None}))
+
+
+def _all(plan: list[Planned], options: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    command = " ".join(["benchmarks.activations", *sys.argv[1:]])
+    about = {"group": options.group, "commit": options.commit, "command": command}
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = options.out / f"{options.group}.log"
+    log.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(folder=Path(folder), log=log, traces=options.out if options.trace else None)
+        for planned in plan:
+            if options.group in SEARCHED:
+                rows.append(runner.search(planned.case, most=2 if options.tiny else _MOST))
+            else:
+                rows.append(runner.at_peak(planned, rows))
+            write(rows, about, options.out)  # after every case: a run that is cut short leaves what it has
+    about = {"machine": _machine(), **about}
+    write(rows, about, options.out)
+    print(text_of(rows, about))
+    return int(any(row.result.failed and row.result.case.method in OURS for row in rows))
+
+
+def _machine() -> str:
+    from benchmarks.micro.rows import machine  # imports torch, which must not hold the GPU while the cases run
+
+    return machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

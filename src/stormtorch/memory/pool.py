@@ -1,0 +1,247 @@
+"""Memory that is taken in large blocks and handed out in pieces of any size, with reuse gated by events.
+
+The device's pool is what makes ``vram`` hard: everything that STORM keeps on the device lies in it, whatever the host's
+run-ahead. A piece that is given back carries the events of its last uses; whoever gets the same bytes next waits for
+them in its own lane, never on the host. Pieces may be given back by finalizers, on any thread and in the middle of
+any call, so `give` only puts them aside and `take` sorts them in.
+
+Why not a ring of equal slots (`SlotRing`): an embedding can be five times as large as a block, and every slot would
+have to be as large as the largest unit."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import torch
+
+from ..core.errors import OutOfBudget
+from ..core.sizes import MiB, format_bytes, round_down, round_up
+from ..core.tags import Tag, Tier
+from .alias import alias
+from .device import DeviceBlock
+from .extents import Extents
+from .host import HostArena
+from .lane import Event, Lane
+from .ledger import Ledger
+from .limits import page_lock_limit
+from .page_lock import PageLock
+
+_HOST_STEP = 64 * MiB  # small pieces share an allocation
+GRAIN = 512  # what torch's CUDA allocator aligns to: kernels then choose as they would for its own tensors
+
+
+class Piece:
+    """Bytes of a pool. ``bytes`` may be used by the lane that took it, until ``DevicePool.give``."""
+
+    __slots__ = ("block", "bytes", "offset", "size")
+
+    def __init__(self, block: _Block, offset: int, size: int) -> None:
+        self.block, self.offset, self.size = block, offset, size
+        self.bytes = block.memory.tensor()[offset : offset + size]
+
+    def tensor(self, dtype: torch.dtype, count: int, *, offset: int = 0) -> torch.Tensor:
+        """``count`` elements that start ``offset`` bytes into the piece."""
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+class Memory(Protocol):
+    """What a block is made of."""
+
+    size: int
+
+    def tensor(self) -> torch.Tensor:
+        """All of it, as bytes."""
+
+    def close(self) -> None:
+        """Return it."""
+
+
+class _Block:
+    """One allocation of the pool: its memory, what is free of it, and which uses of free bytes may still be running."""
+
+    def __init__(self, memory: Memory, fresh: Event | None) -> None:
+        self.memory = memory
+        self.extents = Extents(memory.size, grain=GRAIN)
+        self.uses: list[tuple[int, int, Event]] = [] if fresh is None else [(0, memory.size, fresh)]
+
+    def gates(self, start: int, end: int) -> list[Event]:
+        """The events that ``[start, end)`` has to wait for.
+
+        Whoever takes the range waits for them, so what comes after needs the taker's own last use only.
+        """
+        touching = [event for first, last, event in self.uses if first < end and start < last]
+        kept: list[tuple[int, int, Event]] = []
+        for first, last, event in self.uses:
+            if first >= end or last <= start:
+                kept.append((first, last, event))
+                continue
+            if first < start:
+                kept.append((first, start, event))
+            if last > end:
+                kept.append((end, last, event))
+        self.uses = kept
+        return touching
+
+
+class Pool(ABC):
+    """``capacity_bytes`` of one kind of memory. Used by one thread at a time, except for ``give``."""
+
+    def __init__(self, *, ledger: Ledger, tag: Tag, poison: Lane | None = None) -> None:
+        """Empty at first; see ``grow``. ``poison`` fills every piece with NaN behind its last use, for tests."""
+        self._ledger, self._tag, self._poison = ledger, tag, poison
+        self._blocks: list[_Block] = []
+        self._returned: deque[tuple[Piece, tuple[Event, ...]]] = deque()
+
+    @abstractmethod
+    def grow(self, size: int) -> None:
+        """Take ``size`` more bytes, in whole grains; raises OutOfBudget if the ledger or the system refuses."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        return sum(block.memory.size for block in self._blocks)
+
+    @property
+    def taken_bytes(self) -> int:
+        self._sort_in()
+        return sum(block.extents.taken_bytes for block in self._blocks)
+
+    def take(self, size: int, lane: Lane) -> Piece | None:
+        """``size`` bytes, with ``lane`` waiting for the last uses of them; None while no hole is large enough."""
+        self._sort_in()
+        for block in self._blocks:
+            offset = block.extents.take(size, GRAIN)
+            if offset is not None:
+                for event in block.gates(offset, offset + size):
+                    lane.wait(event)
+                return Piece(block, offset, size)
+        return None
+
+    def give(self, piece: Piece, *last_uses: Event) -> None:
+        """Make the piece free behind ``last_uses``. Returns at once; safe in a finalizer."""
+        self._returned.append((piece, last_uses))
+
+    def check(self) -> None:
+        """Assert that free and taken pieces tile the blocks."""
+        self._sort_in()
+        for block in self._blocks:
+            block.extents.check()
+
+    def close(self) -> None:
+        """Wait for the last uses, then return the memory. Pieces still out keep their bytes, uncharged."""
+        self._sort_in()
+        try:
+            for block in self._blocks:
+                for _, _, event in block.uses:
+                    event.synchronize()
+        finally:
+            for block in self._blocks:
+                block.memory.close()
+            self._blocks.clear()
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            piece, last_uses = self._returned.popleft()
+            if self._poison is not None:
+                for event in last_uses:
+                    self._poison.wait(event)
+                self._poison.fill(piece.bytes, 0xFF)
+                last_uses = (self._poison.record(),)
+            block = piece.block
+            block.uses = [use for use in block.uses if not use[2].done()]
+            block.uses += [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
+            block.extents.give(piece.offset, piece.size)
+
+
+class DevicePool(Pool):
+    """Memory of the device that computes."""
+
+    def __init__(
+        self, device: torch.device, *, ledger: Ledger, tag: Tag, compute: Lane, poison: Lane | None = None
+    ) -> None:
+        super().__init__(ledger=ledger, tag=tag, poison=poison)
+        self.device, self._compute = device, compute
+        self._gone: deque[weakref.ref[Any]] = deque()  # aliases whose last tensor has been dropped
+        self._lent: dict[int, tuple[weakref.ref[Any], Piece, list[Event], set[Hashable]]] = {}
+
+    def grow(self, size: int) -> None:
+        memory = DeviceBlock(self.device, round_down(size, GRAIN), ledger=self._ledger, tag=self._tag)
+        # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
+        self._blocks.append(_Block(memory, self._compute.record()))
+
+    def lend(self, piece: Piece, uses: list[Event], places: set[Hashable]) -> torch.Tensor:
+        """The piece under a storage of its own; it returns by itself when no tensor over that storage is left.
+
+        It is free then behind ``uses``, and behind what was queued at ``places`` of compute; both may grow until then.
+        """
+        tensor, reference = alias(piece.bytes, self._gone)
+        self._lent[id(reference)] = (reference, piece, uses, places)
+        return tensor
+
+    def _sort_in(self) -> None:
+        while self._gone:
+            _, piece, uses, places = self._lent.pop(id(self._gone[0]))
+            self.give(piece, *(self._compute.record_at(place) for place in places), *uses)
+            self._gone.popleft()
+        super()._sort_in()
+
+
+class HostPool(Pool):
+    """Page-locked RAM for what leaves the device for a while. Grows by itself, up to the budget; nothing is rounded up.
+
+    The same sizes are asked for in every step, so that it stops growing after the first one or two."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        tag: Tag,
+        page_lock: PageLock | None,
+        pageable: bool = False,
+        poison: Lane | None = None,
+    ) -> None:
+        """``pageable``: memory that could not be page-locked will do."""
+        super().__init__(ledger=ledger, tag=tag, poison=poison)
+        self._page_lock, self._pageable = page_lock, pageable or page_lock is None
+
+    def grow(self, size: int) -> None:
+        arena = HostArena(round_up(size, GRAIN), ledger=self._ledger, tag=self._tag, page_lock=self._page_lock)
+        if not arena.pinned and not self._pageable:
+            arena.close()
+            raise OutOfBudget(
+                f"Cannot page-lock {format_bytes(size)} more of RAM for {self._tag.name}",
+                f"{format_bytes(self._ledger.pinned_bytes)} are page-locked already",
+                f"The limit is {page_lock_limit()}.",
+                'Raise it, or use activations="recompute".',
+            )
+        self._blocks.append(_Block(_HostBlock(arena), None))
+
+    def room(self, size: int, lane: Lane) -> Piece:
+        """``size`` bytes, with ``lane`` waiting for their last uses; raises OutOfBudget if RAM is short."""
+        piece = self.take(size, lane)
+        if piece is None:
+            least = round_up(size, GRAIN)
+            free = round_down(self._ledger.free_bytes(Tier.HOST), GRAIN)
+            self.grow(max(least, min(_HOST_STEP, free)))  # asks for the least if that is too much: the error names it
+            piece = self.take(size, lane)
+        assert piece is not None
+        return piece
+
+
+class _HostBlock:
+    """An arena, all of it."""
+
+    def __init__(self, arena: HostArena) -> None:
+        self._arena, self.size = arena, arena.capacity_bytes
+        self._bytes: torch.Tensor | None = arena.tensor((self.size,), torch.uint8)
+
+    def tensor(self) -> torch.Tensor:
+        assert self._bytes is not None
+        return self._bytes
+
+    def close(self) -> None:
+        self._bytes = None
+        self._arena.close()

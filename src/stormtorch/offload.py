@@ -1,0 +1,137 @@
+"""`offload_activations`: for a model that fits on the device, but whose activations do not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from .core.errors import SettingError, StormError
+from .core.tags import Tier
+from .memory.lanes import open_lanes
+from .memory.ledger import Ledger, open_ledger
+from .memory.limits import usable_device
+from .memory.page_lock import page_lock_for
+from .memory.wait_meter import WaitMeter
+from .observe.recorder import Recorder, link_rates
+from .observe.report import ActivationReport, make_activation_report
+from .streams.saving import Surroundings, open_saving
+from .streams.settings import ACTIVATIONS, Trial
+
+
+def offload_activations(
+    model: nn.Module | None = None,
+    *,
+    mode: str = "auto",
+    vram: object = "auto",
+    ram: object = "auto",
+    device: torch.device | str = "auto",
+) -> OffloadedActivations:
+    """Use it around forward, of any number of steps; backward comes after::
+
+        activations = storm.offload_activations(model, vram="8GiB")
+        for batch in loader:
+            with activations:
+                loss = model(batch)
+            loss.backward()
+
+    ``mode``: "offload" sends what autograd saves to RAM, "recompute" runs blocks again in backward, "auto" keeps,
+    offloads and recomputes, whichever is fastest within ``vram``; that is for all that this process has on the device.
+    Without ``model`` there are no blocks to recompute, and the mode is "offload".
+    """
+    return OffloadedActivations(model, mode, vram, ram, device)
+
+
+class OffloadedActivations:
+    """A context in which activations are arranged. Enter it as often as you like; ``close`` it in the end."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        mode: str,
+        vram: object,
+        ram: object,
+        device: torch.device | str,
+        *,
+        trial: Trial = Trial(),  # noqa: B008
+    ) -> None:
+        if model is None and mode == "auto":
+            mode = "offload"
+        if mode not in ACTIVATIONS or (model is None and mode == "recompute"):
+            needs = ' ("recompute" needs the model)' if model is None else ""
+            raise SettingError(f"mode={mode!r} cannot be meant{needs}. Accepted: {', '.join(map(repr, ACTIVATIONS))}.")
+        self._closed = False
+        self._context: contextlib.ExitStack | None = None
+        self.device = _device_of(model, device)
+        self.ledger: Ledger = open_ledger(self.device, vram=vram, ram=ram)
+        limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
+        if vram == "auto" and self.device.type == "cuda":
+            limit += torch.cuda.memory_allocated(self.device)  # "auto" is what was free when asked
+        self.recorder = Recorder()
+        self._lanes = open_lanes(self.device, sink=self.recorder, delay=trial.delay)
+        self._waits = WaitMeter(self._lanes.compute, self.recorder)
+        around = Surroundings(
+            device=self.device,
+            lanes=self._lanes,
+            ledger=self.ledger,
+            page_lock=page_lock_for(self.device),
+            waits=self._waits,
+            lock=threading.RLock(),
+            rates=lambda: link_rates(self.recorder.snapshot()),
+            limit_bytes=limit,
+        )
+
+        def weights() -> list[torch.Tensor]:
+            return [*model.parameters(), *model.buffers()] if model is not None else []
+
+        self.saving, self._end = open_saving(model, mode, around, weights, trial)
+
+    def report(self) -> ActivationReport:
+        """What was done so far and why, as data; ``print`` it for text. Waits for nothing."""
+        self._waits.emit()
+        return make_activation_report(
+            self.recorder.snapshot(), passes=self.saving.passes, ledger=self.ledger, reason=self.saving.reason
+        )
+
+    def __enter__(self) -> Self:
+        if self._closed:
+            raise StormError("This was closed. Call storm.offload_activations again.")
+        if self._context is not None:
+            raise StormError("This context is in use already; it cannot be entered inside of itself.")
+        with contextlib.ExitStack() as stack:
+            if torch.is_grad_enabled():
+                saving: Any = self.saving
+                self._pack = saving.pack
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, saving.unpack))
+                stack.enter_context(saving.passing(self._pack))
+            self._context = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(kind, error, at)
+
+    def close(self) -> None:
+        """Make the model ordinary again and return the memory. Graphs that are still open cannot be run any more."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._lanes.synchronize()
+        finally:
+            self._end()
+            self._lanes.close()
+
+
+def _device_of(model: nn.Module | None, device: torch.device | str) -> torch.device:
+    if device != "auto":
+        return usable_device(device)
+    first = next(model.parameters(), None) if model is not None else None
+    if first is not None:
+        return first.device
+    return usable_device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,360 @@
+"""Activations that leave the device for RAM while compute goes on, and come back just before backward needs them.
+
+What autograd saves is looked at by storage, not by tensor: views of one storage are one *parcel*, which travels once
+and comes back with every view's exact strides. A parcel's life:
+
+    here      on the device; a copy to RAM may be on its way
+    away      in RAM only
+    back      on the device again, or on its way
+
+**Leaving.** The store lane copies a parcel as soon as compute has made it. The device's copy is held in a queue until
+the queue is over ``window_bytes``; then compute waits for the oldest store, on the GPU, and the memory is torch's
+again. So the peak is bounded however far the host runs ahead, without ``record_stream``.
+
+**Coming back.** The order in which backward asks is remembered from the pass before, or taken as the reverse of the
+order of saving. Whenever backward has asked for one parcel, the next ones are loaded, up to ``ahead_bytes``. What was
+saved last never leaves: backward begins with it.
+
+**Ending.** A parcel lives as long as the notes that autograd keeps of it. Graphs that are dropped free their parcels,
+``retain_graph`` keeps them, and nothing has to be told."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..core.errors import StaleGraph
+from ..core.sizes import KiB, round_down
+from ..core.tags import Tag
+from ..memory.device import bytes_for_graph, bytes_of
+from ..memory.lane import Event
+from ..memory.lanes import Lanes
+from ..memory.pool import GRAIN, HostPool, Piece
+from ..memory.wait_meter import WaitMeter
+from .lock import locked
+from .torch_private import StorageReference, VersionProbe, is_made_from_weights
+
+SMALL_BYTES = 64 * KiB  # less than that costs more to move than to keep
+
+
+class Parcel:
+    """A storage, or the part of one, that autograd has saved views of."""
+
+    __slots__ = (
+        "__weakref__",
+        "_stream",
+        "arrivals",
+        "asked_for",
+        "back",
+        "first",
+        "here",
+        "loaded",
+        "notes",
+        "number",
+        "ride",
+        "served",
+        "size",
+        "slab",
+        "stored",
+    )
+
+    def __init__(self, stream: ActivationStream, ride: Ride, here: torch.Tensor, first: int) -> None:
+        self._stream, self.ride, self.number = stream, ride, len(ride.sizes)
+        self.first, self.size = first, here.nbytes
+        self.here: torch.Tensor | None = here  # bytes
+        self.slab: Piece | None = None
+        self.stored: Event | None = None
+        self.back: torch.Tensor | None = None
+        self.loaded: Event | None = None
+        self.arrivals = 0  # how often it came back
+        self.asked_for = False  # since then
+        self.notes = 0  # that autograd keeps
+        self.served = 0  # of them, those that have had it since then
+
+    def __del__(self) -> None:
+        self._stream.bury(self)
+
+
+class Note:
+    """What autograd keeps instead of a tensor."""
+
+    __slots__ = ("arrival", "dtype", "offset", "parcel", "probe", "shape", "stride")
+
+    def __init__(self, parcel: Parcel, tensor: torch.Tensor) -> None:
+        self.arrival = 0  # the one at which it was served last
+        self.parcel, self.probe = parcel, None if tensor.is_inference() else VersionProbe(tensor)
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset = int(tensor.storage_offset()) - parcel.first // tensor.itemsize
+        parcel.notes += 1
+
+    def __del__(self) -> None:
+        self.parcel.notes -= 1
+        self.parcel.served -= self.arrival == self.parcel.arrivals != 0
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, over a copy of its parcel."""
+        size = self.dtype.itemsize
+        typed = memory[: memory.nbytes // size * size].view(self.dtype)
+        return typed.as_strided(self.shape, self.stride, int(typed.storage_offset()) + self.offset)
+
+
+class Ride:
+    """One forward pass and its backward: the parcels in the order of saving, and the order of asking for them."""
+
+    def __init__(self, past: Ride | None) -> None:
+        """``past``: the last pass that had a backward."""
+        self.sizes: list[int] = []
+        self.parcels: list[weakref.ref[Parcel]] = []
+        self.asked: dict[int, None] = {}  # numbers of parcels
+        self.expected_sizes = past.sizes if past is not None else []
+        self.expected_bytes = sum(self.expected_sizes)
+        self._expected_order = list(past.asked) if past is not None else []
+        self.as_expected = past is not None  # so far
+        self.saved_bytes = 0
+        self._order: list[int] = []
+        self._position: dict[int, int] = {}
+
+    def add(self, parcel: Parcel) -> None:
+        expected = self.expected_sizes[parcel.number : parcel.number + 1]
+        self.as_expected = self.as_expected and expected == [parcel.size]
+        self.sizes.append(parcel.size)
+        self.parcels.append(weakref.ref(parcel))
+        self.saved_bytes += parcel.size
+        self._order = []
+
+    def after(self, number: int) -> Iterator[Parcel]:
+        """The parcels that should be asked for after ``number``, in that order."""
+        if not self._order:
+            known = self.as_expected and len(self.expected_sizes) == len(self.sizes)
+            self._order = self._expected_order if known else list(reversed(range(len(self.sizes))))
+            self._position = {parcel: position for position, parcel in enumerate(self._order)}
+        for other in self._order[self._position.get(number, len(self._order)) + 1 :]:
+            parcel = self.parcels[other]()
+            if parcel is not None:
+                yield parcel
+
+
+class ActivationStream:
+    """Sends parcels away and fetches them. ``pack`` and ``unpack`` are autograd's saved-tensor hooks."""
+
+    def __init__(
+        self,
+        *,
+        lanes: Lanes,
+        slabs: HostPool,
+        waits: WaitMeter,
+        lock: threading.RLock,
+        weights: Callable[[], Iterable[torch.Tensor]],
+        window_bytes: int,
+        ahead_bytes: int,
+        small_bytes: int = SMALL_BYTES,
+    ) -> None:
+        """``weights``: parameters and buffers that are on the device for good. They and their casts do not travel."""
+        self._lanes, self._slabs, self._waits, self.lock = lanes, slabs, waits, lock
+        self._weights, self._small_bytes = weights, small_bytes
+        self._addresses: set[int] = set()  # of the weights
+        self.window_bytes, self.ahead_bytes = window_bytes, ahead_bytes
+        self._leaving: deque[tuple[weakref.ref[Parcel], int]] = deque()  # with their sizes
+        self._leaving_bytes = 0
+        self._staying: list[weakref.ref[Parcel]] = []  # not sent: backward will begin with them
+        self._ahead_bytes = 0
+        self._known: dict[tuple[int, int, int, int], tuple[StorageReference, weakref.ref[Parcel]]] = {}
+        self._ride = Ride(None)
+        self._past: Ride | None = None
+        self._orphans: deque[tuple[torch.Tensor, Event, int]] = deque()  # with what they count for in _ahead_bytes
+        self.misses = 0  # parcels that nobody had fetched when backward asked for them
+        self._closed = False
+
+    # --- in forward
+
+    @locked
+    def begin_pass(self) -> None:
+        """A forward begins: what it saves is compared with the last one."""
+        if self._ride.asked:
+            self._past = self._ride
+            self._past.parcels = []
+        self._ride = Ride(self._past)
+        self._staying = []
+        self._addresses = {weight.untyped_storage().data_ptr() for weight in self._weights()}
+        self._known = {key: entry for key, entry in self._known.items() if not entry[0].gone and entry[1]() is not None}
+
+    @locked
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For autograd: ``tensor`` itself if it stays, or a note of it."""
+        self._sweep()
+        return self.send(tensor) if not self._closed and self._travels(tensor) else tensor
+
+    def send(self, tensor: torch.Tensor) -> Note:
+        """A note of ``tensor``, which is on its way to RAM, or was sent before."""
+        first, size = _span(tensor)
+        storage = tensor.untyped_storage()
+        version = -1 if tensor.is_inference() else tensor._version
+        key = (storage._cdata, first, size, version)
+        known = self._known.get(key)
+        parcel = known[1]() if known is not None and not known[0].gone else None
+        if parcel is None:
+            parcel = Parcel(self, self._ride, bytes_of(tensor)[first : first + size], first)
+            self._known[key] = (StorageReference(storage), weakref.ref(parcel))
+            self._ride.add(parcel)
+            self._send_or_keep(parcel)
+        return Note(parcel, tensor)
+
+    def _travels(self, tensor: torch.Tensor) -> bool:
+        """Whether it is worth moving, and can be moved by its bytes."""
+        if type(tensor) is not torch.Tensor or tensor.device != self._lanes.device:
+            return False
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return False
+        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._small_bytes:
+            return False
+        if tensor.untyped_storage().data_ptr() in self._addresses or is_made_from_weights(tensor):
+            return False
+        return _span(tensor)[1] >= self._small_bytes
+
+    def _send_or_keep(self, parcel: Parcel) -> None:
+        """What will still be in the window when backward begins, going by the last pass, need not leave at all."""
+        ride = self._ride
+        if ride.as_expected and ride.expected_bytes - ride.saved_bytes < self.window_bytes // 2:
+            self._staying.append(weakref.ref(parcel))
+            return
+        staying, self._staying = self._staying, []
+        for reference in staying:  # this pass is another one
+            other = reference()
+            if other is not None:
+                self._store(other)
+        self._store(parcel)
+
+    def _store(self, parcel: Parcel) -> None:
+        store = self._lanes.store
+        assert parcel.here is not None
+        parcel.slab = self._slabs.room(parcel.size, store)
+        store.wait(self._lanes.compute.record())
+        store.copy(parcel.slab.bytes, parcel.here, Tag.ACTIVATIONS)
+        parcel.stored = store.record()
+        self._leaving.append((weakref.ref(parcel), parcel.size))
+        self._leaving_bytes += parcel.size
+        while self._leaving_bytes > self.window_bytes and len(self._leaving) > 1:
+            self._let_oldest_go()
+
+    def _let_oldest_go(self) -> None:
+        """Give the memory of the parcel that left first back to torch, with compute waiting for its store."""
+        reference, size = self._leaving.popleft()
+        self._leaving_bytes -= size
+        parcel = reference()
+        if parcel is not None:
+            assert parcel.stored is not None
+            self._waits.wait(parcel.stored, "activations leaving")
+            parcel.here = None
+
+    # --- in backward
+
+    @locked
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The tensor that ``pack`` was given, on the device, with compute waiting for it."""
+        if not isinstance(saved, Note):
+            result: torch.Tensor = saved
+            return result
+        if self._closed:
+            raise StaleGraph("Cannot run backward: what held its activations was closed.")
+        self._sweep()
+        if saved.probe is not None and saved.probe.changed:
+            raise StaleGraph(
+                "Cannot run backward: one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation (shape {tuple(saved.shape)}, {saved.dtype})."
+            )
+        parcel = saved.parcel
+        result = saved.view(self._fetch(parcel, saved))
+        parcel.ride.asked[parcel.number] = None
+        self._load_ahead(parcel)
+        if parcel.back is not None and parcel.served >= parcel.notes:
+            parcel.back = None  # all have had it; a second backward fetches it again
+        return result
+
+    def _fetch(self, parcel: Parcel, note: Note) -> torch.Tensor:
+        if parcel.here is not None:
+            return parcel.here
+        if parcel.back is None:
+            self.misses += 1
+            self._load(parcel)
+        assert parcel.back is not None
+        assert parcel.loaded is not None
+        if not parcel.asked_for:
+            parcel.asked_for = True
+            self._ahead_bytes -= parcel.size
+        if note.arrival != parcel.arrivals:
+            note.arrival = parcel.arrivals
+            parcel.served += 1
+        self._waits.wait(parcel.loaded, "activations")
+        return parcel.back
+
+    def _load(self, parcel: Parcel) -> None:
+        load = self._lanes.load
+        assert parcel.slab is not None
+        assert parcel.stored is not None
+        memory = bytes_for_graph(parcel.size, self._lanes.device)
+        load.wait(self._lanes.compute.record())  # which may still be using the memory for something else
+        load.wait(parcel.stored)
+        load.copy(memory, parcel.slab.bytes, Tag.ACTIVATIONS)
+        parcel.back, parcel.loaded = memory, load.record()
+        parcel.arrivals, parcel.asked_for, parcel.served = parcel.arrivals + 1, False, 0
+        self._ahead_bytes += parcel.size
+
+    def _load_ahead(self, parcel: Parcel) -> None:
+        """Fetch what should be asked for next, as far as ``ahead_bytes`` go."""
+        for other in parcel.ride.after(parcel.number):
+            if other.here is not None or other.back is not None:
+                continue
+            if self._ahead_bytes and self._ahead_bytes + other.size > self.ahead_bytes:
+                return
+            self._load(other)
+
+    # --- endings
+
+    @locked
+    def close(self) -> None:
+        """Nothing leaves or comes back any more. The lanes must be empty."""
+        self._closed = True
+        self._orphans.clear()
+        self._leaving.clear()
+        self._slabs.close()
+
+    def bury(self, parcel: Parcel) -> None:
+        """No note of the parcel is left. Runs in a finalizer, on any thread: only puts things aside."""
+        if parcel.here is not None and parcel.stored is not None and not parcel.stored.done():
+            self._orphans.append((parcel.here, parcel.stored, 0))
+        if parcel.back is not None and parcel.loaded is not None and not parcel.asked_for:
+            self._orphans.append((parcel.back, parcel.loaded, parcel.size))
+        if parcel.slab is not None:
+            self._slabs.give(parcel.slab, *(event for event in (parcel.stored, parcel.loaded) if event is not None))
+
+    def _sweep(self) -> None:
+        """Give the memory of dead parcels back to torch, with compute waiting for the lanes that may be using it."""
+        while self._orphans:
+            _, event, size = self._orphans[0]
+            self._lanes.compute.wait(event)
+            self._ahead_bytes -= size
+            self._orphans.popleft()
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of the storage that travels with ``tensor``, and how many.
+
+    All of it where that is what one tensor, of which this is a view, was made as: other views will be saved too. But
+    only its own where the storage was cut by hand, as LSTM cells do with ``unsafe_chunk``: then parts of it are written
+    in place without the others' version telling; and where it is a small part.
+
+    The first is at a multiple of what allocators align to, or kernels would find the view aligned otherwise than it
+    was, and some then add up in another order."""
+    size = tensor.untyped_storage().nbytes()
+    root = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    end = begin + (last + 1) * tensor.itemsize
+    first = round_down(begin, GRAIN)
+    whole = root.nbytes == size and 2 * (end - first) > size
+    return (0, size) if whole else (first, end - first)

@@ -1,0 +1,392 @@
+"""How each block's activations survive until backward: kept, offloaded, or recomputed.
+
+Blocks are wrapped as the user's own ``torch.utils.checkpoint`` around them would wrap them, and only while a pass of
+the model runs under our saved-tensor hooks. The first pass measures: one block of each kind runs plainly, with its
+operations timed; the others are kept as long as there seems to be room for all, else recomputed. What was learned
+makes the plan (activation_plan.py) for the passes that follow. A pass with larger inputs is measured anew.
+
+A block is never run twice where that would show: where it changes its buffers, as batch norm does, or where forward
+hooks are listening."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..core.tags import Tag
+from ..memory.lanes import Lanes
+from ..memory.ledger import Ledger
+from ..memory.page_lock import PageLock
+from ..memory.pool import HostPool
+from ..memory.stopwatch import Reading, timed
+from ..memory.wait_meter import WaitMeter
+from .activation_plan import KEEP, OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means, choose, leanest, recompute
+from .activations import SMALL_BYTES, ActivationStream
+from .partition import blocks_of
+from .placement import headroom
+from .replay import Measuring, Recording, Replaying
+from .settings import Trial
+from .torch_private import in_backward, innermost_hooks
+
+_WINDOW = 16  # a part of so many of the budget is on its way out, and as much on its way in
+_REPLAN_AT = (2, 3, 5, 9)  # passes after which the peak is looked at again
+
+
+@dataclass(eq=False)
+class _Measurement:
+    """A block that is being measured: what will be its profile."""
+
+    input_bytes: int
+    seconds: Reading = lambda: None
+    operations: dict[Any, tuple[int, Reading]] = field(default_factory=dict)
+    storages: dict[int, int] = field(default_factory=dict)  # saved by autograd: bytes by address
+    repeatable: bool = True
+
+    def see(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            self.storages[storage.data_ptr()] = storage.nbytes()
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(self.storages.values())
+
+    def profile(self) -> BlockProfile | None:
+        """None while the device has not finished."""
+        seconds = self.seconds()
+        operations = {name: (size, reading()) for name, (size, reading) in self.operations.items()}
+        if seconds is None or any(duration is None for _, duration in operations.values()):
+            return None
+        return BlockProfile(
+            forward_s=seconds,
+            input_bytes=self.input_bytes,
+            saved_bytes=self.saved_bytes,
+            operations={name: (size, duration or 0.0) for name, (size, duration) in operations.items()},
+            repeatable=self.repeatable,
+        )
+
+
+class BlockCall:
+    """Stands in for a block's ``_call_impl``. A copy or pickle of the block gets the ordinary method instead."""
+
+    def __init__(self, saving: Saving, module: nn.Module, index: int, original: Callable[..., Any]) -> None:
+        self._saving, self._module = weakref.ref(saving), weakref.ref(module)
+        self._index, self._original = index, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        saving, module = self._saving(), self._module()
+        if saving is None or module is None or not saving.rules_here():
+            return self._original(*args, **kwargs)
+        return saving.call(self._index, module, self._original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(nn.Module._call_impl, memo[id(self._module())])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "_call_impl")  # of the class: the instance's is being made
+
+
+class Saving:
+    """Decides for a model's blocks, pass by pass, and carries it out."""
+
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        *,
+        mode: str,
+        stream: ActivationStream,
+        device: torch.device,
+        room: Callable[[], int],
+        means: Callable[[int], Means | None],
+    ) -> None:
+        """``room``: bytes of VRAM that are free of the budget just now. ``means``: what there is to use, given how much
+        the present plan keeps; None while that is unknown."""
+        self.mode, self._stream, self._device, self._room, self._means = mode, stream, device, room, means
+        self._blocks = [weakref.ref(block) for block in blocks]
+        self._kinds = [_kind(block) for block in blocks]
+        self._calls: list[tuple[nn.Module, str, Any]] = []
+        self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
+        self._sending = False
+        self._measuring: _Measurement | None = None
+        self._measured: dict[Any, _Measurement] = {}  # by kind of block
+        self._profiles: dict[Any, BlockProfile] = {}
+        self._kept_bytes = 0  # in this pass, if there is no plan
+        self.passes = 0
+        self.plan: ActivationPlan | None = None
+
+    # --- passes
+
+    @contextlib.contextmanager
+    def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+        """A pass of the model, under saved-tensor hooks of which ``pack`` is one and which come here."""
+        self._stream.begin_pass()
+        self.passes += 1
+        self._look_back()
+        self._kept_bytes = 0
+        self._hooks, self._sending = pack, self.mode == "offload"
+        try:
+            yield
+        finally:
+            self._hooks, self._sending, self._measuring = None, False, None
+
+    def rules_here(self) -> bool:
+        """Whether blocks called now are ours to arrange: in a pass, and in nobody else's checkpoint inside of it."""
+        if self._hooks is None or self.mode in ("keep", "offload") or in_backward() or not torch.is_grad_enabled():
+            return False
+        hooks = innermost_hooks()
+        return hooks is not None and hooks[0] == self._hooks
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For autograd's hooks: ``tensor``, or a note if it leaves."""
+        if self._measuring is not None:
+            self._measuring.see(tensor)
+        return self._stream.pack(tensor) if self._sending else tensor
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        return self._stream.unpack(saved)
+
+    @property
+    def reason(self) -> str:
+        if self.mode in ("keep", "offload"):
+            return f"activations={self.mode!r}"
+        if self.plan is not None:
+            return self.plan.reason
+        return "not measured yet" if self.passes < 2 or self._profiles else "kept: no blocks were found to arrange"
+
+    def _look_back(self) -> None:
+        """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
+        if self.mode not in ("auto", "recompute") or (self.plan is not None and self.passes not in _REPLAN_AT):
+            return
+        for kind, measurement in list(self._measured.items()):
+            profile = measurement.profile()
+            if profile is not None:
+                self._profiles[kind] = profile
+                del self._measured[kind]
+        if not self._profiles or any(kind not in self._profiles for kind in self._kinds):
+            return
+        means = self._means(self.plan.kept_bytes if self.plan is not None else self._kept_bytes)
+        if means is not None:
+            profiles = [self._profiles[kind] for kind in self._kinds]
+            self.plan = (choose if self.mode == "auto" else recompute)(profiles, means)
+
+    # --- blocks
+
+    def attach(self) -> None:
+        """Wrap the calls of the blocks; what others have wrapped stays inside."""
+        for index, reference in enumerate(self._blocks):
+            block = reference()
+            assert block is not None
+            for name in ("_call_impl", "_compiled_call_impl"):
+                original = getattr(block, name)
+                if original is not None:
+                    self._calls.append((block, name, vars(block).get(name)))
+                    block.__dict__[name] = BlockCall(self, block, index, original)
+
+    def detach(self) -> None:
+        """Undo ``attach``. Safe to call twice."""
+        while self._calls:
+            block, name, had = self._calls.pop()
+            if had is None:
+                block.__dict__.pop(name, None)
+            else:
+                block.__dict__[name] = had
+
+    def call(
+        self, index: int, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block as the plan says."""
+        kind = self._kinds[index]
+        size = sum(leaf.nbytes for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        self._forget_if_larger(kind, size)
+        if kind not in self._profiles and kind not in self._measured:
+            return self._measure(kind, size, block, original, args, kwargs)
+        plan = self.plan.blocks[index] if self.plan is not None else self._provisional(index, kind)
+        if plan.kind == "recompute" and (_listened_to(block) or not _is_plain((args, kwargs))):
+            plan = OFFLOAD
+        if plan.kind == "recompute":
+            with self._set(sending=plan.inputs_away):
+                return self._recomputed(plan, block, original, args, kwargs)
+        with self._set(sending=plan.kind == "offload"):
+            return original(*args, **kwargs)
+
+    def _forget_if_larger(self, kind: Any, size: int) -> None:
+        """What was learned from smaller inputs does not hold."""
+        known = self._profiles.get(kind) or self._measured.get(kind)
+        if known is not None and size > known.input_bytes:
+            self._profiles.pop(kind, None)
+            self._measured.pop(kind, None)
+            self.plan = None
+
+    def _provisional(self, index: int, kind: Any) -> BlockPlan:
+        """Before there is a plan: keep, as long as there seems to be room for all that follows."""
+        known = self._profiles.get(kind) or self._measured[kind]
+        ahead = len(self._kinds) - index + 1  # and one to compute with
+        if index == len(self._kinds) - 1:
+            return KEEP
+        if self.mode == "auto" and known.saved_bytes * ahead <= self._room():
+            self._kept_bytes += known.saved_bytes
+            return KEEP
+        return OFFLOAD if not known.repeatable else leanest(self._profiles.get(kind))
+
+    def _measure(
+        self, kind: Any, size: int, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run the block plainly and see what it does."""
+        measurement = self._measured[kind] = self._measuring = _Measurement(size)
+        buffers = [(buffer, buffer._version) for buffer in block.buffers()]
+        timing = Measuring(lambda call: timed(self._device, call))
+        mode: AbstractContextManager[Any] = contextlib.nullcontext() if _is_compiled(block) else timing
+        try:
+            with self._set(sending=False), mode:
+                result, measurement.seconds = timed(self._device, lambda: original(*args, **kwargs))
+        except BaseException:
+            self._measured.pop(kind, None)
+            raise
+        finally:
+            self._measuring = None
+        measurement.operations = timing.found
+        still = all(buffer._version == version for buffer, version in buffers)
+        measurement.repeatable = still and not _listened_to(block) and _is_plain((args, kwargs))
+        self._kept_bytes += measurement.saved_bytes
+        return result
+
+    def _recomputed(
+        self, plan: BlockPlan, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        leaves = _leaves((args, kwargs))
+
+        def run(*given: Any) -> Any:
+            inner_args, inner_kwargs = _filled((args_form, kwargs_form), iter(given))
+            return original(*inner_args, **inner_kwargs)
+
+        args_form, kwargs_form = _filled((args, kwargs), iter([None] * len(leaves)))  # tensors must not stay in there
+        if plan.results_away and not _is_compiled(block):
+            recording = Recording(plan.results_away, self._stream)
+            contexts = (recording, Replaying(recording, self._stream))
+            return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
+        return checkpoint(run, *leaves, use_reentrant=False)
+
+    @contextlib.contextmanager
+    def _set(self, *, sending: bool) -> Iterator[None]:
+        before, self._sending = self._sending, sending
+        try:
+            yield
+        finally:
+            self._sending = before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What activations find around them: the lanes that carry them, the books that they are charged to."""
+
+    device: torch.device
+    lanes: Lanes
+    ledger: Ledger
+    page_lock: PageLock | None
+    waits: WaitMeter
+    lock: threading.RLock
+    rates: Callable[[], tuple[float, float]]  # bytes per second that the link has free, out and in; 0: not known
+    limit_bytes: int  # of the device, for all that this process has there
+
+
+def open_saving(
+    model: nn.Module | None,
+    mode: str,
+    around: Surroundings,
+    weights: Callable[[], Iterable[torch.Tensor]],
+    trial: Trial,
+) -> tuple[Saving, Callable[[], None]]:
+    """Arrange the activations of ``model`` by ``mode``; also what ends it, once the lanes are empty.
+
+    ``weights``: parameters and buffers that are on the device for good."""
+    device, limit = around.device, around.limit_bytes
+    slabs = HostPool(
+        ledger=around.ledger,
+        tag=Tag.ACTIVATIONS,
+        page_lock=around.page_lock,
+        pageable=around.lanes.ring is not None,
+        poison=around.lanes.store if trial.poison else None,
+    )
+    stream = ActivationStream(
+        lanes=around.lanes,
+        slabs=slabs,
+        waits=around.waits,
+        lock=around.lock,
+        weights=weights,
+        window_bytes=limit // _WINDOW,
+        ahead_bytes=limit // _WINDOW,
+        small_bytes=SMALL_BYTES if trial.small_bytes is None else trial.small_bytes,
+    )
+
+    def spare(used_bytes: int) -> int:
+        if trial.activation_room is not None:
+            return trial.activation_room
+        return sys.maxsize if device.type != "cuda" else limit - headroom(limit) - used_bytes
+
+    def means(kept_bytes: int) -> Means | None:
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        out_rate, in_rate = around.rates()
+        return Means(spare_bytes=spare(peak - kept_bytes), out_bytes_per_s=out_rate, in_bytes_per_s=in_rate)
+
+    def room() -> int:
+        return spare(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
+
+    blocks = blocks_of(model) if model is not None else []
+    saving = Saving(blocks, mode=mode, stream=stream, device=device, room=room, means=means)
+    saving.attach()
+
+    def end() -> None:
+        saving.detach()
+        stream.close()
+
+    return saving, end
+
+
+def _kind(block: nn.Module) -> Any:
+    """Blocks of one kind do the same work."""
+    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
+    return type(block), shapes
+
+
+def _listened_to(block: nn.Module) -> bool:
+    """Whether user code would notice a second run."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What is in lists, tuples and dicts. Not in other objects: they are handed on as they are."""
+    if type(value) in (list, tuple):
+        return [leaf for item in value for leaf in _leaves(item)]
+    if type(value) is dict:
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return [value]
+
+
+def _filled(form: Any, leaves: Iterator[Any]) -> Any:
+    """``form`` with other leaves."""
+    if type(form) in (list, tuple):
+        return type(form)(_filled(item, leaves) for item in form)
+    if type(form) is dict:
+        return {key: _filled(item, leaves) for key, item in form.items()}
+    return next(leaves)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether there are only values in it, no object that a second run would change again: a cache of keys, say."""
+    plain = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device, type(None))
+    return all(isinstance(leaf, plain) for leaf in _leaves(value))
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    return any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in block.modules())

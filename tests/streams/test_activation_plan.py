@@ -1,0 +1,81 @@
+"""What becomes of activations, decided from numbers: VRAM first, then the link, then computing again."""
+
+from __future__ import annotations
+
+from stormtorch.core.sizes import GiB, MiB
+from stormtorch.streams.activation_plan import KEEP, OFFLOAD, BlockProfile, Means, choose, leanest, recompute
+
+PRODUCT, ATTENTION, NARROW = ("aten.mm.default", 0), ("aten.attention.default", 0), ("aten.mm.default", 1)
+# 10 ms a block; of its results, the product is the one that saves most time per byte.
+BLOCK = BlockProfile(
+    forward_s=0.010,
+    input_bytes=100 * MiB,
+    saved_bytes=1500 * MiB,
+    operations={PRODUCT: (100 * MiB, 0.004), ATTENTION: (100 * MiB, 0.001), NARROW: (400 * MiB, 0.003)},
+)
+BLOCKS = [BLOCK] * 10
+
+
+def means(spare: int, link: float) -> Means:
+    return Means(spare_bytes=spare, out_bytes_per_s=link, in_bytes_per_s=link)
+
+
+def test_everything_fits() -> None:
+    plan = choose(BLOCKS, means(9 * BLOCK.saved_bytes, 0.0))
+    assert plan.blocks == [KEEP] * 10
+    assert plan.kept_bytes == 9 * BLOCK.saved_bytes
+    assert "fit" in plan.reason
+
+
+def test_the_link_hides_everything() -> None:
+    plan = choose(BLOCKS, means(0, 200 * GiB))
+    assert plan.blocks == [OFFLOAD] * 9 + [KEEP]
+    assert plan.kept_bytes == 0
+
+
+def test_the_best_results_survive_as_far_as_the_link_hides_them() -> None:
+    """8.5 ms at 30 GiB/s are 261 MiB a block: the inputs, and one result."""
+    plan = choose(BLOCKS, means(0, 30 * GiB))
+    for block in plan.blocks[:-1]:
+        assert (block.kind, block.inputs_away, block.results_away) == ("recompute", True, {PRODUCT: True})
+    assert plan.blocks[-1] == KEEP
+    assert "36.0 of 72.0 ms" in plan.reason
+
+
+def test_vram_that_is_left_holds_results_of_the_last_blocks() -> None:
+    plan = choose(BLOCKS, means(300 * MiB, 30 * GiB))
+    kept = [[name for name, away in block.results_away.items() if not away] for block in plan.blocks]
+    assert kept == [[]] * 6 + [[ATTENTION]] * 3 + [[]]
+    assert plan.kept_bytes == 300 * MiB
+
+
+def test_without_a_link_everything_is_recomputed() -> None:
+    plan = choose(BLOCKS, means(0, 0.0))
+    assert all(block.kind == "recompute" and not block.results_away for block in plan.blocks[:-1])
+    assert all(block.inputs_away for block in plan.blocks[:-1])  # where else
+
+
+def test_never_more_vram_than_there_is() -> None:
+    for spare in range(-GiB, 20 * GiB, 777 * MiB):
+        for link in (0.0, 5 * GiB, 50 * GiB):
+            for plan in (choose(BLOCKS, means(spare, link)), recompute(BLOCKS, means(spare, link))):
+                assert plan.kept_bytes <= max(0, spare)
+                assert len(plan.blocks) == 10
+
+
+def test_what_must_not_run_twice_is_offloaded() -> None:
+    once = BlockProfile(forward_s=0.01, input_bytes=MiB, saved_bytes=GiB, repeatable=False)
+    assert leanest(once) == OFFLOAD
+    assert choose([once] * 4, means(0, GiB)).blocks == [OFFLOAD] * 3 + [KEEP]
+    assert recompute([once] * 4, means(0, GiB)).blocks == [OFFLOAD] * 3 + [KEEP]
+
+
+def test_recomputing_keeps_the_inputs_that_fit() -> None:
+    plan = recompute(BLOCKS, means(350 * MiB, 50 * GiB))
+    assert [block.inputs_away for block in plan.blocks[:-1]] == [True] * 6 + [False] * 3
+    assert plan.kept_bytes == 300 * MiB
+
+
+def test_a_single_block_is_kept() -> None:
+    assert choose([BLOCK], means(-GiB, 0.0)).blocks == [KEEP]
+    assert recompute([BLOCK], means(-GiB, 0.0)).blocks == [KEEP]
