@@ -195,13 +195,23 @@ class Session:
         self._adam: AdamStream | None = None
         self._endings.append(self._attachment.detach)
         self._attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
-        if settings.activations != "keep":
+        self._note_foreign_memory(model)
+        free = self.device.type == "cpu" and trial.activation_room is None  # RAM on either side: "auto" would keep all
+        if settings.activations != "keep" and not (settings.activations == "auto" and free):
             self._open_saving(model, found, settings.activations, trial)
         self._endings.append(self._drain)
         for parameter in found.left:
             parameter.data = parameter.data.to(self.device)
         if optimizer is not None:
             self._take_over(optimizer, found, images, flags, settings, trial)
+
+    def _note_foreign_memory(self, model: nn.Module) -> None:
+        """What this process has on the device besides: it is not the session's, and not part of its budget."""
+        self._foreign_bytes = 0
+        if self.device.type == "cuda":
+            mine = self._pool.capacity_bytes + sum(b.nbytes for b in model.buffers() if b.device == self.device)
+            self._foreign_bytes = max(0, torch.cuda.memory_allocated(self.device) - mine)
+            torch.cuda.reset_peak_memory_stats(self.device)  # what came before says nothing about the steps to come
 
     def _open_saving(self, model: nn.Module, found: Partition, mode: str, trial: Trial) -> None:
         around = Surroundings(
@@ -213,10 +223,22 @@ class Session:
             lock=self._parameters.lock,
             rates=lambda: link_rates(self.recorder.snapshot()),
             limit_bytes=self.ledger.budgets[Tier.DEVICE].limit_bytes,
+            foreign_bytes=self._foreign_bytes,
+            can_recompute=self._can_recompute,
         )
         self.saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *found.left], trial)
         self._attachment.saving = self.saving
         self._endings.append(end)
+
+    def _can_recompute(self, block: nn.Module) -> bool:
+        """Checkpointing holds all weights of what it runs again; the pool must have room for them, and for the next."""
+        inside = {id(module) for module in block.modules()}
+        units = {unit for entry in self._partition.entries if id(entry.module) in inside for unit in entry.units}
+        taken = self.placement.fixed_bytes
+        if self._adam is not None:
+            taken += self._adam.there.kept_bytes + self._adam.there.sets_bytes
+        largest = max(unit.image_bytes for unit in self.units)
+        return sum(unit.image_bytes + GRAIN for unit in units) + largest <= self._pool.capacity_bytes - taken
 
     def _take_over(
         self,
@@ -406,7 +428,7 @@ class Session:
             self.placement,
             pool_bytes=self._pool.capacity_bytes - kept,
             limit_bytes=self.ledger.budgets[Tier.DEVICE].limit_bytes,
-            peak_bytes=torch.cuda.max_memory_allocated(self.device),
+            peak_bytes=torch.cuda.max_memory_allocated(self.device) - self._foreign_bytes,
             free_bytes=torch.cuda.mem_get_info(self.device)[0],
             step_bytes=max(unit.image_bytes for unit in self.units),
             state_bytes=states,
@@ -423,7 +445,7 @@ class Session:
             limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
             begun = self._optimizer is not None and self._optimizer.steps > 0
             used = torch.cuda.max_memory_allocated if begun else torch.cuda.memory_allocated
-            left = min(left, limit - used(self.device))
+            left = min(left, limit - used(self.device) + self._foreign_bytes)
         size = round_up(size, GRAIN)
         if size > left:
             return False

@@ -69,8 +69,10 @@ class OffloadedActivations:
         self.device = _device_of(model, device)
         self.ledger: Ledger = open_ledger(self.device, vram=vram, ram=ram)
         limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
-        if vram == "auto" and self.device.type == "cuda":
-            limit += torch.cuda.memory_allocated(self.device)  # "auto" is what was free when asked
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # what came before says nothing about the steps to come
+            if vram == "auto":
+                limit += torch.cuda.memory_allocated(self.device)  # "auto" is what was free when asked
         self.recorder = Recorder()
         self._lanes = open_lanes(self.device, sink=self.recorder, delay=trial.delay)
         self._waits = WaitMeter(self._lanes.compute, self.recorder)

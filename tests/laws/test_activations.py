@@ -39,7 +39,10 @@ from .models import (
     train,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once, by a CPU without bf16
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul"),  # said once, by a CPU without bf16
+    pytest.mark.filterwarnings("ignore:RNN module weights are not part"),  # after a deepcopy
+]
 CASES = [CHAIN, LLAMA, RECOMPUTED, HUGGINGFACE, *OTHERS]
 # What is done with activations, and how much of the device they seem to find free.
 WAYS: list[tuple[str, int | None]] = [

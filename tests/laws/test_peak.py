@@ -33,7 +33,7 @@ def test_the_ledger_never_exceeds_vram(device: torch.device, case: Case, step: s
     model = case.build()
     budget = tight(model)
     optimizer = adamw(model)
-    with stream(model, optimizer, device=device, step=step, seed=0) as session:
+    with stream(model, optimizer, vram=budget, device=device, step=step, seed=0) as session:
         train(case, model, optimizer, steps=3, device=device)
         session.ledger.check()
         assert session.ledger.budgets[Tier.DEVICE].limit_bytes == budget

@@ -18,7 +18,7 @@ STATES = {0: 3 * GiB, 1: 2 * GiB, 2: 2 * GiB}
 
 
 def grown(*, pool: int, limit: int, peak: int, free: int = 100 * GiB) -> Growth:
-    placement = Placement(pool_bytes=pool, least_bytes=GiB, whole_bytes=WHOLE, reason="")
+    placement = Placement(pool_bytes=pool, least_bytes=GiB, whole_bytes=WHOLE, fixed_bytes=0, reason="")
     return growth(
         placement,
         pool_bytes=pool,

@@ -20,6 +20,7 @@ class Placement:
     pool_bytes: int
     least_bytes: int  # the smallest pool that works
     whole_bytes: int  # the pool that would hold everything
+    fixed_bytes: int  # what is not for weights
     reason: str
 
 
@@ -34,8 +35,9 @@ def place(
     bucket = max((unit.grad_bytes for unit in units), default=0) + 512 if training else 0
     wide = max((unit.wide_bytes for unit in units if unit.has_wide_form), default=0) if training else 0
     adding = 2 * (wide + 512) if wide else bucket  # to add a gradient to an earlier one
-    least = entry + largest + 2 * bucket + adding + 512
-    whole = images + 2 * bucket + adding + 512
+    fixed = 2 * bucket + adding + 512
+    least = entry + largest + fixed
+    whole = images + fixed
     free = round_down(ledger.free_bytes(Tier.DEVICE) - reserve_bytes, 512)
     budget = ledger.budgets[Tier.DEVICE]
     if least > free:
@@ -52,12 +54,13 @@ def place(
             if pool == whole
             else f"all that {budget.given} allows; the whole needs {format_bytes(whole)}"
         )
-        return Placement(pool_bytes=pool, least_bytes=least, whole_bytes=whole, reason=why)
+        return Placement(pool_bytes=pool, least_bytes=least, whole_bytes=whole, fixed_bytes=fixed, reason=why)
     pool = min(whole, max(least, min(5 * largest + 3 * bucket, free // 4)))
     return Placement(
         pool_bytes=pool,
         least_bytes=least,
         whole_bytes=whole,
+        fixed_bytes=fixed,
         reason=f"{format_bytes(pool)} until activations have been measured; the whole needs {format_bytes(whole)}",
     )
 

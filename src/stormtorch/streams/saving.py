@@ -109,10 +109,13 @@ class Saving:
         device: torch.device,
         room: Callable[[], int],
         means: Callable[[int], Means | None],
+        can_recompute: Callable[[nn.Module], bool],
     ) -> None:
         """``room``: bytes of VRAM that are free of the budget just now. ``means``: what there is to use, given how much
-        the present plan keeps; None while that is unknown."""
+        the present plan keeps; None while that is unknown. ``can_recompute``: whether a block's weights may be on the
+        device all at once, as they are when it is recomputed."""
         self.mode, self._stream, self._device, self._room, self._means = mode, stream, device, room, means
+        self._can_recompute = can_recompute
         self._blocks = [weakref.ref(block) for block in blocks]
         self._kinds = [_kind(block) for block in blocks]
         self._calls: list[tuple[nn.Module, str, Any]] = []
@@ -212,13 +215,16 @@ class Saving:
         if kind not in self._profiles and kind not in self._measured:
             return self._measure(kind, size, block, original, args, kwargs)
         plan = self.plan.blocks[index] if self.plan is not None else self._provisional(index, kind)
-        if plan.kind == "recompute" and (_listened_to(block) or not _is_plain((args, kwargs))):
+        if plan.kind == "recompute" and not self._may_run_again(block, (args, kwargs)):
             plan = OFFLOAD
         if plan.kind == "recompute":
             with self._set(sending=plan.inputs_away):
                 return self._recomputed(plan, block, original, args, kwargs)
         with self._set(sending=plan.kind == "offload"):
             return original(*args, **kwargs)
+
+    def _may_run_again(self, block: nn.Module, given: Any) -> bool:
+        return not _listened_to(block) and _is_plain(given) and self._can_recompute(block)
 
     def _forget_if_larger(self, kind: Any, size: int) -> None:
         """What was learned from smaller inputs does not hold."""
@@ -257,7 +263,7 @@ class Saving:
             self._measuring = None
         measurement.operations = timing.found
         still = all(buffer._version == version for buffer, version in buffers)
-        measurement.repeatable = still and not _listened_to(block) and _is_plain((args, kwargs))
+        measurement.repeatable = still and self._may_run_again(block, (args, kwargs))
         self._kept_bytes += measurement.saved_bytes
         return result
 
@@ -297,7 +303,9 @@ class Surroundings:
     waits: WaitMeter
     lock: threading.RLock
     rates: Callable[[], tuple[float, float]]  # bytes per second that the link has free, out and in; 0: not known
-    limit_bytes: int  # of the device, for all that this process has there
+    limit_bytes: int  # of the device
+    foreign_bytes: int = 0  # what this process has there that is not part of that
+    can_recompute: Callable[[nn.Module], bool] = lambda _block: True
 
 
 def open_saving(
@@ -332,7 +340,7 @@ def open_saving(
     def spare(used_bytes: int) -> int:
         if trial.activation_room is not None:
             return trial.activation_room
-        return sys.maxsize if device.type != "cuda" else limit - headroom(limit) - used_bytes
+        return sys.maxsize if device.type != "cuda" else limit - headroom(limit) - used_bytes + around.foreign_bytes
 
     def means(kept_bytes: int) -> Means | None:
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -343,7 +351,15 @@ def open_saving(
         return spare(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
 
     blocks = blocks_of(model) if model is not None else []
-    saving = Saving(blocks, mode=mode, stream=stream, device=device, room=room, means=means)
+    saving = Saving(
+        blocks,
+        mode=mode,
+        stream=stream,
+        device=device,
+        room=room,
+        means=means,
+        can_recompute=around.can_recompute,
+    )
     saving.attach()
 
     def end() -> None:
