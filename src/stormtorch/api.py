@@ -12,8 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from .core.errors import OutOfBudget, SettingError, StormError
-from .core.sizes import round_up
+from .core.errors import SettingError, StormError
 from .core.tags import Tag, Tier
 from .memory.flags import Flags
 from .memory.host import HostArena, capacity_for
@@ -21,10 +20,10 @@ from .memory.lane import Lane
 from .memory.lanes import open_lanes
 from .memory.ledger import open_ledger
 from .memory.page_lock import page_lock_for
-from .memory.pool import GRAIN, DevicePool
+from .memory.pool import DevicePool
 from .memory.wait_meter import WaitMeter
 from .native.worker import open_worker
-from .observe.recorder import Recorder, Totals, link_rates
+from .observe.recorder import Recorder
 from .observe.report import Report, make_report
 from .streams.adam import AdamStream
 from .streams.adam_home import AdamHome
@@ -36,15 +35,13 @@ from .streams.meta import give_substance
 from .streams.optimizer import OptimizerStream, runs_as_adam
 from .streams.parameters import ParameterStream, Residence
 from .streams.partition import Partition, partition
-from .streams.placement import Placement, growth, place
+from .streams.placement import Placement, place
 from .streams.saving import Saving, Surroundings, open_saving
 from .streams.settings import Settings, Trial
-from .streams.shares import Rates, device_share
 from .streams.torch_step import is_separable
 from .streams.unit import Unit
+from .tuning import Tuning
 
-_GROW_AT = (2, 4)  # steps after which activations have shown their peak
-_SHARE_AT = (3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
 _STREAMED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 
 
@@ -105,7 +102,6 @@ class Session:
         self._started_s = time.perf_counter()
         self._model, self._settings = model, settings
         self._endings: list[Any] = []
-        self.share_reason = ""
         self.saving: Saving | None = None
         self.device = _device(settings.device)
         self.ledger = open_ledger(self.device, vram=settings.vram, ram=settings.ram)
@@ -161,6 +157,15 @@ class Session:
         )
         self._endings.append(self._pool.close)
         self._pool.grow(self.placement.pool_bytes)
+        self._tuning = Tuning(
+            self.device,
+            ledger=self.ledger,
+            pool=self._pool,
+            placement=self.placement,
+            partition=found,
+            recorder=self.recorder,
+            mode=settings.step,
+        )
         self._waits = waits = WaitMeter(lanes.compute, self.recorder)
         self._parameters = ParameterStream(
             [Residence(unit, image) for unit, image in zip(units, images, strict=True)],
@@ -169,7 +174,7 @@ class Session:
             ledger=self.ledger,
             waits=waits,
             gate=self._gate,
-            enlarge=self._enlarge,
+            enlarge=self._tuning.enlarge,
             serial=self._serial,
         )
         self._gradients = GradientStream(
@@ -195,7 +200,7 @@ class Session:
         self._adam: AdamStream | None = None
         self._endings.append(self._attachment.detach)
         self._attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
-        self._note_foreign_memory(model)
+        self._tuning.note_foreign_memory(model)
         free = self.device.type == "cpu" and trial.activation_room is None  # RAM on either side: "auto" would keep all
         if settings.activations != "keep" and not (settings.activations == "auto" and free):
             self._open_saving(model, found, settings.activations, trial)
@@ -205,14 +210,6 @@ class Session:
         if optimizer is not None:
             self._take_over(optimizer, found, images, flags, settings, trial)
 
-    def _note_foreign_memory(self, model: nn.Module) -> None:
-        """What this process has on the device besides: it is not the session's, and not part of its budget."""
-        self._foreign_bytes = 0
-        if self.device.type == "cuda":
-            mine = self._pool.capacity_bytes + sum(b.nbytes for b in model.buffers() if b.device == self.device)
-            self._foreign_bytes = max(0, torch.cuda.memory_allocated(self.device) - mine)
-            torch.cuda.reset_peak_memory_stats(self.device)  # what came before says nothing about the steps to come
-
     def _open_saving(self, model: nn.Module, found: Partition, mode: str, trial: Trial) -> None:
         around = Surroundings(
             device=self.device,
@@ -221,24 +218,14 @@ class Session:
             page_lock=self._page_lock,
             waits=self._waits,
             lock=self._parameters.lock,
-            rates=lambda: link_rates(self.recorder.snapshot()),
-            limit_bytes=self.ledger.budgets[Tier.DEVICE].limit_bytes,
-            foreign_bytes=self._foreign_bytes,
-            can_recompute=self._can_recompute,
+            rates=self._tuning.free_rates,
+            limit_bytes=self._tuning.limit_bytes,
+            foreign_bytes=self._tuning.foreign_bytes,
+            can_recompute=self._tuning.can_recompute,
         )
         self.saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *found.left], trial)
         self._attachment.saving = self.saving
         self._endings.append(end)
-
-    def _can_recompute(self, block: nn.Module) -> bool:
-        """Checkpointing holds all weights of what it runs again; the pool must have room for them, and for the next."""
-        inside = {id(module) for module in block.modules()}
-        units = {unit for entry in self._partition.entries if id(entry.module) in inside for unit in entry.units}
-        taken = self.placement.fixed_bytes
-        if self._adam is not None:
-            taken += self._adam.there.kept_bytes + self._adam.there.sets_bytes
-        largest = max(unit.image_bytes for unit in self.units)
-        return sum(unit.image_bytes + GRAIN for unit in units) + largest <= self._pool.capacity_bytes - taken
 
     def _take_over(
         self,
@@ -278,7 +265,7 @@ class Session:
             masters=masters,
             mode=mode,
         )
-        self._optimizer.on_step = self._after_step
+        self._optimizer.on_step = lambda: self._tuning.after_step(self._gradients)
         self._attachment.optimizer = self._optimizer
         self._gradients.join_readers = self._optimizer.join
         self._gradients.before_adding = self._optimizer.apply_factor
@@ -320,14 +307,10 @@ class Session:
             poison=self._lanes.store if trial.poison else None,
         )
         self._adam = adam
-        self._fixed_share = trial.device_share
-        self._share_since = (Totals(), worker.stats())
-        self.share_reason = "on the CPU" + ("" if self.device.type == "cpu" else " until rates have been measured")
         if trial.kept:
             self._pool.grow(sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept]))
             adam.there.keep([unit.index for unit in units[: trial.kept]], wide=True)
-        if trial.device_share:
-            adam.there.share(trial.device_share, self._pool.capacity_bytes - self.placement.least_bytes)
+        self._tuning.take_adam(adam, worker, fixed_share=trial.device_share)
         self._parameters.pending = adam.pending
         self._parameters.before_use = adam.before_use
         self._parameters.prepare = adam.prepare
@@ -363,7 +346,7 @@ class Session:
             ledger=self.ledger,
             placement=self.placement,
             pool_bytes=self._pool.capacity_bytes,
-            share_reason=self.share_reason,
+            share_reason=self._tuning.share_reason,
             activation_reason=self.saving.reason if self.saving is not None else "",
             units=self.units,
             setup_s=self.setup_s,
@@ -406,88 +389,6 @@ class Session:
         arena = HostArena(unit.wide_bytes, ledger=self.ledger, tag=Tag.GRADIENTS, page_lock=self._page_lock)
         self._endings.insert(0, arena.close)
         return arena.tensor((unit.wide_bytes,), torch.uint8)
-
-    def _after_step(self) -> None:
-        """Between steps: use what was learned. Changes where things are done, never a result."""
-        self.recorder.step()
-        assert self._optimizer is not None
-        steps = self._optimizer.steps
-        if self.device.type == "cuda" and steps in _GROW_AT:
-            self._grow()
-        if self._adam is not None and steps in _SHARE_AT and self._fixed_share is None:
-            self._choose_share()
-
-    def _grow(self) -> None:
-        """Give the pool what activations have left of the budget."""
-        wide = any(home.wide is not None for home in self._gradients.homes)
-        states, kept = {}, 0
-        if self._adam is not None:
-            states = {h.unit.index: kept_bytes(h.unit, wide=wide) for h in self._adam.homes if h.kept is None}
-            kept = self._adam.there.kept_bytes + self._adam.there.sets_bytes
-        grown = growth(
-            self.placement,
-            pool_bytes=self._pool.capacity_bytes - kept,
-            limit_bytes=self.ledger.budgets[Tier.DEVICE].limit_bytes,
-            peak_bytes=torch.cuda.max_memory_allocated(self.device) - self._foreign_bytes,
-            free_bytes=torch.cuda.mem_get_info(self.device)[0],
-            step_bytes=max(unit.image_bytes for unit in self.units),
-            state_bytes=states,
-        )
-        if grown.pool_bytes:
-            self._pool.grow(grown.pool_bytes)
-        if self._adam is not None:
-            self._adam.there.keep(grown.keep, wide=wide)
-
-    def _enlarge(self, size: int) -> bool:
-        """Add ``size`` bytes to a pool that is too small for what is held just now, if the budget has them left."""
-        left = self.ledger.free_bytes(Tier.DEVICE)
-        if self.device.type == "cuda":  # activations are not in the ledger
-            limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
-            begun = self._optimizer is not None and self._optimizer.steps > 0
-            used = torch.cuda.max_memory_allocated if begun else torch.cuda.memory_allocated
-            left = min(left, limit - used(self.device) + self._foreign_bytes)
-        size = round_up(size, GRAIN)
-        if size > left:
-            return False
-        try:
-            self._pool.grow(size)
-        except OutOfBudget:
-            return False
-        return True
-
-    def _choose_share(self) -> None:
-        """Decide anew how much of the optimizer's work the device does."""
-        assert self._adam is not None
-        if self.device.type == "cpu":
-            return  # the same cores would do it
-        totals, worker = self.recorder.snapshot(), self._worker.stats()
-        past_totals, past_worker = self._share_since
-        self._share_since = (totals, worker)
-        steps = len(totals.step_ends_s) - len(past_totals.step_ends_s)
-        busy_s = (worker.busy_s - past_worker.busy_s) / self._worker.threads
-        elements = worker.elements - past_worker.elements
-        moved = sum(size for (lane, _), size in totals.bytes.items() if lane == "load")
-        moving_s = sum(seconds for (lane, _), seconds in totals.busy_s.items() if lane == "load")
-        ends = totals.step_ends_s
-        weights = sum(unit.image_bytes for unit in self.units)
-        count = max(1, sum(unit.state_count for unit in self.units))
-        states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in self.units)
-        share, self.share_reason = device_share(
-            Rates(
-                cpu_elements_per_s=elements / busy_s if busy_s > 0 else 0.0,
-                load_bytes_per_s=moved / moving_s if moving_s > 0 else 0.0,
-                cpu_busy_s=busy_s / steps,
-                step_s=(ends[-1] - ends[-1 - steps]) / steps if len(ends) > steps else ends[-1] - ends[0],
-            ),
-            mode="backward" if self._settings.step == "backward" else "forward",
-            share=self._adam.there.share_now,
-            weight_bytes=weights / count,
-            state_bytes=states / count,
-        )
-        there, kept = self._adam.there, sum(home.kept is not None for home in self._adam.homes)
-        if kept:
-            self.share_reason = f"{kept} of {len(self.units)} units kept on the device; of the rest {self.share_reason}"
-        there.share(share, self._pool.capacity_bytes - there.kept_bytes - self.placement.least_bytes)
 
     def _drain(self) -> None:
         if self._optimizer is not None:

@@ -247,7 +247,7 @@ def test_any_graph(
 ) -> None:
     plain, model, data = pair
     activations = opened(model, mode, room, device=device)
-    for step in range(3):
+    for step in range(4):
         results = []
         for side in (plain, model):
             torch.manual_seed(step)

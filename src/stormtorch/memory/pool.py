@@ -145,15 +145,22 @@ class Pool(ABC):
     def _sort_in(self) -> None:
         while self._returned:
             piece, last_uses = self._returned.popleft()
-            if self._poison is not None:
-                for event in last_uses:
-                    self._poison.wait(event)
-                self._poison.fill(piece.bytes, 0xFF)
-                last_uses = (self._poison.record(),)
-            block = piece.block
-            block.uses = [use for use in block.uses if not use[2].done()]
-            block.uses += [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
-            block.extents.give(piece.offset, piece.size)
+            self._melt(piece, self._poisoned(piece, last_uses))
+
+    def _poisoned(self, piece: Piece, last_uses: tuple[Event, ...]) -> tuple[Event, ...]:
+        """Fill the piece with NaN, if that is wanted; returns what its next user has to wait for."""
+        if self._poison is None:
+            return last_uses
+        for event in last_uses:
+            self._poison.wait(event)
+        self._poison.fill(piece.bytes, 0xFF)
+        return (self._poison.record(),)
+
+    def _melt(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        block = piece.block
+        block.uses = [use for use in block.uses if not use[2].done()]
+        block.uses += [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
+        block.extents.give(piece.offset, piece.size)
 
 
 class DevicePool(Pool):
@@ -192,7 +199,8 @@ class DevicePool(Pool):
 class HostPool(Pool):
     """Page-locked RAM for what leaves the device for a while. Grows by itself, up to the budget; nothing is rounded up.
 
-    The same sizes are asked for in every step, so that it stops growing after the first one or two."""
+    Every step asks for the same sizes again, so pieces that come back are put aside by size, and the pool stops growing
+    after a step or two. When other sizes are asked for, they are melted down first."""
 
     def __init__(
         self,
@@ -206,6 +214,7 @@ class HostPool(Pool):
         """``pageable``: memory that could not be page-locked will do."""
         super().__init__(ledger=ledger, tag=tag, poison=poison)
         self._page_lock, self._pageable = page_lock, pageable or page_lock is None
+        self._aside: dict[int, list[tuple[Piece, tuple[Event, ...]]]] = {}  # by size
 
     def grow(self, size: int) -> None:
         arena = HostArena(round_up(size, GRAIN), ledger=self._ledger, tag=self._tag, page_lock=self._page_lock)
@@ -221,14 +230,34 @@ class HostPool(Pool):
 
     def room(self, size: int, lane: Lane) -> Piece:
         """``size`` bytes, with ``lane`` waiting for their last uses; raises OutOfBudget if RAM is short."""
-        piece = self.take(size, lane)
-        if piece is None:
+        self._put_aside()
+        same = self._aside.get(size)
+        if same:
+            piece, last_uses = same.pop()
+            for event in last_uses:
+                lane.wait(event)
+            return piece
+        piece_or_none = self.take(size, lane)
+        if piece_or_none is None:
             least = round_up(size, GRAIN)
             free = round_down(self._ledger.free_bytes(Tier.HOST), GRAIN)
             self.grow(max(least, min(_HOST_STEP, free)))  # asks for the least if that is too much: the error names it
-            piece = self.take(size, lane)
-        assert piece is not None
-        return piece
+            piece_or_none = self.take(size, lane)
+        assert piece_or_none is not None
+        return piece_or_none
+
+    def _put_aside(self) -> None:
+        while self._returned:
+            piece, last_uses = self._returned.popleft()
+            self._aside.setdefault(piece.size, []).append((piece, self._poisoned(piece, last_uses)))
+
+    def _sort_in(self) -> None:
+        """Melt down: whatever is aside becomes part of the blocks again, in whichever sizes are asked for next."""
+        super()._sort_in()
+        for pieces in self._aside.values():
+            for piece, last_uses in pieces:
+                self._melt(piece, last_uses)
+        self._aside.clear()
 
 
 class _HostBlock:

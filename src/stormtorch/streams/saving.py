@@ -1,9 +1,10 @@
 """How each block's activations survive until backward: kept, offloaded, or recomputed.
 
 Blocks are wrapped as the user's own ``torch.utils.checkpoint`` around them would wrap them, and only while a pass of
-the model runs under our saved-tensor hooks. The first pass measures: one block of each kind runs plainly, with its
-operations timed; the others are kept as long as there seems to be room for all, else recomputed. What was learned
-makes the plan (activation_plan.py) for the passes that follow. A pass with larger inputs is measured anew.
+the model runs under our saved-tensor hooks. The first two passes measure, the second because the first is cold: one
+block of each kind runs plainly, with its operations timed; the others are kept as long as there seems to be room for
+all, else recomputed. What was learned makes the plan (activation_plan.py) for the passes that follow. A pass with
+larger inputs is measured anew.
 
 A block is never run twice where that would show: where it changes its buffers, as batch norm does, or where forward
 hooks are listening."""
@@ -40,7 +41,8 @@ from .settings import Trial
 from .torch_private import in_backward, innermost_hooks
 
 _WINDOW = 16  # a part of so many of the budget is on its way out, and as much on its way in
-_REPLAN_AT = (2, 3, 5, 9)  # passes after which the peak is looked at again
+_ROUNDS = 2
+_REPLAN_AT = (4, 6, 10)  # passes after which the peak is looked at again
 
 
 @dataclass(eq=False)
@@ -124,6 +126,7 @@ class Saving:
         self._measuring: _Measurement | None = None
         self._measured: dict[Any, _Measurement] = {}  # by kind of block
         self._profiles: dict[Any, BlockProfile] = {}
+        self._rounds: dict[Any, list[int]] = {}  # the passes in which a kind was measured
         self._kept_bytes = 0  # in this pass, if there is no plan
         self.passes = 0
         self.plan: ActivationPlan | None = None
@@ -176,8 +179,10 @@ class Saving:
             if profile is not None:
                 self._profiles[kind] = profile
                 del self._measured[kind]
-        if not self._profiles or any(kind not in self._profiles for kind in self._kinds):
+        if not self._profiles or any(len(self._rounds.get(kind, ())) < _ROUNDS for kind in self._kinds):
             return
+        if self._measured:
+            return  # the device is still at it
         means = self._means(self.plan.kept_bytes if self.plan is not None else self._kept_bytes)
         if means is not None:
             profiles = [self._profiles[kind] for kind in self._kinds]
@@ -212,7 +217,8 @@ class Saving:
         kind = self._kinds[index]
         size = sum(leaf.nbytes for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         self._forget_if_larger(kind, size)
-        if kind not in self._profiles and kind not in self._measured:
+        rounds = self._rounds.setdefault(kind, [])
+        if len(rounds) < _ROUNDS and self.passes not in rounds:
             return self._measure(kind, size, block, original, args, kwargs)
         plan = self.plan.blocks[index] if self.plan is not None else self._provisional(index, kind)
         if plan.kind == "recompute" and not self._may_run_again(block, (args, kwargs)):
@@ -230,13 +236,13 @@ class Saving:
         """What was learned from smaller inputs does not hold."""
         known = self._profiles.get(kind) or self._measured.get(kind)
         if known is not None and size > known.input_bytes:
-            self._profiles.pop(kind, None)
-            self._measured.pop(kind, None)
+            for table in (self._profiles, self._measured, self._rounds):
+                table.pop(kind, None)
             self.plan = None
 
     def _provisional(self, index: int, kind: Any) -> BlockPlan:
         """Before there is a plan: keep, as long as there seems to be room for all that follows."""
-        known = self._profiles.get(kind) or self._measured[kind]
+        known = self._measured.get(kind) or self._profiles[kind]
         ahead = len(self._kinds) - index + 1  # and one to compute with
         if index == len(self._kinds) - 1:
             return KEEP
@@ -249,22 +255,21 @@ class Saving:
         self, kind: Any, size: int, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run the block plainly and see what it does."""
-        measurement = self._measured[kind] = self._measuring = _Measurement(size)
+        measurement = self._measuring = _Measurement(size)
         buffers = [(buffer, buffer._version) for buffer in block.buffers()]
         timing = Measuring(lambda call: timed(self._device, call))
         mode: AbstractContextManager[Any] = contextlib.nullcontext() if _is_compiled(block) else timing
         try:
             with self._set(sending=False), mode:
                 result, measurement.seconds = timed(self._device, lambda: original(*args, **kwargs))
-        except BaseException:
-            self._measured.pop(kind, None)
-            raise
         finally:
             self._measuring = None
         measurement.operations = timing.found
         still = all(buffer._version == version for buffer, version in buffers)
         measurement.repeatable = still and self._may_run_again(block, (args, kwargs))
         self._kept_bytes += measurement.saved_bytes
+        self._measured[kind] = measurement
+        self._rounds[kind].append(self.passes)
         return result
 
     def _recomputed(

@@ -1,0 +1,178 @@
+"""What a session does with what it learns while training: where things are done changes, never a result."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .core.errors import OutOfBudget
+from .core.sizes import round_up
+from .core.tags import Tag, Tier
+from .memory.ledger import Ledger
+from .memory.pool import GRAIN, DevicePool
+from .native.jobs import Worker
+from .observe.recorder import Recorder, Totals, link_rates
+from .streams.adam import AdamStream
+from .streams.device_states import kept_bytes
+from .streams.gradients import GradientStream
+from .streams.partition import Partition
+from .streams.placement import Placement, growth
+from .streams.shares import Rates, device_share
+
+_GROW_AT = (2, 4)  # steps after which activations have shown their peak
+_SHARE_AT = (3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
+
+
+class Tuning:
+    """Grows the pool, divides the optimizer's work, tells activations what is left for them."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        ledger: Ledger,
+        pool: DevicePool,
+        placement: Placement,
+        partition: Partition,
+        recorder: Recorder,
+        mode: str,
+    ) -> None:
+        """``mode``: the step's."""
+        self.device, self._ledger, self._pool, self._placement = device, ledger, pool, placement
+        self._partition, self._recorder, self._mode = partition, recorder, mode
+        self._adam: AdamStream | None = None
+        self._worker: Worker | None = None
+        self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
+        self._share_is_fixed = False
+        self._steps = 0
+        self.foreign_bytes = 0  # what the process has on the device besides; not the session's, nor of its budget
+        self.share_reason = ""
+
+    @property
+    def limit_bytes(self) -> int:
+        return self._ledger.budgets[Tier.DEVICE].limit_bytes
+
+    def note_foreign_memory(self, model: nn.Module) -> None:
+        """Look what is on the device before the first step."""
+        if self.device.type == "cuda":
+            mine = self._pool.capacity_bytes + sum(b.nbytes for b in model.buffers() if b.device == self.device)
+            self.foreign_bytes = max(0, torch.cuda.memory_allocated(self.device) - mine)
+            torch.cuda.reset_peak_memory_stats(self.device)  # what came before says nothing about the steps to come
+
+    def take_adam(self, adam: AdamStream, worker: Worker, *, fixed_share: float | None) -> None:
+        """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests."""
+        self._adam, self._worker, self._share_is_fixed = adam, worker, fixed_share is not None
+        self.share_reason = "on the CPU" + ("" if self.device.type == "cpu" else " until rates have been measured")
+        if fixed_share:
+            self._share(fixed_share)
+
+    def after_step(self, gradients: GradientStream) -> None:
+        """Use what was learned."""
+        self._recorder.step()
+        self._steps += 1
+        if self.device.type != "cuda":
+            return  # RAM on either side, and the same cores
+        if self._steps in _GROW_AT:
+            self._grow(gradients)
+        if self._adam is not None and self._steps in _SHARE_AT and not self._share_is_fixed:
+            self._choose_share()
+
+    # --- the pool
+
+    def _grow(self, gradients: GradientStream) -> None:
+        """Give the pool what activations have left of the budget."""
+        wide = any(home.wide is not None for home in gradients.homes)
+        states = {}
+        if self._adam is not None:
+            states = {h.unit.index: kept_bytes(h.unit, wide=wide) for h in self._adam.homes if h.kept is None}
+        grown = growth(
+            self._placement,
+            pool_bytes=self._pool.capacity_bytes - self._state_bytes,
+            limit_bytes=self.limit_bytes,
+            peak_bytes=torch.cuda.max_memory_allocated(self.device) - self.foreign_bytes,
+            free_bytes=torch.cuda.mem_get_info(self.device)[0],
+            step_bytes=max(unit.image_bytes for unit in self._partition.units),
+            state_bytes=states,
+        )
+        if grown.pool_bytes:
+            self._pool.grow(grown.pool_bytes)
+        if self._adam is not None:
+            self._adam.there.keep(grown.keep, wide=wide)
+
+    @property
+    def _state_bytes(self) -> int:
+        """What of the pool optimizer states take, kept or passing."""
+        return 0 if self._adam is None else self._adam.there.kept_bytes + self._adam.there.sets_bytes
+
+    def enlarge(self, size: int) -> bool:
+        """Add ``size`` bytes to a pool that is too small for what is held just now, if the budget has them left."""
+        left = self._ledger.free_bytes(Tier.DEVICE)
+        if self.device.type == "cuda":  # activations are not in the ledger
+            used = torch.cuda.max_memory_allocated if self._steps else torch.cuda.memory_allocated
+            left = min(left, self.limit_bytes - used(self.device) + self.foreign_bytes)
+        size = round_up(size, GRAIN)
+        if size > left:
+            return False
+        try:
+            self._pool.grow(size)
+        except OutOfBudget:
+            return False
+        return True
+
+    # --- the optimizer
+
+    def _choose_share(self) -> None:
+        """Decide anew how much of the optimizer's work the device does."""
+        assert self._adam is not None
+        assert self._worker is not None
+        totals, worker = self._recorder.snapshot(), self._worker.stats()
+        past_totals, past_busy_s, past_elements = self._past
+        self._past = (totals, worker.busy_s, worker.elements)
+        ends = totals.step_ends_s
+        steps = len(ends) - len(past_totals.step_ends_s)
+        busy_s = (worker.busy_s - past_busy_s) / self._worker.threads
+        units = self._partition.units
+        count = max(1, sum(unit.state_count for unit in units))
+        states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in units)
+        there = self._adam.there
+        share, reason = device_share(
+            Rates(
+                cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
+                load_bytes_per_s=link_rates(totals)[1],
+                cpu_busy_s=busy_s / steps,
+                step_s=(ends[-1] - ends[-1 - steps]) / steps if len(ends) > steps else ends[-1] - ends[0],
+            ),
+            mode="backward" if self._mode == "backward" else "forward",
+            share=there.share_now,
+            weight_bytes=sum(unit.image_bytes for unit in units) / count,
+            state_bytes=states / count,
+        )
+        kept = sum(home.kept is not None for home in self._adam.homes)
+        self.share_reason = f"{kept} of {len(units)} units kept on the device; of the rest {reason}" if kept else reason
+        self._share(share)
+
+    def _share(self, share: float) -> None:
+        assert self._adam is not None
+        there = self._adam.there
+        there.share(share, self._pool.capacity_bytes - there.kept_bytes - self._placement.least_bytes)
+
+    # --- activations
+
+    def free_rates(self) -> tuple[float, float]:
+        """What the link has left for activations, out and in, beside weights and what else travels in."""
+        totals = self._recorder.snapshot()
+        out_rate, in_rate = link_rates(totals)
+        ends = totals.step_ends_s
+        if len(ends) < 2:
+            return out_rate, in_rate
+        others_s = sum(s for (lane, tag), s in totals.busy_s.items() if lane == "load" and tag is not Tag.ACTIVATIONS)
+        busy = others_s / (len(ends) + 1) / ((ends[-1] - ends[0]) / (len(ends) - 1))
+        return out_rate, in_rate * max(0.0, 1 - busy)
+
+    def can_recompute(self, block: nn.Module) -> bool:
+        """Checkpointing holds all weights of what it runs again; the pool must have room for them, and for the next."""
+        inside = {id(module) for module in block.modules()}
+        units = {unit for entry in self._partition.entries if id(entry.module) in inside for unit in entry.units}
+        largest = max(unit.image_bytes for unit in self._partition.units)
+        room = self._pool.capacity_bytes - self._placement.fixed_bytes - self._state_bytes
+        return sum(unit.image_bytes + GRAIN for unit in units) + largest <= room
