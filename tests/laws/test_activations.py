@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,10 @@ import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.offload import OffloadedActivations
+from stormtorch.streams import saving
+from stormtorch.streams.activation_plan import ActivationPlan, BlockPlan, BlockProfile, Means
 from stormtorch.streams.settings import Trial
+from stormtorch.streams.torch_private import StorageReference
 
 from .models import (
     CHAIN,
@@ -475,3 +480,251 @@ def test_streamed_on_any_device(case: Case, mode: str, room: int | None, device:
     with Pair(case, sgd, device=device, activations=mode, room=room) as pair:
         pair.steps(4)
         pair.check()
+
+
+# --- what a review has found
+
+
+def both(
+    make: Callable[[], nn.Module],
+    run: Callable[[nn.Module, contextlib.AbstractContextManager[Any], int], Any],
+    mode: str,
+    room: int | None,
+    steps: int = 5,
+) -> None:
+    """``run`` gives the same with a model as with its twin, whose activations are arranged."""
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    activations = opened(model, mode, room)
+    for step in range(steps):
+        results = []
+        for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+            torch.manual_seed(step)
+            random.seed(step)
+            side.zero_grad()
+            loss = run(side, context, step)
+            results.append(outcome(side, loss))
+        same(results[1], results[0], f"step {step}")
+    activations.close()
+
+
+@pytest.mark.parametrize(("mode", "room"), WAYS, ids=ids)
+def test_a_graph_that_is_dropped_is_freed(mode: str, room: int | None) -> None:
+    """Outputs that autograd saves, as those of tanh, must not keep their graph through what a hook returned."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    activations = opened(model, mode, room, seed=None)
+    storages: list[StorageReference] = []
+    for _ in range(6):
+        with activations:
+            y = model(torch.randn(8, 16)).exp()
+            loss = y.sum()
+        storages.append(StorageReference(y.untyped_storage()))
+        del loss, y
+    activations.saving._stream.begin_pass()  # lets go of what is on its way
+    gc.collect()
+    assert [storage.gone for storage in storages] == [True] * 6
+    assert activations.saving._stream._slabs.taken_bytes == 0
+    activations.close()
+
+
+def test_a_dropped_graph_of_a_streamed_model_is_freed() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    with stream(model, vram="auto", activations="keep"):
+        y = model(torch.randn(8, 16)).exp()
+        loss = y.sum()
+        storage = StorageReference(y.untyped_storage())
+        del loss, y
+        gc.collect()
+        assert storage.gone
+
+
+@pytest.mark.parametrize(("mode", "room"), WAYS, ids=ids)
+def test_changes_in_place_are_noticed_in_every_way(mode: str, room: int | None) -> None:
+    model = net()
+    activations = opened(model, mode, room)
+    for _ in range(3):
+        with activations:
+            y = model(torch.randn(16, 16)).exp()
+            loss = y.sum()
+        y.detach().mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    activations.close()
+
+
+class Writing(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.inner = nn.LeakyReLU(inplace=True), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(self.act(x))
+        return y
+
+
+class Listing(nn.Module):
+    """Writes into a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        y = torch.tanh(self.inner(x))
+        losses.append(y.square().mean())
+        return y
+
+
+class Averaging(nn.Module):
+    """Puts another buffer in place of the old one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return torch.tanh(self.inner(x) + self.mean)
+
+
+class Skipping(nn.Module):
+    """Random, but not by torch's numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) if random.random() < 0.5 else x.sin()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.inner(x)))
+
+
+def through(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
+    with context:
+        loss = model(torch.randn(8, 16) * 1.0).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+@pytest.mark.parametrize("kind", [Writing, Averaging, Skipping, Normed])
+def test_blocks_that_must_not_run_twice(kind: type[nn.Module], mode: str, room: int | None) -> None:
+    both(lambda: nn.Sequential(*(kind() for _ in range(4))), through, mode, room)
+
+
+@pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+def test_lists_that_blocks_write_into(mode: str, room: int | None) -> None:
+    def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
+        losses: list[torch.Tensor] = []
+        with context:
+            x = torch.randn(8, 16)
+            for block in model.children():
+                x = block(x, losses)
+            loss = x.sum() + torch.stack(losses).sum()
+        loss.backward()
+        return loss
+
+    both(lambda: nn.ModuleList(Listing() for _ in range(4)), run, mode, room)
+
+
+@pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+def test_manners_that_change(mode: str, room: int | None) -> None:
+    """Evaluated first, trained later; frozen, then not; switched to eval before backward."""
+
+    def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], step: int) -> Any:
+        model.train(step > 2)
+        model.requires_grad_(step > 1)
+        with context:
+            loss = model(torch.randn(8, 16).requires_grad_()).square().mean()
+        model.eval()
+        loss.backward()
+        return loss
+
+    both(lambda: nn.Sequential(*(Normed() for _ in range(4))), run, mode, room, steps=8)
+    both(lambda: net(blocks=4), run, mode, room, steps=8)
+
+
+@pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+def test_an_earlier_graph_runs_again_after_the_next_forward(mode: str, room: int | None) -> None:
+    def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
+        with context:
+            first = model(torch.randn(8, 16)).square().mean()
+        first.backward(retain_graph=True)
+        with context:
+            second = model(torch.randn(8, 16)).square().mean()
+        (first + second).backward()
+        return first + second
+
+    both(lambda: net(blocks=4), run, mode, room)
+
+
+@pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+def test_parameters_that_are_there_for_one_call(mode: str, room: int | None) -> None:
+    def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
+        doubled = {name: parameter * 2 for name, parameter in model.named_parameters()}
+        with context:
+            loss = torch.func.functional_call(model, doubled, (torch.randn(8, 16),)).square().mean()
+        loss.backward()
+        return loss
+
+    both(lambda: net(blocks=4), run, mode, room)
+
+
+class Two(nn.Module):
+    """Gives a product away, which its caller then changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = self.first(x)
+        return product, self.second(torch.tanh(product))
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
+@pytest.mark.parametrize("inputs", [True, False], ids=["inputs_away", "inputs_kept"])
+@pytest.mark.parametrize("kind", [Two, Block])
+def test_results_are_replayed(
+    kind: Callable[..., nn.Module], inputs: bool, away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, whatever a plan would say."""
+
+    def everything(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        blocks = [
+            BlockPlan(kind="recompute", inputs_away=inputs, results_away=dict.fromkeys(profile.operations, away))
+            for profile in profiles
+        ]
+        assert all(block.results_away for block in blocks)
+        return ActivationPlan(blocks=blocks, reason="all")
+
+    def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
+        with context:
+            x = torch.randn(8, 16).requires_grad_() * 1
+            extra = x.sum()
+            for block in model.children():
+                given = block(x)
+                if isinstance(given, tuple):
+                    product, x = given
+                    extra = extra + product.mul_(0.3).sum()
+                else:
+                    x = given
+            loss = x.square().mean() + extra
+        loss.backward()
+        return loss
+
+    monkeypatch.setattr(saving, "choose", everything)
+    both(lambda: nn.ModuleList(kind(16) if kind is Block else kind() for _ in range(4)), run, "auto", 0)

@@ -24,7 +24,7 @@ from ..core.tags import Tag, Tier
 from .alias import alias
 from .device import DeviceBlock
 from .extents import Extents
-from .host import HostArena
+from .host import PAGE, HostArena
 from .lane import Event, Lane
 from .ledger import Ledger
 from .limits import page_lock_limit
@@ -237,14 +237,21 @@ class HostPool(Pool):
             for event in last_uses:
                 lane.wait(event)
             return piece
-        piece_or_none = self.take(size, lane)
-        if piece_or_none is None:
-            least = round_up(size, GRAIN)
-            free = round_down(self._ledger.free_bytes(Tier.HOST), GRAIN)
-            self.grow(max(least, min(_HOST_STEP, free)))  # asks for the least if that is too much: the error names it
-            piece_or_none = self.take(size, lane)
-        assert piece_or_none is not None
-        return piece_or_none
+        found = self.take(size, lane)
+        if found is None:
+            self._close_empty()
+            free = round_down(self._ledger.free_bytes(Tier.HOST), PAGE)
+            self.grow(max(size, min(_HOST_STEP, free)))  # asks for the least if that is too much: the error names it
+            found = self.take(size, lane)
+        assert found is not None
+        return found
+
+    def _close_empty(self) -> None:
+        """Return blocks that nobody uses any more: in them there was no room, and sizes may go on changing."""
+        for block in list(self._blocks):
+            if not block.extents.taken_bytes and all(event.done() for _, _, event in block.uses):
+                block.memory.close()
+                self._blocks.remove(block)
 
     def _put_aside(self) -> None:
         while self._returned:

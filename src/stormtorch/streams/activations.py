@@ -36,8 +36,9 @@ from ..memory.lane import Event
 from ..memory.lanes import Lanes
 from ..memory.pool import GRAIN, HostPool, Piece
 from ..memory.wait_meter import WaitMeter
+from .held import Held, stale
 from .lock import locked
-from .torch_private import StorageReference, VersionProbe, is_made_from_weights
+from .torch_private import StorageReference, VersionProbe, has_plain_storage, is_made_from_weights
 
 SMALL_BYTES = 64 * KiB  # less than that costs more to move than to keep
 
@@ -177,17 +178,17 @@ class ActivationStream:
         """A forward begins: what it saves is compared with the last one."""
         if self._ride.asked:
             self._past = self._ride
-            self._past.parcels = []
         self._ride = Ride(self._past)
         self._staying = []
-        self._addresses = {weight.untyped_storage().data_ptr() for weight in self._weights()}
+        plain = filter(has_plain_storage, self._weights())
+        self._addresses = {weight.untyped_storage().data_ptr() for weight in plain}
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].gone and entry[1]() is not None}
 
     @locked
     def pack(self, tensor: torch.Tensor) -> Any:
-        """For autograd: ``tensor`` itself if it stays, or a note of it."""
+        """For autograd: a note of ``tensor``, or ``Held`` if it stays."""
         self._sweep()
-        return self.send(tensor) if not self._closed and self._travels(tensor) else tensor
+        return self.send(tensor) if not self._closed and self._travels(tensor) else Held(tensor)
 
     def send(self, tensor: torch.Tensor) -> Note:
         """A note of ``tensor``, which is on its way to RAM, or was sent before."""
@@ -206,15 +207,17 @@ class ActivationStream:
 
     def _travels(self, tensor: torch.Tensor) -> bool:
         """Whether it is worth moving, and can be moved by its bytes."""
-        if type(tensor) is not torch.Tensor or tensor.device != self._lanes.device:
+        if tensor.device != self._lanes.device or type(tensor) is not torch.Tensor or not has_plain_storage(tensor):
             return False
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False
         if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._small_bytes:
             return False
-        if tensor.untyped_storage().data_ptr() in self._addresses or is_made_from_weights(tensor):
-            return False
-        return _span(tensor)[1] >= self._small_bytes
+        return not self.is_weight(tensor) and _span(tensor)[1] >= self._small_bytes
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, with plain storage, is a parameter, a buffer, or a cast of one."""
+        return tensor.untyped_storage().data_ptr() in self._addresses or is_made_from_weights(tensor)
 
     def _send_or_keep(self, parcel: Parcel) -> None:
         """What will still be in the window when backward begins, going by the last pass, need not leave at all."""
@@ -256,17 +259,14 @@ class ActivationStream:
     @locked
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor that ``pack`` was given, on the device, with compute waiting for it."""
-        if not isinstance(saved, Note):
-            result: torch.Tensor = saved
-            return result
+        if isinstance(saved, Held):
+            return saved.get()
+        assert isinstance(saved, Note)
         if self._closed:
             raise StaleGraph("Cannot run backward: what held its activations was closed.")
         self._sweep()
         if saved.probe is not None and saved.probe.changed:
-            raise StaleGraph(
-                "Cannot run backward: one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation (shape {tuple(saved.shape)}, {saved.dtype})."
-            )
+            raise stale(saved.shape, saved.dtype)
         parcel = saved.parcel
         result = saved.view(self._fetch(parcel, saved))
         parcel.ride.asked[parcel.number] = None

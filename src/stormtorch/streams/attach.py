@@ -24,13 +24,13 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..core.errors import StormError
-from .activations import Note
 from .fetch import Fetch, Token
 from .gradients import GradientStream
+from .held import Held
 from .home import HomeParameter, HomeView, home_view
 from .lock import locked
 from .optimizer import OptimizerStream
-from .parameters import ParameterStream, Stay
+from .parameters import ParameterStream, SavedWeight, Stay
 from .partition import Entry
 from .saving import Saving
 from .torch_private import in_backward, saved_tensor_hooks_active, without_torch_function
@@ -148,11 +148,7 @@ class Attachment:
             return
         self.closed = True
         self._clean()
-        for module, name, had in reversed(self._calls):
-            if had is None:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = had
+        self._unwrap()
         for unit in self._units:
             for place in unit.places:
                 grad = None
@@ -172,6 +168,15 @@ class Attachment:
             buffer = module._buffers[name]
             if buffer is not None:
                 module._buffers[name] = buffer.to("cpu")
+
+    def _unwrap(self) -> None:
+        for module, name, had in reversed(self._calls):
+            if not isinstance(module.__dict__.get(name), Call):
+                continue  # somebody has put something over ours, which does nothing any more
+            if had is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = had
 
     # --- the call of a module
 
@@ -216,13 +221,18 @@ class Attachment:
                     yield
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        saved = self._parameters.pack(tensor)
-        return saved if saved is not tensor or self.saving is None else self.saving.pack(tensor)
+        weight = self._parameters.pack(tensor)
+        if weight is not None:
+            return weight
+        return Held(tensor) if self.saving is None else self.saving.pack(tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, Note) and self.saving is not None:
-            return self.saving.unpack(saved)
-        return self._parameters.unpack(saved)
+        if isinstance(saved, SavedWeight):
+            return self._parameters.unpack(saved)
+        if isinstance(saved, Held):
+            return saved.get()
+        assert self.saving is not None
+        return self.saving.unpack(saved)
 
     @locked
     def _end_call(self, depth: int, kept: int, ends_pass: bool) -> None:

@@ -17,7 +17,7 @@ import gc
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -31,7 +31,7 @@ from ..memory.pool import DevicePool, Piece
 from ..memory.wait_meter import WaitMeter
 from .lock import locked
 from .order import Order
-from .torch_private import in_backward, without_torch_function
+from .torch_private import has_plain_storage, in_backward, without_torch_function
 from .unit import Place, Unit
 
 T = TypeVar("T")
@@ -246,23 +246,21 @@ class ParameterStream:
         self._loads_before = self.loads
         self.residences = []
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """For autograd's saved-tensor hooks: weights become notes, everything else stays as it is."""
-        if tensor.device != self._lanes.device or tensor.layout is not torch.strided:
-            return tensor
+    def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """For autograd's saved-tensor hooks: a note of which weight ``tensor`` is, if it is one."""
+        if tensor.device != self._lanes.device or not has_plain_storage(tensor):
+            return None
         if tensor.is_conj() or tensor.is_neg():  # lazy views; they keep the stay
-            return tensor
+            return None
         residence = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if residence is None or tensor.numel() == 0:
-            return tensor
+            return None
         place = residence.unit.place_at(int(tensor.storage_offset()) * tensor.itemsize)
         return SavedWeight(place, tensor, residence.updates)
 
     @locked
-    def unpack(self, saved: Any) -> torch.Tensor:
-        if not isinstance(saved, SavedWeight):
-            result: torch.Tensor = saved
-            return result
+    def unpack(self, saved: SavedWeight) -> torch.Tensor:
+        """The weight, wherever its unit lies now."""
         if not self.residences:
             raise StaleGraph("Cannot run backward: the session that this forward ran in was closed.")
         place = saved.place

@@ -120,7 +120,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
             found.append(child)
         else:
             found += blocks_of(child)
-    return [block for block in found if any(True for _ in block.parameters())]
+    return list({id(block): block for block in found if any(True for _ in block.parameters())}.values())
 
 
 def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate]:

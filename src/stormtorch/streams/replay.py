@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from .activations import ActivationStream, Note
-from .torch_private import StorageReference, VersionProbe
+from .torch_private import StorageReference, VersionProbe, has_plain_storage
 
 Operation = tuple[str, int]
 """An operation of a block: its name, and how many of that name came before it."""
@@ -28,6 +29,8 @@ Operation = tuple[str, int]
 
 def is_expensive(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether its result is worth having, and can be handed out as if it had just been computed."""
+    if isinstance(func, HigherOrderOperator):
+        return False
     packet = func.overloadpacket
     name = packet.__name__
     if "backward" in name or not (packet in flop_registry or name.startswith("_scaled_dot_product")):
@@ -68,6 +71,8 @@ class Kept:
 class Recording(TorchDispatchMode):
     """Puts results aside: ``away`` says for an operation whether they are sent to RAM (True) or kept (False)."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, away: Mapping[Operation, bool], stream: ActivationStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._away, self._stream = away, stream
@@ -80,15 +85,17 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return result
         if func._schema.is_mutable:
             self._spoil(func, args, kwargs)
         elif is_expensive(func, args, kwargs):
             operation = self._numbers.next(func)
             away = self._away.get(operation)
-            if away is not None:
+            if away is not None and all(map(has_plain_storage, _tensors(result))):
                 self.results[operation] = tree_map(self._sent if away else _kept, result)
                 for leaf in tree_leaves(result):
-                    if isinstance(leaf, torch.Tensor):
+                    if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf):
                         reference = StorageReference(leaf.untyped_storage())
                         self._storages[reference.key] = (reference, operation)
         return result
@@ -99,7 +106,7 @@ class Recording(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[number] if number < len(args) else kwargs.get(argument.name)
                 for leaf in tree_leaves(written):
-                    if isinstance(leaf, torch.Tensor):
+                    if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf):
                         known = self._storages.pop(leaf.untyped_storage()._cdata, None)
                         if known is not None:
                             self.results.pop(known[1], None)
@@ -113,6 +120,8 @@ class Recording(TorchDispatchMode):
 
 class Replaying(TorchDispatchMode):
     """Hands out what ``recording`` has put aside."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, recording: Recording, stream: ActivationStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,6 +151,8 @@ class Replaying(TorchDispatchMode):
 class Measuring(TorchDispatchMode):
     """Runs a block once and notes, for every expensive operation, the bytes of its result and how long it took."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, time: Callable[[Callable[[], Any]], tuple[Any, Callable[[], float | None]]]) -> None:
         """``time`` runs a call and returns its result, and what will tell the seconds."""
         super().__init__()  # type: ignore[no-untyped-call]
@@ -156,9 +167,13 @@ class Measuring(TorchDispatchMode):
         if not is_expensive(func, args, kwargs):
             return func(*args, **kwargs)
         result, seconds = self._time(lambda: func(*args, **kwargs))
-        size = sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        size = sum(leaf.nbytes for leaf in _tensors(result) if has_plain_storage(leaf))
         self.found[self._numbers.next(func)] = (size, seconds)
         return result
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _kept(value: Any) -> Any:

@@ -12,6 +12,7 @@ hooks are listening."""
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import threading
 import types
@@ -21,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -34,11 +36,12 @@ from ..memory.stopwatch import Reading, timed
 from ..memory.wait_meter import WaitMeter
 from .activation_plan import KEEP, OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means, choose, leanest, recompute
 from .activations import SMALL_BYTES, ActivationStream
+from .held import Held
 from .partition import blocks_of
 from .placement import headroom
 from .replay import Measuring, Recording, Replaying
 from .settings import Trial
-from .torch_private import in_backward, innermost_hooks
+from .torch_private import has_plain_storage, in_backward, in_functorch, innermost_hooks, without_torch_function
 
 _WINDOW = 16  # a part of so many of the budget is on its way out, and as much on its way in
 _ROUNDS = 2
@@ -56,9 +59,8 @@ class _Measurement:
     repeatable: bool = True
 
     def see(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            self.storages[storage.data_ptr()] = storage.nbytes()
+        storage = tensor.untyped_storage()
+        self.storages[storage.data_ptr()] = storage.nbytes()
 
     @property
     def saved_bytes(self) -> int:
@@ -92,6 +94,9 @@ class BlockCall:
             return self._original(*args, **kwargs)
         return saving.call(self._index, module, self._original, args, kwargs)
 
+    def belongs_to(self, saving: Saving) -> bool:
+        return self._saving() is saving
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return types.MethodType(nn.Module._call_impl, memo[id(self._module())])
 
@@ -119,8 +124,13 @@ class Saving:
         self.mode, self._stream, self._device, self._room, self._means = mode, stream, device, room, means
         self._can_recompute = can_recompute
         self._blocks = [weakref.ref(block) for block in blocks]
-        self._kinds = [_kind(block) for block in blocks]
+        self._shapes = [_shape(block) for block in blocks]
+        self._own = [_identities(block) for block in blocks]
         self._calls: list[tuple[nn.Module, str, Any]] = []
+        self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
+        self._last_sequence: list[Any] = []
+        self._planned: list[Any] = []  # the kinds that the plan is for
+        self._closed = False
         self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
         self._sending = False
         self._measuring: _Measurement | None = None
@@ -138,8 +148,10 @@ class Saving:
         """A pass of the model, under saved-tensor hooks of which ``pack`` is one and which come here."""
         self._stream.begin_pass()
         self.passes += 1
+        if self._sequence:
+            self._last_sequence = self._sequence
         self._look_back()
-        self._kept_bytes = 0
+        self._kept_bytes, self._sequence = 0, []
         self._hooks, self._sending = pack, self.mode == "offload"
         try:
             yield
@@ -148,16 +160,18 @@ class Saving:
 
     def rules_here(self) -> bool:
         """Whether blocks called now are ours to arrange: in a pass, and in nobody else's checkpoint inside of it."""
-        if self._hooks is None or self.mode in ("keep", "offload") or in_backward() or not torch.is_grad_enabled():
+        if self._hooks is None or self._closed or self.mode in ("keep", "offload"):
+            return False
+        if in_backward() or in_functorch() or not torch.is_grad_enabled():
             return False
         hooks = innermost_hooks()
         return hooks is not None and hooks[0] == self._hooks
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: ``tensor``, or a note if it leaves."""
-        if self._measuring is not None:
+        if self._measuring is not None and has_plain_storage(tensor) and not self._stream.is_weight(tensor):
             self._measuring.see(tensor)
-        return self._stream.pack(tensor) if self._sending else tensor
+        return self._stream.pack(tensor) if self._sending else Held(tensor)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         return self._stream.unpack(saved)
@@ -179,14 +193,15 @@ class Saving:
             if profile is not None:
                 self._profiles[kind] = profile
                 del self._measured[kind]
-        if not self._profiles or any(len(self._rounds.get(kind, ())) < _ROUNDS for kind in self._kinds):
+        kinds = self._last_sequence
+        if not kinds or any(len(self._rounds.get(kind, ())) < _ROUNDS for kind in kinds):
             return
-        if self._measured:
+        if any(kind in self._measured or kind not in self._profiles for kind in kinds):
             return  # the device is still at it
         means = self._means(self.plan.kept_bytes if self.plan is not None else self._kept_bytes)
         if means is not None:
-            profiles = [self._profiles[kind] for kind in self._kinds]
-            self.plan = (choose if self.mode == "auto" else recompute)(profiles, means)
+            self._planned = kinds
+            self.plan = (choose if self.mode == "auto" else recompute)([self._profiles[kind] for kind in kinds], means)
 
     # --- blocks
 
@@ -203,8 +218,12 @@ class Saving:
 
     def detach(self) -> None:
         """Undo ``attach``. Safe to call twice."""
+        self._closed = True
         while self._calls:
             block, name, had = self._calls.pop()
+            ours = block.__dict__.get(name)
+            if not isinstance(ours, BlockCall) or not ours.belongs_to(self):
+                continue  # somebody has put something over ours, which does nothing any more
             if had is None:
                 block.__dict__.pop(name, None)
             else:
@@ -214,14 +233,21 @@ class Saving:
         self, index: int, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a block as the plan says."""
-        kind = self._kinds[index]
-        size = sum(leaf.nbytes for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        leaves = _tensors(args, kwargs)
+        kind = (self._shapes[index], _manner(block), tuple(leaf.requires_grad for leaf in leaves))
+        size = sum(leaf.nbytes for leaf in leaves if has_plain_storage(leaf))
         self._forget_if_larger(kind, size)
+        position = len(self._sequence)
+        self._sequence.append(kind)
         rounds = self._rounds.setdefault(kind, [])
         if len(rounds) < _ROUNDS and self.passes not in rounds:
             return self._measure(kind, size, block, original, args, kwargs)
-        plan = self.plan.blocks[index] if self.plan is not None else self._provisional(index, kind)
-        if plan.kind == "recompute" and not self._may_run_again(block, (args, kwargs)):
+        if self.plan is not None and self._planned[position : position + 1] == [kind]:
+            plan = self.plan.blocks[position]
+        else:
+            plan = self._provisional(position, kind)
+        others = _identities(block) != self._own[index]  # functional_call's, which will be gone
+        if plan.kind == "recompute" and (others or not self._may_run_again(block, args, kwargs)):
             plan = OFFLOAD
         if plan.kind == "recompute":
             with self._set(sending=plan.inputs_away):
@@ -229,8 +255,8 @@ class Saving:
         with self._set(sending=plan.kind == "offload"):
             return original(*args, **kwargs)
 
-    def _may_run_again(self, block: nn.Module, given: Any) -> bool:
-        return not _listened_to(block) and _is_plain(given) and self._can_recompute(block)
+    def _may_run_again(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return not _listened_to(block) and _is_plain((*args, *kwargs.values())) and self._can_recompute(block)
 
     def _forget_if_larger(self, kind: Any, size: int) -> None:
         """What was learned from smaller inputs does not hold."""
@@ -240,11 +266,12 @@ class Saving:
                 table.pop(kind, None)
             self.plan = None
 
-    def _provisional(self, index: int, kind: Any) -> BlockPlan:
+    def _provisional(self, position: int, kind: Any) -> BlockPlan:
         """Before there is a plan: keep, as long as there seems to be room for all that follows."""
         known = self._measured.get(kind) or self._profiles[kind]
-        ahead = len(self._kinds) - index + 1  # and one to compute with
-        if index == len(self._kinds) - 1:
+        count = len(self._last_sequence) or len(self._blocks)
+        ahead = max(1, count - position) + 1  # and one to compute with
+        if position == count - 1:
             return KEEP
         if self.mode == "auto" and known.saved_bytes * ahead <= self._room():
             self._kept_bytes += known.saved_bytes
@@ -256,7 +283,7 @@ class Saving:
     ) -> Any:
         """Run the block plainly and see what it does."""
         measurement = self._measuring = _Measurement(size)
-        buffers = [(buffer, buffer._version) for buffer in block.buffers()]
+        before = _state(block, args, kwargs)
         timing = Measuring(lambda call: timed(self._device, call))
         mode: AbstractContextManager[Any] = contextlib.nullcontext() if _is_compiled(block) else timing
         try:
@@ -265,8 +292,8 @@ class Saving:
         finally:
             self._measuring = None
         measurement.operations = timing.found
-        still = all(buffer._version == version for buffer, version in buffers)
-        measurement.repeatable = still and self._may_run_again(block, (args, kwargs))
+        still = _state(block, args, kwargs) == before
+        measurement.repeatable = still and self._may_run_again(block, args, kwargs)
         self._kept_bytes += measurement.saved_bytes
         self._measured[kind] = measurement
         self._rounds[kind].append(self.passes)
@@ -275,13 +302,15 @@ class Saving:
     def _recomputed(
         self, plan: BlockPlan, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        leaves = _leaves((args, kwargs))
+        leaves = _leaves((*args, *kwargs.values()))
+        form = _filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
+        count, names, manner = len(args), list(kwargs), _manner(block)
 
         def run(*given: Any) -> Any:
-            inner_args, inner_kwargs = _filled((args_form, kwargs_form), iter(given))
-            return original(*inner_args, **inner_kwargs)
+            values = _filled(form, iter(given))
+            with _in_manner(block, manner):  # backward may come after eval()
+                return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        args_form, kwargs_form = _filled((args, kwargs), iter([None] * len(leaves)))  # tensors must not stay in there
         if plan.results_away and not _is_compiled(block):
             recording = Recording(plan.results_away, self._stream)
             contexts = (recording, Replaying(recording, self._stream))
@@ -374,37 +403,72 @@ def open_saving(
     return saving, end
 
 
-def _kind(block: nn.Module) -> Any:
-    """Blocks of one kind do the same work."""
-    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
-    return type(block), shapes
+def _shape(block: nn.Module) -> Any:
+    """Blocks of one shape do the same work, in the same manner."""
+    with without_torch_function():
+        return type(block), tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters())
+
+
+def _identities(block: nn.Module) -> list[int]:
+    return [id(parameter) for parameter in block.parameters()]
+
+
+def _manner(block: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """What may change from one call to the next: training or not, frozen or not."""
+    with without_torch_function():
+        frozen = tuple(parameter.requires_grad for parameter in block.parameters())
+    return tuple(module.training for module in block.modules()), frozen
+
+
+@contextlib.contextmanager
+def _in_manner(block: nn.Module, manner: tuple[tuple[bool, ...], tuple[bool, ...]]) -> Iterator[None]:
+    """The block as it was: training or not."""
+    modules = list(block.modules())
+    now = [module.training for module in modules]
+    try:
+        for module, training in zip(modules, manner[0], strict=True):
+            module.training = training
+        yield
+    finally:
+        for module, training in zip(modules, now, strict=True):
+            module.training = training
+
+
+def _state(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a block that may be run twice leaves as it is: buffers, arguments, random numbers that are not torch's."""
+    seen = [*block.buffers(), *_tensors(args, kwargs)]
+    versions = [(id(tensor), tensor._version) for tensor in seen if not tensor.is_inference()]
+    return versions, random.getstate(), repr(np.random.get_state(legacy=True))
 
 
 def _listened_to(block: nn.Module) -> bool:
     """Whether user code would notice a second run."""
+    everywhere: Any = nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return True
     return any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What is in lists, tuples and dicts. Not in other objects: they are handed on as they are."""
-    if type(value) in (list, tuple):
+    """What is in tuples. Not in other objects, which are handed on as they are: the block may change them."""
+    if type(value) is tuple:
         return [leaf for item in value for leaf in _leaves(item)]
-    if type(value) is dict:
-        return [leaf for item in value.values() for leaf in _leaves(item)]
     return [value]
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, torch.Tensor)]
 
 
 def _filled(form: Any, leaves: Iterator[Any]) -> Any:
     """``form`` with other leaves."""
-    if type(form) in (list, tuple):
-        return type(form)(_filled(item, leaves) for item in form)
-    if type(form) is dict:
-        return {key: _filled(item, leaves) for key, item in form.items()}
+    if type(form) is tuple:
+        return tuple(_filled(item, leaves) for item in form)
     return next(leaves)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether there are only values in it, no object that a second run would change again: a cache of keys, say."""
+    """Whether there are only values in it, no object that a second run would change again: a cache of keys, a list."""
     plain = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device, type(None))
     return all(isinstance(leaf, plain) for leaf in _leaves(value))
 

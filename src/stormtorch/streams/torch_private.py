@@ -66,7 +66,9 @@ class VersionProbe:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._at = tensor._version
-        self._shadow = tensor.detach()
+        private: Any = torch._C
+        with private._SetExcludeDispatchKeyGuard(private.DispatchKey.ADInplaceOrView, False):
+            self._shadow = tensor.detach()  # inside of a dispatch mode, too, with the tensor's own counter
         autograd: Any = torch.autograd
         with autograd._unsafe_preserve_version_counter(tensor):
             self._shadow.set_()  # type: ignore[call-overload]  # empty, with the same counter
@@ -74,6 +76,18 @@ class VersionProbe:
     @property
     def changed(self) -> bool:
         return self._shadow._version != self._at
+
+
+def has_plain_storage(tensor: torch.Tensor) -> bool:
+    """Whether its values are what is in its storage, at its strides."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return plain and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def in_functorch() -> bool:
+    """Whether the calling thread is inside a transformation of torch.func."""
+    private: Any = torch._C
+    return bool(private._are_functorch_transforms_active())
 
 
 class StorageReference:
