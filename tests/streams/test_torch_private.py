@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stormtorch.streams import torch_private
@@ -156,3 +157,38 @@ def test_casts_of_weights_are_recognised() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", torch.bfloat16):
         layer(x)
     assert sorted(seen) == [False, True]  # the input's cast, the weight's cast
+
+
+def test_those_who_listen_to_every_module_are_seen() -> None:
+    assert not torch_private.has_global_hooks()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert torch_private.has_global_hooks()
+    handle.remove()
+    assert not torch_private.has_global_hooks()
+
+
+def test_transformations_are_seen() -> None:
+    assert not torch_private.in_functorch()
+    assert torch.func.vmap(lambda x: x * torch_private.in_functorch())(torch.ones(2)).sum() == 2
+
+
+def test_storages_that_are_plain() -> None:
+    assert torch_private.has_plain_storage(torch.ones(2))
+    assert not torch_private.has_plain_storage(torch.ones(2).to_sparse())
+    assert not torch_private.has_plain_storage(torch.ones(2, device="meta"))
+
+
+def test_a_version_is_watched_inside_a_dispatch_mode() -> None:
+    probes: list[torch_private.VersionProbe] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            probes.append(torch_private.VersionProbe(result))
+            return result
+
+    with Mode():  # type: ignore[no-untyped-call]
+        result = torch.ones(2) + 1
+    assert not probes[-1].changed
+    result.add_(1)
+    assert probes[-1].changed

@@ -12,7 +12,6 @@ hooks are listening."""
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 import threading
 import types
@@ -22,7 +21,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -36,12 +34,25 @@ from ..memory.stopwatch import Reading, timed
 from ..memory.wait_meter import WaitMeter
 from .activation_plan import KEEP, OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means, choose, leanest, recompute
 from .activations import SMALL_BYTES, ActivationStream
+from .blocks import (
+    filled,
+    identities_of,
+    in_manner,
+    is_compiled,
+    is_listened_to,
+    is_plain,
+    leaves_of,
+    manner_of,
+    shape_of,
+    state_of,
+    tensors_in,
+)
 from .held import Held
 from .partition import blocks_of
 from .placement import headroom
 from .replay import Measuring, Recording, Replaying
 from .settings import Trial
-from .torch_private import has_plain_storage, in_backward, in_functorch, innermost_hooks, without_torch_function
+from .torch_private import has_plain_storage, in_backward, in_functorch, innermost_hooks
 
 _WINDOW = 16  # a part of so many of the budget is on its way out, and as much on its way in
 _ROUNDS = 2
@@ -124,8 +135,8 @@ class Saving:
         self.mode, self._stream, self._device, self._room, self._means = mode, stream, device, room, means
         self._can_recompute = can_recompute
         self._blocks = [weakref.ref(block) for block in blocks]
-        self._shapes = [_shape(block) for block in blocks]
-        self._own = [_identities(block) for block in blocks]
+        self._shapes = [shape_of(block) for block in blocks]
+        self._own = [identities_of(block) for block in blocks]
         self._calls: list[tuple[nn.Module, str, Any]] = []
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
@@ -233,8 +244,8 @@ class Saving:
         self, index: int, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a block as the plan says."""
-        leaves = _tensors(args, kwargs)
-        kind = (self._shapes[index], _manner(block), tuple(leaf.requires_grad for leaf in leaves))
+        leaves = tensors_in(args, kwargs)
+        kind = (self._shapes[index], manner_of(block), tuple(leaf.requires_grad for leaf in leaves))
         size = sum(leaf.nbytes for leaf in leaves if has_plain_storage(leaf))
         self._forget_if_larger(kind, size)
         position = len(self._sequence)
@@ -246,7 +257,7 @@ class Saving:
             plan = self.plan.blocks[position]
         else:
             plan = self._provisional(position, kind)
-        others = _identities(block) != self._own[index]  # functional_call's, which will be gone
+        others = identities_of(block) != self._own[index]  # functional_call's, which will be gone
         if plan.kind == "recompute" and (others or not self._may_run_again(block, args, kwargs)):
             plan = OFFLOAD
         if plan.kind == "recompute":
@@ -256,7 +267,7 @@ class Saving:
             return original(*args, **kwargs)
 
     def _may_run_again(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return not _listened_to(block) and _is_plain((*args, *kwargs.values())) and self._can_recompute(block)
+        return not is_listened_to(block) and is_plain((*args, *kwargs.values())) and self._can_recompute(block)
 
     def _forget_if_larger(self, kind: Any, size: int) -> None:
         """What was learned from smaller inputs does not hold."""
@@ -283,16 +294,16 @@ class Saving:
     ) -> Any:
         """Run the block plainly and see what it does."""
         measurement = self._measuring = _Measurement(size)
-        before = _state(block, args, kwargs)
+        before = state_of(block, args, kwargs)
         timing = Measuring(lambda call: timed(self._device, call))
-        mode: AbstractContextManager[Any] = contextlib.nullcontext() if _is_compiled(block) else timing
+        mode: AbstractContextManager[Any] = contextlib.nullcontext() if is_compiled(block) else timing
         try:
             with self._set(sending=False), mode:
                 result, measurement.seconds = timed(self._device, lambda: original(*args, **kwargs))
         finally:
             self._measuring = None
         measurement.operations = timing.found
-        still = _state(block, args, kwargs) == before
+        still = state_of(block, args, kwargs) == before
         measurement.repeatable = still and self._may_run_again(block, args, kwargs)
         self._kept_bytes += measurement.saved_bytes
         self._measured[kind] = measurement
@@ -302,16 +313,16 @@ class Saving:
     def _recomputed(
         self, plan: BlockPlan, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        leaves = _leaves((*args, *kwargs.values()))
-        form = _filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
-        count, names, manner = len(args), list(kwargs), _manner(block)
+        leaves = leaves_of((*args, *kwargs.values()))
+        form = filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
+        count, names, manner = len(args), list(kwargs), manner_of(block)
 
         def run(*given: Any) -> Any:
-            values = _filled(form, iter(given))
-            with _in_manner(block, manner):  # backward may come after eval()
+            values = filled(form, iter(given))
+            with in_manner(block, manner):  # backward may come after eval()
                 return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        if plan.results_away and not _is_compiled(block):
+        if plan.results_away and not is_compiled(block):
             recording = Recording(plan.results_away, self._stream)
             contexts = (recording, Replaying(recording, self._stream))
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
@@ -401,77 +412,3 @@ def open_saving(
         stream.close()
 
     return saving, end
-
-
-def _shape(block: nn.Module) -> Any:
-    """Blocks of one shape do the same work, in the same manner."""
-    with without_torch_function():
-        return type(block), tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters())
-
-
-def _identities(block: nn.Module) -> list[int]:
-    return [id(parameter) for parameter in block.parameters()]
-
-
-def _manner(block: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """What may change from one call to the next: training or not, frozen or not."""
-    with without_torch_function():
-        frozen = tuple(parameter.requires_grad for parameter in block.parameters())
-    return tuple(module.training for module in block.modules()), frozen
-
-
-@contextlib.contextmanager
-def _in_manner(block: nn.Module, manner: tuple[tuple[bool, ...], tuple[bool, ...]]) -> Iterator[None]:
-    """The block as it was: training or not."""
-    modules = list(block.modules())
-    now = [module.training for module in modules]
-    try:
-        for module, training in zip(modules, manner[0], strict=True):
-            module.training = training
-        yield
-    finally:
-        for module, training in zip(modules, now, strict=True):
-            module.training = training
-
-
-def _state(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a block that may be run twice leaves as it is: buffers, arguments, random numbers that are not torch's."""
-    seen = [*block.buffers(), *_tensors(args, kwargs)]
-    versions = [(id(tensor), tensor._version) for tensor in seen if not tensor.is_inference()]
-    return versions, random.getstate(), repr(np.random.get_state(legacy=True))
-
-
-def _listened_to(block: nn.Module) -> bool:
-    """Whether user code would notice a second run."""
-    everywhere: Any = nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return True
-    return any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
-
-
-def _leaves(value: Any) -> list[Any]:
-    """What is in tuples. Not in other objects, which are handed on as they are: the block may change them."""
-    if type(value) is tuple:
-        return [leaf for item in value for leaf in _leaves(item)]
-    return [value]
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, torch.Tensor)]
-
-
-def _filled(form: Any, leaves: Iterator[Any]) -> Any:
-    """``form`` with other leaves."""
-    if type(form) is tuple:
-        return tuple(_filled(item, leaves) for item in form)
-    return next(leaves)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether there are only values in it, no object that a second run would change again: a cache of keys, a list."""
-    plain = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device, type(None))
-    return all(isinstance(leaf, plain) for leaf in _leaves(value))
-
-
-def _is_compiled(block: nn.Module) -> bool:
-    return any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in block.modules())

@@ -90,6 +90,12 @@ def in_functorch() -> bool:
     return bool(private._are_functorch_transforms_active())
 
 
+def has_global_hooks() -> bool:
+    """Whether somebody listens to the forward of every module."""
+    module: Any = torch.nn.modules.module
+    return bool(module._global_forward_hooks) or bool(module._global_forward_pre_hooks)
+
+
 class StorageReference:
     """A weak reference to a storage. While it lives, ``key`` is no other storage's, as an address would be."""
 
