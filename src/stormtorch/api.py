@@ -219,6 +219,7 @@ class Session:
             waits=self._waits,
             lock=self._parameters.lock,
             rates=self._tuning.free_rates,
+            peak=self._tuning.peak,
             limit_bytes=self._tuning.limit_bytes,
             foreign_bytes=self._tuning.foreign_bytes,
             can_recompute=self._tuning.can_recompute,

@@ -16,6 +16,7 @@ from .memory.lanes import open_lanes
 from .memory.ledger import Ledger, open_ledger
 from .memory.limits import usable_device
 from .memory.page_lock import page_lock_for
+from .memory.peak_meter import peak_meter_for
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder, link_rates
 from .observe.report import ActivationReport, make_activation_report
@@ -84,6 +85,7 @@ class OffloadedActivations:
             waits=self._waits,
             lock=threading.RLock(),
             rates=lambda: link_rates(self.recorder.snapshot()),
+            peak=peak_meter_for(self.device),
             limit_bytes=limit,
         )
 

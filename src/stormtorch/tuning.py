@@ -9,6 +9,7 @@ from .core.errors import OutOfBudget
 from .core.sizes import round_up
 from .core.tags import Tag, Tier
 from .memory.ledger import Ledger
+from .memory.peak_meter import peak_meter_for
 from .memory.pool import GRAIN, DevicePool
 from .native.jobs import Worker
 from .observe.recorder import Recorder, Totals, link_rates
@@ -45,6 +46,7 @@ class Tuning:
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
         self._share_is_fixed = False
         self._steps = 0
+        self.peak = peak_meter_for(device)
         self.foreign_bytes = 0  # what the process has on the device besides; not the session's, nor of its budget
         self.share_reason = ""
 
@@ -89,13 +91,14 @@ class Tuning:
             self._placement,
             pool_bytes=self._pool.capacity_bytes - self._state_bytes,
             limit_bytes=self.limit_bytes,
-            peak_bytes=torch.cuda.max_memory_allocated(self.device) - self.foreign_bytes,
+            peak_bytes=self.peak.bytes() - self.foreign_bytes,
             free_bytes=torch.cuda.mem_get_info(self.device)[0],
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
             state_bytes=states,
         )
         if grown.pool_bytes:
             self._pool.grow(grown.pool_bytes)
+            self.peak.grew(grown.pool_bytes)
         if self._adam is not None:
             self._adam.there.keep(grown.keep, wide=wide)
 
@@ -108,8 +111,8 @@ class Tuning:
         """Add ``size`` bytes to a pool that is too small for what is held just now, if the budget has them left."""
         left = self._ledger.free_bytes(Tier.DEVICE)
         if self.device.type == "cuda":  # activations are not in the ledger
-            used = torch.cuda.max_memory_allocated if self._steps else torch.cuda.memory_allocated
-            left = min(left, self.limit_bytes - used(self.device) + self.foreign_bytes)
+            used = self.peak.bytes() if self._steps else torch.cuda.memory_allocated(self.device)
+            left = min(left, self.limit_bytes - used + self.foreign_bytes)
         size = round_up(size, GRAIN)
         if size > left:
             return False

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Parcel:
         "loaded",
         "notes",
         "number",
+        "place",
         "ride",
         "served",
         "size",
@@ -67,6 +68,7 @@ class Parcel:
     def __init__(self, stream: ActivationStream, ride: Ride, here: torch.Tensor, first: int) -> None:
         self._stream, self.ride, self.number = stream, ride, len(ride.sizes)
         self.first, self.size = first, here.nbytes
+        self.place = stream.place()  # where compute made it; later, where it was fetched
         self.here: torch.Tensor | None = here  # bytes
         self.slab: Piece | None = None
         self.stored: Event | None = None
@@ -167,9 +169,14 @@ class ActivationStream:
         self._known: dict[tuple[int, int, int, int], tuple[StorageReference, weakref.ref[Parcel]]] = {}
         self._ride = Ride(None)
         self._past: Ride | None = None
+        self._lingering: deque[tuple[torch.Tensor, Event]] = deque()
         self._orphans: deque[tuple[torch.Tensor, Event, int]] = deque()  # with what they count for in _ahead_bytes
         self.misses = 0  # parcels that nobody had fetched when backward asked for them
         self._closed = False
+
+    def place(self) -> Hashable:
+        """Where compute is: on a GPU, on which stream."""
+        return self._lanes.compute.place()
 
     # --- in forward
 
@@ -251,7 +258,11 @@ class ActivationStream:
         parcel = reference()
         if parcel is not None:
             assert parcel.stored is not None
-            self._waits.wait(parcel.stored, "activations leaving")
+            assert parcel.here is not None
+            if parcel.place == self.place():
+                self._waits.wait(parcel.stored, "activations leaving")
+            else:  # another stream's memory, and that one is not here to wait
+                self._lingering.append((parcel.here, parcel.stored))
             parcel.here = None
 
     # --- in backward
@@ -290,6 +301,8 @@ class ActivationStream:
             note.arrival = parcel.arrivals
             parcel.served += 1
         self._waits.wait(parcel.loaded, "activations")
+        if parcel.place != self.place() and parcel.back.is_cuda:
+            parcel.back.record_stream(torch.cuda.current_stream(parcel.back.device))
         return parcel.back
 
     def _load(self, parcel: Parcel) -> None:
@@ -300,7 +313,7 @@ class ActivationStream:
         load.wait(self._lanes.compute.record())  # which may still be using the memory for something else
         load.wait(parcel.stored)
         load.copy(memory, parcel.slab.bytes, Tag.ACTIVATIONS)
-        parcel.back, parcel.loaded = memory, load.record()
+        parcel.back, parcel.loaded, parcel.place = memory, load.record(), self.place()
         parcel.arrivals, parcel.asked_for, parcel.served = parcel.arrivals + 1, False, 0
         self._ahead_bytes += parcel.size
 
@@ -320,6 +333,7 @@ class ActivationStream:
         """Nothing leaves or comes back any more. The lanes must be empty."""
         self._closed = True
         self._orphans.clear()
+        self._lingering.clear()
         self._leaving.clear()
         self._slabs.close()
 
@@ -339,6 +353,8 @@ class ActivationStream:
             self._lanes.compute.wait(event)
             self._ahead_bytes -= size
             self._orphans.popleft()
+        while self._lingering and self._lingering[0][1].done():
+            self._lingering.popleft()
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

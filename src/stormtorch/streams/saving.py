@@ -29,6 +29,7 @@ from ..core.tags import Tag
 from ..memory.lanes import Lanes
 from ..memory.ledger import Ledger
 from ..memory.page_lock import PageLock
+from ..memory.peak_meter import PeakMeter
 from ..memory.pool import HostPool
 from ..memory.stopwatch import Reading, timed
 from ..memory.wait_meter import WaitMeter
@@ -348,6 +349,7 @@ class Surroundings:
     waits: WaitMeter
     lock: threading.RLock
     rates: Callable[[], tuple[float, float]]  # bytes per second that the link has free, out and in; 0: not known
+    peak: PeakMeter
     limit_bytes: int  # of the device
     foreign_bytes: int = 0  # what this process has there that is not part of that
     can_recompute: Callable[[nn.Module], bool] = lambda _block: True
@@ -388,9 +390,9 @@ def open_saving(
         return sys.maxsize if device.type != "cuda" else limit - headroom(limit) - used_bytes + around.foreign_bytes
 
     def means(kept_bytes: int) -> Means | None:
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         out_rate, in_rate = around.rates()
-        return Means(spare_bytes=spare(peak - kept_bytes), out_bytes_per_s=out_rate, in_bytes_per_s=in_rate)
+        used = around.peak.bytes() - kept_bytes
+        return Means(spare_bytes=spare(used), out_bytes_per_s=out_rate, in_bytes_per_s=in_rate)
 
     def room() -> int:
         return spare(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)

@@ -1,0 +1,30 @@
+"""The most that a process has had on its device, and will have again: torch's peak, and what was taken since.
+
+Memory that is taken between two steps, when activations are gone, does not raise the peak until the next step has been
+through. Who plans with the peak meanwhile would give the same bytes away twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class PeakMeter:
+    def __init__(self, measured: Callable[[], int]) -> None:
+        """``measured``: the peak so far."""
+        self._measured = measured
+        self._at_growth, self._unseen = 0, 0
+
+    def grew(self, size: int) -> None:
+        """``size`` bytes were taken for good, outside of a step."""
+        self._unseen = (self._unseen if self._measured() <= self._at_growth else 0) + size
+        self._at_growth = self._measured()
+
+    def bytes(self) -> int:
+        peak = self._measured()
+        return peak if peak > self._at_growth else peak + self._unseen
+
+
+def peak_meter_for(device: torch.device) -> PeakMeter:
+    return PeakMeter(lambda: torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
