@@ -521,8 +521,8 @@ def test_a_graph_that_is_dropped_is_freed(mode: str, room: int | None) -> None:
             loss = y.sum()
         storages.append(StorageReference(y.untyped_storage()))
         del loss, y
-    activations.saving._stream.begin_pass()  # lets go of what is on its way
     gc.collect()
+    activations.saving._stream.begin_pass()  # lets go of what was on its way
     assert [storage.gone for storage in storages] == [True] * 6
     assert activations.saving._stream._slabs.taken_bytes == 0
     activations.close()

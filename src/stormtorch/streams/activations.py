@@ -183,6 +183,7 @@ class ActivationStream:
     @locked
     def begin_pass(self) -> None:
         """A forward begins: what it saves is compared with the last one."""
+        self._sweep()
         if self._ride.asked:
             self._past = self._ride
         self._ride = Ride(self._past)
