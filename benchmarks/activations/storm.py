@@ -26,8 +26,6 @@ class Offload:
 
 def offload(model: nn.Module, *, vram: str, mode: str) -> Offload:
     stormtorch: Any = importlib.import_module("stormtorch")
-    if not hasattr(stormtorch, "offload_activations"):
-        raise NotImplementedError("stormtorch has no offload_activations yet")
     offloading = stormtorch.offload_activations(model, mode=mode, **({"vram": vram} if vram else {}))
     return Offload(around=offloading, report=offloading.report, close=offloading.close)
 

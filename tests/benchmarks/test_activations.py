@@ -28,14 +28,9 @@ from benchmarks.training.packages import folder
 from benchmarks.training.results import Result
 from torch import Tensor, nn
 
-import stormtorch
-
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
-needs_storm = pytest.mark.skipif(
-    not hasattr(stormtorch, "offload_activations"), reason="stormtorch has no offload_activations yet"
-)
 needs_trl = pytest.mark.skipif(
     not (folder() / "trl/models/activation_offloading.py").is_file(), reason=f"no TRL in {folder()}"
 )
@@ -83,8 +78,8 @@ def loss_and_gradients(method: str) -> tuple[float, dict[str, Tensor]]:
         "save_on_cpu",
         pytest.param("trl", marks=needs_trl),
         pytest.param("trl-checkpoint", marks=needs_trl),
-        pytest.param("storm-auto", marks=needs_storm),
-        pytest.param("storm-offload", marks=needs_storm),
+        pytest.param("storm-auto"),
+        pytest.param("storm-offload"),
     ],
 )
 def test_every_method_gives_the_gradients_of_resident(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +116,6 @@ def test_a_group_runs_and_is_written_down(tmp_path: Path) -> None:
     assert "| checkpoint |  | tiny | 1 |" in done.stdout
 
 
-@needs_storm
 @pytest.mark.parametrize("group", ["forward_backward", "long", "fp32"])
 def test_storm_runs_in_every_group(group: str, tmp_path: Path) -> None:
     methods = {one.case.method for one in GROUPS[group] if one.case.method.startswith("storm")}

@@ -258,8 +258,10 @@ class Saving:
             plan = self.plan.blocks[position]
         else:
             plan = self._provisional(position, kind)
-        others = identities_of(block) != self._own[index]  # functional_call's, which will be gone
-        if plan.kind == "recompute" and (others or not self._may_run_again(block, args, kwargs)):
+        if plan.kind == "recompute" and not (
+            identities_of(block) == self._own[index]  # not functional_call's, which will be gone
+            and self._may_run_again(block, args, kwargs)
+        ):
             plan = OFFLOAD
         if plan.kind == "recompute":
             with self._set(sending=plan.inputs_away):
