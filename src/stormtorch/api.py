@@ -27,6 +27,7 @@ from .observe.recorder import Recorder
 from .observe.report import Report, make_report
 from .streams.adam import AdamStream
 from .streams.adam_home import AdamHome
+from .streams.arrangement import Surroundings, open_saving
 from .streams.attach import Attachment
 from .streams.device_states import kept_bytes
 from .streams.grad_home import GradHome
@@ -36,7 +37,7 @@ from .streams.optimizer import OptimizerStream, runs_as_adam
 from .streams.parameters import ParameterStream, Residence
 from .streams.partition import Partition, partition
 from .streams.placement import Placement, place
-from .streams.saving import Saving, Surroundings, open_saving
+from .streams.saving import Saving
 from .streams.settings import Settings, Trial
 from .streams.torch_step import is_separable
 from .streams.unit import Unit
@@ -225,7 +226,8 @@ class Session:
             can_recompute=self._tuning.can_recompute,
         )
         self.saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *found.left], trial)
-        self._attachment.saving = self.saving
+        self._attachment.saving = saving = self.saving
+        self._tuning.activation_wish = lambda: saving.wish_bytes
         self._endings.append(end)
 
     def _take_over(

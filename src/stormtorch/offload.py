@@ -20,7 +20,7 @@ from .memory.peak_meter import peak_meter_for
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder, link_rates
 from .observe.report import ActivationReport, make_activation_report
-from .streams.saving import Surroundings, open_saving
+from .streams.arrangement import Surroundings, open_saving
 from .streams.settings import ACTIVATIONS, Trial
 
 

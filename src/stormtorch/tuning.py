@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -48,6 +50,7 @@ class Tuning:
         self._steps = 0
         self.peak = peak_meter_for(device)
         self.foreign_bytes = 0  # what the process has on the device besides; not the session's, nor of its budget
+        self.activation_wish: Callable[[], int] = lambda: 0  # bytes that activations would like to stay with
         self.share_reason = ""
 
     @property
@@ -91,7 +94,7 @@ class Tuning:
             self._placement,
             pool_bytes=self._pool.capacity_bytes - self._state_bytes,
             limit_bytes=self.limit_bytes,
-            peak_bytes=self.peak.bytes() - self.foreign_bytes,
+            peak_bytes=self.peak.bytes() - self.foreign_bytes + self.activation_wish(),
             free_bytes=torch.cuda.mem_get_info(self.device)[0],
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
             state_bytes=states,

@@ -8,7 +8,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -56,6 +56,7 @@ WAYS: list[tuple[str, int | None]] = [
     ("offload", None),
     ("recompute", 0),
     ("recompute", 50_000),
+    ("recompute", -1),  # not even a recomputed block has room: in parts
     ("auto", 0),
     ("auto", 100_000),
     ("auto", 1_000_000_000),
@@ -453,7 +454,7 @@ def test_the_device_holds_no_more_than_its_budget(mode: str) -> None:
 # --- with parameters streamed too
 
 
-@pytest.mark.parametrize(("mode", "room"), WAYS[1:6], ids=ids[1:6])
+@pytest.mark.parametrize(("mode", "room"), WAYS[1:7], ids=ids[1:7])
 @pytest.mark.parametrize(
     ("name", "step", "accumulate", "clip"),
     [
@@ -475,7 +476,7 @@ def test_streamed_parameters_too(name: str, step: str, accumulate: int, clip: st
     streamed.check(reference)
 
 
-@pytest.mark.parametrize(("mode", "room"), WAYS[1:6], ids=ids[1:6])
+@pytest.mark.parametrize(("mode", "room"), WAYS[1:7], ids=ids[1:7])
 @pytest.mark.parametrize("case", [LLAMA, HUGGINGFACE], ids=lambda case: case.name)
 def test_streamed_on_any_device(case: Case, mode: str, room: int | None, device: torch.device) -> None:
     with Pair(case, sgd, device=device, activations=mode, room=room) as pair:
@@ -713,7 +714,7 @@ def test_results_are_replayed(
             for profile in profiles
         ]
         assert all(block.results_away for block in blocks)
-        return ActivationPlan(blocks=blocks, reason="all")
+        return ActivationPlan(blocks=blocks, reason="all", way_bytes=[0] * (len(blocks) + 1))
 
     def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
         with context:
@@ -732,3 +733,52 @@ def test_results_are_replayed(
 
     monkeypatch.setattr(saving, "choose", everything)
     both(lambda: nn.ModuleList(kind(16) if kind is Block else kind() for _ in range(4)), run, "auto", 0)
+
+
+class Half(nn.Module):
+    """Saves several times what it is given, and tells when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.runs = nn.Linear(16, 64), nn.Linear(64, 16), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        out: torch.Tensor = self.narrow(torch.dropout(torch.sigmoid(torch.tanh(self.wide(x))), 0.2, True))
+        return out
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.runs = Half(), Half(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        x = x + self.first(x)
+        return x + cast(torch.Tensor, self.second(x))
+
+
+def test_blocks_are_recomputed_in_parts_where_room_is_short() -> None:
+    """Each half of a block runs once more in backward; the block itself does not."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Halves() for _ in range(4)))
+    model = copy.deepcopy(plain)
+    activations = opened(model, "recompute", -1)
+    for step in range(5):
+        results = []
+        for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+            side.zero_grad()
+            torch.manual_seed(step)
+            results.append(outcome(side, through(side, context, step)))
+        same(results[1], results[0], f"step {step}")
+    assert activations.saving.plan is not None
+    assert [block.parts for block in activations.saving.plan.blocks] == [("first", "second")] * 3 + [()]
+    blocks = [block for block in model.children() if isinstance(block, Halves)]
+    before = [(block.runs, block.first.runs, block.second.runs) for block in blocks]
+    through(model, activations, 5)
+    after = [(block.runs, block.first.runs, block.second.runs) for block in blocks]
+    runs = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True)]
+    assert runs == [(1, 2, 2)] * 3 + [(1, 1, 1)]
+    assert not any("_call_impl" in vars(part) for block in blocks for part in block.children())
+    activations.close()

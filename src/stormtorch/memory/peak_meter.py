@@ -21,9 +21,17 @@ class PeakMeter:
         self._unseen = (self._unseen if self._measured() <= self._at_growth else 0) + size
         self._at_growth = self._measured()
 
+    def seen_bytes(self) -> int:
+        """The peak as torch has it."""
+        return self._measured()
+
+    @property
+    def unseen_bytes(self) -> int:
+        """What was taken since and is not in that yet."""
+        return 0 if self._measured() > self._at_growth else self._unseen
+
     def bytes(self) -> int:
-        peak = self._measured()
-        return peak if peak > self._at_growth else peak + self._unseen
+        return self.seen_bytes() + self.unseen_bytes
 
 
 def peak_meter_for(device: torch.device) -> PeakMeter:

@@ -2,11 +2,15 @@
 
 Two things are for free while compute runs: the link, in both directions, and what VRAM the rest leaves. What they
 cannot take is computed again. The matrix products and attentions of a block are ranked by the time that a byte of their
-results saves; the link and the VRAM are filled with the best."""
+results saves; the link and the VRAM are filled with the best.
+
+What is left of VRAM differs from block to block (levels.py). Where not even one recomputed block fits, it is recomputed
+in parts, child by child: then only the largest part's activations are there at a time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ..core.sizes import format_bytes
 from .replay import Operation
@@ -22,17 +26,33 @@ class BlockProfile:
     input_bytes: int
     saved_bytes: int  # by autograd, if nothing is recomputed
     operations: dict[Operation, tuple[int, float]] = field(default_factory=dict)  # bytes of the result, seconds
+    parts: dict[str, int] = field(default_factory=dict)  # children by name, with what was saved inside of them
     repeatable: bool = True  # whether it may be run a second time: it changes no buffers, and nobody is listening
+
+    @property
+    def gain_of_parts(self) -> int:
+        """How much less is on the device at a time if it is recomputed in parts."""
+        return sum(self.parts.values()) - max(self.parts.values(), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
     """``kind``: "keep", "offload" or "recompute". When recomputing: whether the block's inputs leave, and which results
-    of its operations survive, in RAM (True) or in VRAM (False)."""
+    of its operations survive, in RAM (True) or in VRAM (False); or by which parts, and then nothing else survives."""
 
     kind: str
     inputs_away: bool = False
     results_away: dict[Operation, bool] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
+
+    def held_bytes(self, profile: BlockProfile) -> int:
+        """What it leaves on the device between forward and backward."""
+        if self.kind == "keep":
+            return profile.saved_bytes
+        if self.kind == "offload":
+            return 0
+        kept = sum(profile.operations[name][0] for name, away in self.results_away.items() if not away)
+        return kept + (0 if self.inputs_away else profile.input_bytes)
 
 
 KEEP, OFFLOAD = BlockPlan(kind="keep"), BlockPlan(kind="offload")
@@ -40,20 +60,45 @@ KEEP, OFFLOAD = BlockPlan(kind="keep"), BlockPlan(kind="offload")
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPlan:
-    """One plan for each block, and why. ``kept_bytes``: of VRAM beyond what it takes to recompute everything."""
+    """One plan for each block, and why. ``way_bytes``: of VRAM, by block, for what is on its way while backward is
+    there; the last entry is for forward."""
 
     blocks: list[BlockPlan]
     reason: str
-    kept_bytes: int = 0
+    way_bytes: list[int]
+    spare_bytes: int = 0  # what is left of the room that all blocks together have
 
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What there is to use: VRAM beyond what it takes to recompute everything, and the link's free rates."""
+    """What there is to use: the link's free rates; of VRAM, for each block, what earlier ones may hold while backward
+    is there, and as the last entry what all may hold when forward ends. ``way_bytes`` of it are for what travels."""
 
-    spare_bytes: int
+    rooms: Sequence[int]
     out_bytes_per_s: float
     in_bytes_per_s: float
+    way_bytes: int = 0
+
+
+class _Rooms:
+    """What is left of each room. What a block holds counts in the rooms of all that come after it."""
+
+    def __init__(self, means: Means, way_bytes: int) -> None:
+        self.way_bytes = way_bytes
+        self.left = [room - way_bytes for room in means.rooms]
+
+    def take(self, block: int, size: int) -> bool:
+        """Whether ``block`` may hold ``size`` more bytes, which it then does."""
+        if any(left < size for left in self.left[block + 1 :]):
+            return False
+        self.left[block + 1 :] = [left - size for left in self.left[block + 1 :]]
+        return True
+
+    def ways(self) -> list[int]:
+        """What may be on its way at each block: what was set aside for it, as far as it is there. Something fetched
+        early is still there at the block after the next."""
+        left = [max(0, min(self.way_bytes, self.way_bytes + left)) for left in self.left]
+        return [min(left[max(0, block - 1) : block + 1]) for block in range(len(left) - 1)] + [left[-1]]
 
 
 def leanest(profile: BlockProfile | None) -> BlockPlan:
@@ -67,32 +112,31 @@ def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
     """For ``activations="recompute"``: the inputs of blocks stay on the device as far as they fit, the last ones first.
 
     The last block is kept: backward begins with it."""
-    blocks = [KEEP]
-    spare, stay = means.spare_bytes, 0
-    for profile in reversed(profiles[:-1]):
-        plan = leanest(profile)
-        if plan.kind == "recompute" and profile.input_bytes <= spare:
-            spare -= profile.input_bytes
+    largest = max((profile.input_bytes for profile in profiles), default=0)
+    rooms = _Rooms(means, min(means.way_bytes, 2 * largest))
+    blocks = _in_parts([leanest(profile) for profile in profiles[:-1]], profiles, rooms)
+    stay = 0
+    for index, profile in reversed(list(enumerate(profiles[:-1]))):
+        if blocks[index].kind == "recompute" and rooms.take(index, profile.input_bytes):
+            blocks[index] = replace(blocks[index], inputs_away=False)
             stay += 1
-            plan = BlockPlan(kind="recompute")
-        blocks.insert(0, plan)
     reason = f"recomputed; the inputs of {stay} of {len(profiles)} blocks stay on the device"
-    return ActivationPlan(blocks=blocks, reason=reason, kept_bytes=means.spare_bytes - spare)
+    return _made([*blocks, KEEP], reason, rooms)
 
 
 def choose(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
     """For ``activations="auto"``. The last block is always kept: backward begins with it."""
     early = profiles[:-1]
     saved = sum(profile.saved_bytes for profile in early)
-    if saved <= means.spare_bytes:
-        reason = f"kept: {format_bytes(saved)} of activations fit"
-        return ActivationPlan(blocks=[KEEP] * len(profiles), reason=reason, kept_bytes=saved)
+    rooms = _Rooms(means, 0)
+    if all(rooms.take(index, profile.saved_bytes) for index, profile in enumerate(early)):
+        return _made([KEEP] * len(profiles), f"kept: {format_bytes(saved)} of activations fit", rooms)
     hidden = [_hidden_bytes(profile, means) for profile in early]
     if all(profile.saved_bytes <= room for profile, room in zip(early, hidden, strict=True)):
         compute_s = sum(profile.forward_s for profile in early)
         reason = f"offloaded: {format_bytes(saved)} leave behind {compute_s * 1e3:.0f} ms of forward"
-        return ActivationPlan(blocks=[OFFLOAD] * len(early) + [KEEP], reason=reason)
-    return _mixed(early, hidden, means)
+        return _made([OFFLOAD] * len(early) + [KEEP], reason, _Rooms(means, means.way_bytes))
+    return _mixed(profiles, hidden, _Rooms(means, min(means.way_bytes, round(2 * max(hidden)))))
 
 
 def _hidden_bytes(profile: BlockProfile, means: Means) -> float:
@@ -100,19 +144,41 @@ def _hidden_bytes(profile: BlockProfile, means: Means) -> float:
     return _HIDDEN * profile.forward_s * min(means.out_bytes_per_s, 2 * means.in_bytes_per_s)
 
 
-def _mixed(early: list[BlockProfile], hidden: list[float], means: Means) -> ActivationPlan:
+def _made(blocks: list[BlockPlan], reason: str, rooms: _Rooms) -> ActivationPlan:
+    return ActivationPlan(
+        blocks=blocks, reason=reason, way_bytes=rooms.ways(), spare_bytes=max(0, min(rooms.left, default=0))
+    )
+
+
+def _in_parts(blocks: list[BlockPlan], profiles: list[BlockProfile], rooms: _Rooms) -> list[BlockPlan]:
+    """Recompute in parts where a whole block has no room beside everybody else's; the rooms grow by what that gains."""
+    chosen = list(blocks)
+    for index, plan in enumerate(blocks):
+        profile = profiles[index]
+        if plan.kind == "recompute" and rooms.left[index] < 0 and profile.gain_of_parts:
+            chosen[index] = BlockPlan(kind="recompute", inputs_away=True, parts=tuple(profile.parts))
+            rooms.left[index] += profile.gain_of_parts
+    return chosen
+
+
+def _mixed(profiles: list[BlockProfile], hidden: list[float], rooms: _Rooms) -> ActivationPlan:
     """Recompute, but for the results that the link hides or that VRAM holds: best first, and in VRAM the last blocks'
     first, which are needed first."""
-    spare, link = means.spare_bytes, list(hidden)
-    inputs_away: list[bool] = []
+    early, link = profiles[:-1], list(hidden)
+    blocks = _in_parts([leanest(profile) for profile in early], profiles, rooms)
     for index, profile in reversed(list(enumerate(early))):
-        away = profile.input_bytes <= link[index] or profile.input_bytes > spare
-        inputs_away.insert(0, away)
-        link[index] -= profile.input_bytes * away
-        spare -= profile.input_bytes * (not away)
+        if blocks[index].kind != "recompute" or blocks[index].parts:
+            continue
+        if profile.input_bytes <= link[index]:
+            link[index] -= profile.input_bytes
+        elif rooms.take(index, profile.input_bytes):
+            blocks[index] = replace(blocks[index], inputs_away=False)
+        else:
+            link[index] = 0
     ranked = sorted(
         (size / max(seconds, 1e-9), -index, operation)
         for index, profile in enumerate(early)
+        if blocks[index].kind == "recompute" and not blocks[index].parts
         for operation, (size, seconds) in profile.operations.items()
     )
     results: list[dict[Operation, bool]] = [{} for _ in early]
@@ -121,25 +187,23 @@ def _mixed(early: list[BlockProfile], hidden: list[float], means: Means) -> Acti
         if size <= link[-negative]:
             link[-negative] -= size
             results[-negative][operation] = True
-        elif size <= spare:
-            spare -= size
+        elif rooms.take(-negative, size):
             results[-negative][operation] = False
-    blocks = [
-        BlockPlan(kind="recompute", inputs_away=away, results_away=kept) if profile.repeatable else OFFLOAD
-        for profile, away, kept in zip(early, inputs_away, results, strict=True)
-    ]
-    return ActivationPlan(blocks=[*blocks, KEEP], reason=_why(early, results), kept_bytes=means.spare_bytes - spare)
+    blocks = [replace(plan, results_away=kept) for plan, kept in zip(blocks, results, strict=True)]
+    return _made([*blocks, KEEP], _why(early, blocks), rooms)
 
 
-def _why(early: list[BlockProfile], results: list[dict[Operation, bool]]) -> str:
+def _why(early: list[BlockProfile], blocks: list[BlockPlan]) -> str:
     survive = {True: 0, False: 0}
     saved_s = 0.0
-    for profile, kept in zip(early, results, strict=True):
-        for operation, away in kept.items():
+    for profile, plan in zip(early, blocks, strict=True):
+        for operation, away in plan.results_away.items():
             survive[away] += profile.operations[operation][0]
             saved_s += profile.operations[operation][1]
     whole_s = sum(seconds for profile in early for _, seconds in profile.operations.values())
+    in_parts = sum(bool(plan.parts) for plan in blocks)
     return (
         f"recomputed, but for {saved_s * 1e3:.1f} of {whole_s * 1e3:.1f} ms of products and attention: "
         f"{format_bytes(survive[True])} of results in RAM, as the link hides, {format_bytes(survive[False])} in VRAM"
+        + (f"; {in_parts} of {len(blocks)} blocks in parts, for want of VRAM" if in_parts else "")
     )

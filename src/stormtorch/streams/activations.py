@@ -169,6 +169,7 @@ class ActivationStream:
         self._known: dict[tuple[int, int, int, int], tuple[StorageReference, weakref.ref[Parcel]]] = {}
         self._ride = Ride(None)
         self._past: Ride | None = None
+        self.stay_bytes = 0  # what is saved last need not leave at all: so much, and what would be in the window
         self._lingering: deque[tuple[torch.Tensor, Event]] = deque()
         self._orphans: deque[tuple[torch.Tensor, Event, int]] = deque()  # with what they count for in _ahead_bytes
         self.misses = 0  # parcels that nobody had fetched when backward asked for them
@@ -177,6 +178,12 @@ class ActivationStream:
     def place(self) -> Hashable:
         """Where compute is: on a GPU, on which stream."""
         return self._lanes.compute.place()
+
+    @locked
+    def travelling_bytes(self) -> int:
+        """Of this pass, what is on the device: on its way, or not sent."""
+        alive = filter(None, (reference() for reference in self._ride.parcels))
+        return sum(parcel.size for parcel in alive if parcel.here is not None or parcel.back is not None)
 
     # --- in forward
 
@@ -230,7 +237,8 @@ class ActivationStream:
     def _send_or_keep(self, parcel: Parcel) -> None:
         """What will still be in the window when backward begins, going by the last pass, need not leave at all."""
         ride = self._ride
-        if ride.as_expected and ride.expected_bytes - ride.saved_bytes < self.window_bytes // 2:
+        stay_bytes = max(self.stay_bytes, self.window_bytes // 2)
+        if ride.as_expected and ride.expected_bytes - ride.saved_bytes < stay_bytes:
             self._staying.append(weakref.ref(parcel))
             return
         staying, self._staying = self._staying, []

@@ -10,6 +10,7 @@ every choice gives the same numbers."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,17 +28,28 @@ Operation = tuple[str, int]
 """An operation of a block: its name, and how many of that name came before it."""
 
 
-def is_expensive(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether its result is worth having, and can be handed out as if it had just been computed."""
+@functools.cache
+def _kind_of(func: Any) -> str:
+    """ "cheap", "writes", "expensive", or "random": expensive unless it takes random numbers.
+
+    Asked for every operation of a block, so the answer is remembered: it costs more than many an operation does."""
     if isinstance(func, HigherOrderOperator):
-        return False
+        return "cheap"
     packet = func.overloadpacket
     name = packet.__name__
+    if func._schema.is_mutable:
+        return "writes"
     if "backward" in name or not (packet in flop_registry or name.startswith("_scaled_dot_product")):
-        return False
-    if func._schema.is_mutable or any(returned.alias_info is not None for returned in func._schema.returns):
-        return False
-    return torch.Tag.nondeterministic_seeded not in func.tags or not _drops_out(func, args, kwargs)
+        return "cheap"
+    if any(returned.alias_info is not None for returned in func._schema.returns):
+        return "cheap"
+    return "random" if torch.Tag.nondeterministic_seeded in func.tags else "expensive"
+
+
+def is_expensive(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether its result is worth having, and can be handed out as if it had just been computed."""
+    kind = _kind_of(func)
+    return kind == "expensive" or (kind == "random" and not _drops_out(func, args, kwargs))
 
 
 def _drops_out(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -85,9 +97,7 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):
-            return result
-        if func._schema.is_mutable:
+        if _kind_of(func) == "writes":
             self._spoil(func, args, kwargs)
         elif is_expensive(func, args, kwargs):
             operation = self._numbers.next(func)

@@ -7,34 +7,28 @@ all, else recomputed. What was learned makes the plan (activation_plan.py) for t
 larger inputs is measured anew.
 
 A block is never run twice where that would show: where it changes its buffers, as batch norm does, or where forward
-hooks are listening."""
+hooks are listening.
+
+What is saved outside of blocks, or by a checkpoint of the user's around them, is *loose*: nobody may run it again, so
+it stays as far as there is room, and what was saved first leaves."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
-import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core.tags import Tag
-from ..memory.lanes import Lanes
-from ..memory.ledger import Ledger
-from ..memory.page_lock import PageLock
-from ..memory.peak_meter import PeakMeter
-from ..memory.pool import HostPool
-from ..memory.stopwatch import Reading, timed
-from ..memory.wait_meter import WaitMeter
+from ..core.sizes import format_bytes
+from ..memory.stopwatch import timed
 from .activation_plan import KEEP, OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means, choose, leanest, recompute
-from .activations import SMALL_BYTES, ActivationStream
+from .activations import ActivationStream
+from .block_call import BlockCall, Call, calling
 from .blocks import (
     filled,
     identities_of,
@@ -49,71 +43,13 @@ from .blocks import (
     tensors_in,
 )
 from .held import Held
-from .partition import blocks_of
-from .placement import headroom
+from .levels import Levels
+from .measurement import Measurement
 from .replay import Measuring, Recording, Replaying
-from .settings import Trial
 from .torch_private import has_plain_storage, in_backward, in_functorch, innermost_hooks
 
-_WINDOW = 16  # a part of so many of the budget is on its way out, and as much on its way in
 _ROUNDS = 2
 _REPLAN_AT = (4, 6, 10)  # passes after which the peak is looked at again
-
-
-@dataclass(eq=False)
-class _Measurement:
-    """A block that is being measured: what will be its profile."""
-
-    input_bytes: int
-    seconds: Reading = lambda: None
-    operations: dict[Any, tuple[int, Reading]] = field(default_factory=dict)
-    storages: dict[int, int] = field(default_factory=dict)  # saved by autograd: bytes by address
-    repeatable: bool = True
-
-    def see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.storages[storage.data_ptr()] = storage.nbytes()
-
-    @property
-    def saved_bytes(self) -> int:
-        return sum(self.storages.values())
-
-    def profile(self) -> BlockProfile | None:
-        """None while the device has not finished."""
-        seconds = self.seconds()
-        operations = {name: (size, reading()) for name, (size, reading) in self.operations.items()}
-        if seconds is None or any(duration is None for _, duration in operations.values()):
-            return None
-        return BlockProfile(
-            forward_s=seconds,
-            input_bytes=self.input_bytes,
-            saved_bytes=self.saved_bytes,
-            operations={name: (size, duration or 0.0) for name, (size, duration) in operations.items()},
-            repeatable=self.repeatable,
-        )
-
-
-class BlockCall:
-    """Stands in for a block's ``_call_impl``. A copy or pickle of the block gets the ordinary method instead."""
-
-    def __init__(self, saving: Saving, module: nn.Module, index: int, original: Callable[..., Any]) -> None:
-        self._saving, self._module = weakref.ref(saving), weakref.ref(module)
-        self._index, self._original = index, original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        saving, module = self._saving(), self._module()
-        if saving is None or module is None or not saving.rules_here():
-            return self._original(*args, **kwargs)
-        return saving.call(self._index, module, self._original, args, kwargs)
-
-    def belongs_to(self, saving: Saving) -> bool:
-        return self._saving() is saving
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return types.MethodType(nn.Module._call_impl, memo[id(self._module())])
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module(), "_call_impl")  # of the class: the instance's is being made
 
 
 class Saving:
@@ -126,15 +62,17 @@ class Saving:
         mode: str,
         stream: ActivationStream,
         device: torch.device,
+        levels: Levels,
         room: Callable[[], int],
-        means: Callable[[int], Means | None],
+        is_tight: Callable[[], bool],
+        means: Callable[[int, list[int]], Means],
         can_recompute: Callable[[nn.Module], bool],
     ) -> None:
-        """``room``: bytes of VRAM that are free of the budget just now. ``means``: what there is to use, given how much
-        the present plan keeps; None while that is unknown. ``can_recompute``: whether a block's weights may be on the
-        device all at once, as they are when it is recomputed."""
-        self.mode, self._stream, self._device, self._room, self._means = mode, stream, device, room, means
-        self._can_recompute = can_recompute
+        """``room``: bytes of VRAM that are free of the budget just now; ``is_tight``: whether they may run out.
+        ``means``: what so many blocks have to use, given what each one held in the last pass. ``can_recompute``:
+        whether a block's weights may be on the device all at once, as they are when it is recomputed."""
+        self.mode, self._stream, self._device, self._levels = mode, stream, device, levels
+        self._room, self._is_tight, self._means, self._can_recompute = room, is_tight, means, can_recompute
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
         self._own = [identities_of(block) for block in blocks]
@@ -145,11 +83,15 @@ class Saving:
         self._closed = False
         self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
         self._sending = False
-        self._measuring: _Measurement | None = None
-        self._measured: dict[Any, _Measurement] = {}  # by kind of block
+        self._in_block = False
+        self._measuring: Measurement | None = None
+        self._measured: dict[Any, Measurement] = {}  # by kind of block
         self._profiles: dict[Any, BlockProfile] = {}
         self._rounds: dict[Any, list[int]] = {}  # the passes in which a kind was measured
-        self._kept_bytes = 0  # in this pass, if there is no plan
+        self._held: list[int] = []  # bytes that each block of this pass has kept
+        self._loose_bytes = 0  # of this pass
+        self._loose_leave = False
+        self._loose_reason = ""
         self.passes = 0
         self.plan: ActivationPlan | None = None
 
@@ -159,16 +101,21 @@ class Saving:
     def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
         """A pass of the model, under saved-tensor hooks of which ``pack`` is one and which come here."""
         self._stream.begin_pass()
+        self._levels.begin()
         self.passes += 1
         if self._sequence:
             self._last_sequence = self._sequence
         self._look_back()
-        self._kept_bytes, self._sequence = 0, []
-        self._hooks, self._sending = pack, self.mode == "offload"
+        self._held, self._sequence, self._loose_bytes = [], [], 0
+        self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
+        if self.plan is not None:
+            self._stream.window_bytes = self.plan.way_bytes[-1]
         try:
             yield
         finally:
             self._hooks, self._sending, self._measuring = None, False, None
+            if self.passes <= _REPLAN_AT[-1]:
+                self._levels.reach(len(self._held), self._stream.travelling_bytes())
 
     def rules_here(self) -> bool:
         """Whether blocks called now are ours to arrange: in a pass, and in nobody else's checkpoint inside of it."""
@@ -183,7 +130,10 @@ class Saving:
         """For autograd's hooks: ``tensor``, or a note if it leaves."""
         if self._measuring is not None and has_plain_storage(tensor) and not self._stream.is_weight(tensor):
             self._measuring.see(tensor)
-        return self._stream.pack(tensor) if self._sending else Held(tensor)
+        packed = self._stream.pack(tensor) if self._sending else Held(tensor)
+        if not self._in_block and not isinstance(packed, Held):
+            self._loose_bytes += tensor.nbytes
+        return packed
 
     def unpack(self, saved: Any) -> torch.Tensor:
         return self._stream.unpack(saved)
@@ -194,12 +144,27 @@ class Saving:
             return f"activations={self.mode!r}"
         if self.plan is not None:
             return self.plan.reason
-        return "not measured yet" if self.passes < 2 or self._profiles else "kept: no blocks were found to arrange"
+        if self.passes < 2 or self._profiles:
+            return "not measured yet"
+        return self._loose_reason or "kept: no blocks were found to arrange"
+
+    @property
+    def wish_bytes(self) -> int:
+        """What has left only because it is not known yet whether there is room for it."""
+        return self._loose_bytes if self.passes <= _ROUNDS and not self._last_sequence else 0
 
     def _look_back(self) -> None:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
-        if self.mode not in ("auto", "recompute") or (self.plan is not None and self.passes not in _REPLAN_AT):
+        if self.mode not in ("auto", "recompute"):
             return
+        if self.passes <= _ROUNDS:
+            self._loose_leave = self.mode == "auto" and self._is_tight()
+        if self.passes > _ROUNDS and (self.plan is None or self.passes in _REPLAN_AT):
+            self._plan_blocks()
+            if self.mode == "auto" and self.passes in (_ROUNDS + 1, *_REPLAN_AT):
+                self._plan_loose()
+
+    def _plan_blocks(self) -> None:
         for kind, measurement in list(self._measured.items()):
             profile = measurement.profile()
             if profile is not None:
@@ -210,10 +175,27 @@ class Saving:
             return
         if any(kind in self._measured or kind not in self._profiles for kind in kinds):
             return  # the device is still at it
-        means = self._means(self.plan.kept_bytes if self.plan is not None else self._kept_bytes)
-        if means is not None:
-            self._planned = kinds
-            self.plan = (choose if self.mode == "auto" else recompute)([self._profiles[kind] for kind in kinds], means)
+        means = self._means(len(kinds), self._held)
+        self._planned = kinds
+        self.plan = (choose if self.mode == "auto" else recompute)([self._profiles[kind] for kind in kinds], means)
+
+    def _plan_loose(self) -> None:
+        """What is loose stays if there is room beside the blocks; if there are none, as much of it as there is room."""
+        if not self._loose_leave:
+            return
+        if self.plan is not None:
+            self._loose_leave = self._loose_bytes > self.plan.spare_bytes
+            return
+        stayed = min(self._stream.stay_bytes, self._loose_bytes)
+        room = self._means(0, [stayed]).rooms[-1]
+        self._loose_leave = self._loose_bytes > room
+        self._stream.stay_bytes = max(0, room - self._stream.window_bytes)
+        size = format_bytes(self._loose_bytes)
+        self._loose_reason = (
+            f"offloaded, but for the last {format_bytes(self._stream.stay_bytes)} of {size}: no blocks to recompute"
+            if self._loose_leave
+            else f"kept: {size} of activations fit"
+        )
 
     # --- blocks
 
@@ -241,9 +223,7 @@ class Saving:
             else:
                 block.__dict__[name] = had
 
-    def call(
-        self, index: int, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, index: int, block: nn.Module, original: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block as the plan says."""
         leaves = tensors_in(args, kwargs)
         kind = (self._shapes[index], manner_of(block), tuple(leaf.requires_grad for leaf in leaves))
@@ -253,21 +233,59 @@ class Saving:
         self._sequence.append(kind)
         rounds = self._rounds.setdefault(kind, [])
         if len(rounds) < _ROUNDS and self.passes not in rounds:
-            return self._measure(kind, size, block, original, args, kwargs)
-        if self.plan is not None and self._planned[position : position + 1] == [kind]:
-            plan = self.plan.blocks[position]
+            result, held = self._measure(kind, size, block, original, args, kwargs)
         else:
-            plan = self._provisional(position, kind)
-        if plan.kind == "recompute" and not (
-            identities_of(block) == self._own[index]  # not functional_call's, which will be gone
-            and self._may_run_again(block, args, kwargs)
-        ):
-            plan = OFFLOAD
-        if plan.kind == "recompute":
-            with self._set(sending=plan.inputs_away):
+            plan = self._plan_for(position, kind)
+            if plan.kind == "recompute" and not (
+                identities_of(block) == self._own[index]  # not functional_call's, which will be gone
+                and self._may_run_again(block, args, kwargs)
+            ):
+                plan = OFFLOAD
+            known = self._profiles.get(kind)
+            held = plan.held_bytes(known) if known is not None else self._measured[kind].saved_bytes * (plan is KEEP)
+            result = self._run(plan, block, original, args, kwargs)
+        self._held.append(held)
+        self._levels.hold(held)
+        self._watch(position, result)
+        return result
+
+    def _plan_for(self, position: int, kind: Any) -> BlockPlan:
+        if self.plan is not None and self._planned[position : position + 1] == [kind]:
+            return self.plan.blocks[position]
+        return self._provisional(position, kind)
+
+    def _run(self, plan: BlockPlan, block: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
+        with self._set(sending=plan.kind == "offload" or plan.inputs_away):
+            if plan.kind != "recompute":
+                return original(*args, **kwargs)
+            if not plan.parts:
                 return self._recomputed(plan, block, original, args, kwargs)
-        with self._set(sending=plan.kind == "offload"):
+            parts = [(name, child) for name, child in block.named_children() if name in plan.parts]
+            with calling(parts, self._call_part):
+                return original(*args, **kwargs)
+
+    def _call_part(self, _name: str, part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
+        if not self.rules_here() or not is_plain((*args, *kwargs.values())):
             return original(*args, **kwargs)
+        return self._recomputed(BlockPlan(kind="recompute"), part, original, args, kwargs)
+
+    def _watch(self, position: int, result: Any) -> None:
+        """Notice when backward comes to the block: when there is a gradient of what it gave."""
+        way = self.plan.way_bytes if self.plan is not None else []
+        ahead = way[position] if position < len(way) - 1 else self._stream.ahead_bytes
+        noting, this, number = self.passes <= _REPLAN_AT[-1], weakref.ref(self), self.passes
+
+        def reached(_gradient: torch.Tensor) -> None:
+            saving = this()
+            if saving is not None:
+                saving._stream.ahead_bytes = ahead
+                if noting and saving.passes == number:
+                    saving._levels.reach(position, saving._stream.travelling_bytes())
+
+        for leaf in leaves_of(result):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(reached)
+                return
 
     def _may_run_again(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return not is_listened_to(block) and is_plain((*args, *kwargs.values())) and self._can_recompute(block)
@@ -279,6 +297,7 @@ class Saving:
             for table in (self._profiles, self._measured, self._rounds):
                 table.pop(kind, None)
             self.plan = None
+            self._levels.forget()
 
     def _provisional(self, position: int, kind: Any) -> BlockPlan:
         """Before there is a plan: keep, as long as there seems to be room for all that follows."""
@@ -288,18 +307,23 @@ class Saving:
         if position == count - 1:
             return KEEP
         if self.mode == "auto" and known.saved_bytes * ahead <= self._room():
-            self._kept_bytes += known.saved_bytes
             return KEEP
         return OFFLOAD if not known.repeatable else leanest(self._profiles.get(kind))
 
     def _measure(
-        self, kind: Any, size: int, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Run the block plainly and see what it does."""
-        measurement = self._measuring = _Measurement(size)
+        self, kind: Any, size: int, block: nn.Module, original: Call, args: Any, kwargs: Any
+    ) -> tuple[Any, int]:
+        """Run the block plainly and see what it does; also the bytes that it keeps by that."""
+        measurement = self._measuring = Measurement(size)
         before = state_of(block, args, kwargs)
         timing = Measuring(lambda call: timed(self._device, call))
-        mode: AbstractContextManager[Any] = contextlib.nullcontext() if is_compiled(block) else timing
+        mode: AbstractContextManager[Any] = timing
+        if is_compiled(block):
+            mode = contextlib.nullcontext()
+        else:
+            mode = contextlib.ExitStack()
+            mode.enter_context(timing)
+            mode.enter_context(calling(block.named_children(), self._see_part))
         try:
             with self._set(sending=False), mode:
                 result, measurement.seconds = timed(self._device, lambda: original(*args, **kwargs))
@@ -308,14 +332,23 @@ class Saving:
         measurement.operations = timing.found
         still = state_of(block, args, kwargs) == before
         measurement.repeatable = still and self._may_run_again(block, args, kwargs)
-        self._kept_bytes += measurement.saved_bytes
         self._measured[kind] = measurement
         self._rounds[kind].append(self.passes)
-        return result
+        return result, measurement.saved_bytes
 
-    def _recomputed(
-        self, plan: BlockPlan, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _see_part(self, name: str, _part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
+        measurement = self._measuring
+        if measurement is None:
+            return original(*args, **kwargs)
+        given = sum(leaf.nbytes for leaf in tensors_in(args, kwargs) if has_plain_storage(leaf))
+        measurement.given[name] = measurement.given.get(name, 0) + given
+        before, measurement.part = measurement.part, name
+        try:
+            return original(*args, **kwargs)
+        finally:
+            measurement.part = before
+
+    def _recomputed(self, plan: BlockPlan, block: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
         leaves = leaves_of((*args, *kwargs.values()))
         form = filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
         count, names, manner = len(args), list(kwargs), manner_of(block)
@@ -333,86 +366,9 @@ class Saving:
 
     @contextlib.contextmanager
     def _set(self, *, sending: bool) -> Iterator[None]:
-        before, self._sending = self._sending, sending
+        before = self._sending, self._in_block
+        self._sending, self._in_block = sending, True
         try:
             yield
         finally:
-            self._sending = before
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What activations find around them: the lanes that carry them, the books that they are charged to."""
-
-    device: torch.device
-    lanes: Lanes
-    ledger: Ledger
-    page_lock: PageLock | None
-    waits: WaitMeter
-    lock: threading.RLock
-    rates: Callable[[], tuple[float, float]]  # bytes per second that the link has free, out and in; 0: not known
-    peak: PeakMeter
-    limit_bytes: int  # of the device
-    foreign_bytes: int = 0  # what this process has there that is not part of that
-    can_recompute: Callable[[nn.Module], bool] = lambda _block: True
-
-
-def open_saving(
-    model: nn.Module | None,
-    mode: str,
-    around: Surroundings,
-    weights: Callable[[], Iterable[torch.Tensor]],
-    trial: Trial,
-) -> tuple[Saving, Callable[[], None]]:
-    """Arrange the activations of ``model`` by ``mode``; also what ends it, once the lanes are empty.
-
-    ``weights``: parameters and buffers that are on the device for good."""
-    device, limit = around.device, around.limit_bytes
-    slabs = HostPool(
-        ledger=around.ledger,
-        tag=Tag.ACTIVATIONS,
-        page_lock=around.page_lock,
-        pageable=around.lanes.ring is not None,
-        poison=around.lanes.store if trial.poison else None,
-    )
-    stream = ActivationStream(
-        lanes=around.lanes,
-        slabs=slabs,
-        waits=around.waits,
-        lock=around.lock,
-        weights=weights,
-        window_bytes=limit // _WINDOW,
-        ahead_bytes=limit // _WINDOW,
-        small_bytes=SMALL_BYTES if trial.small_bytes is None else trial.small_bytes,
-    )
-
-    def spare(used_bytes: int) -> int:
-        if trial.activation_room is not None:
-            return trial.activation_room
-        return sys.maxsize if device.type != "cuda" else limit - headroom(limit) - used_bytes + around.foreign_bytes
-
-    def means(kept_bytes: int) -> Means | None:
-        out_rate, in_rate = around.rates()
-        used = around.peak.bytes() - kept_bytes
-        return Means(spare_bytes=spare(used), out_bytes_per_s=out_rate, in_bytes_per_s=in_rate)
-
-    def room() -> int:
-        return spare(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
-
-    blocks = blocks_of(model) if model is not None else []
-    saving = Saving(
-        blocks,
-        mode=mode,
-        stream=stream,
-        device=device,
-        room=room,
-        means=means,
-        can_recompute=around.can_recompute,
-    )
-    saving.attach()
-
-    def end() -> None:
-        saving.detach()
-        stream.close()
-
-    return saving, end
+            self._sending, self._in_block = before

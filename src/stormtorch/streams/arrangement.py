@@ -1,0 +1,120 @@
+"""Opens what arranges the activations of a model, on the lanes and books that are there."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..core.tags import Tag
+from ..memory.lanes import Lanes
+from ..memory.ledger import Ledger
+from ..memory.page_lock import PageLock
+from ..memory.peak_meter import PeakMeter
+from ..memory.pool import HostPool
+from ..memory.wait_meter import WaitMeter
+from .activation_plan import Means
+from .activations import SMALL_BYTES, ActivationStream
+from .levels import Levels
+from .partition import blocks_of
+from .placement import headroom
+from .saving import Saving
+from .settings import Trial
+
+_WAY = 16  # a part of so many of the budget is on its way out, and as much on its way in
+_TIGHT = 8  # a process that has more than such a part of the budget may run out of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What activations find around them: the lanes that carry them, the books that they are charged to."""
+
+    device: torch.device
+    lanes: Lanes
+    ledger: Ledger
+    page_lock: PageLock | None
+    waits: WaitMeter
+    lock: threading.RLock
+    rates: Callable[[], tuple[float, float]]  # bytes per second that the link has free, out and in; 0: not known
+    peak: PeakMeter
+    limit_bytes: int  # of the device
+    foreign_bytes: int = 0  # what this process has there that is not part of that
+    can_recompute: Callable[[nn.Module], bool] = lambda _block: True
+
+
+def open_saving(
+    model: nn.Module | None,
+    mode: str,
+    around: Surroundings,
+    weights: Callable[[], Iterable[torch.Tensor]],
+    trial: Trial,
+) -> tuple[Saving, Callable[[], None]]:
+    """Arrange the activations of ``model`` by ``mode``; also what ends it, once the lanes are empty.
+
+    ``weights``: parameters and buffers that are on the device for good."""
+    device, limit = around.device, around.limit_bytes
+    slabs = HostPool(
+        ledger=around.ledger,
+        tag=Tag.ACTIVATIONS,
+        page_lock=around.page_lock,
+        pageable=around.lanes.ring is not None,
+        poison=around.lanes.store if trial.poison else None,
+    )
+    stream = ActivationStream(
+        lanes=around.lanes,
+        slabs=slabs,
+        waits=around.waits,
+        lock=around.lock,
+        weights=weights,
+        window_bytes=limit // _WAY,
+        ahead_bytes=limit // _WAY,
+        small_bytes=SMALL_BYTES if trial.small_bytes is None else trial.small_bytes,
+    )
+
+    usable = limit - headroom(limit) + around.foreign_bytes
+
+    def allocated() -> int:
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def room() -> int:
+        if trial.activation_room is not None:
+            return trial.activation_room
+        return usable - allocated() if device.type == "cuda" else sys.maxsize
+
+    def is_tight() -> bool:
+        if trial.activation_room is not None:
+            return trial.activation_room <= 0
+        return device.type == "cuda" and allocated() - around.foreign_bytes > limit // _TIGHT
+
+    levels = Levels(allocated, around.peak.seen_bytes)
+
+    def means(count: int, held: list[int]) -> Means:
+        rooms = [room()] * (count + 1)
+        if device.type == "cuda" and trial.activation_room is None:
+            rooms = levels.rooms(usable - around.peak.unseen_bytes, count, held)
+        out_rate, in_rate = around.rates()
+        return Means(rooms=rooms, out_bytes_per_s=out_rate, in_bytes_per_s=in_rate, way_bytes=limit // _WAY)
+
+    blocks = blocks_of(model) if model is not None else []
+    saving = Saving(
+        blocks,
+        mode=mode,
+        stream=stream,
+        device=device,
+        levels=levels,
+        room=room,
+        is_tight=is_tight,
+        means=means,
+        can_recompute=around.can_recompute,
+    )
+    saving.attach()
+
+    def end() -> None:
+        saving.detach()
+        stream.close()
+
+    return saving, end
