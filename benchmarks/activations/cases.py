@@ -44,7 +44,11 @@ GROUPS: dict[str, tuple[Planned, ...]] = {
         Planned(case=replace(_LONG, method="storm-auto"), at_peak_of="checkpoint"),
     ),
     # Arithmetic slow enough for the link to hide everything.
-    "fp32": _all("resident", "storm-offload", template=_FP32),
+    # The limit is there to make it small what may stay on the device: without one, most would.
+    "fp32": (
+        *_all("resident", template=_FP32),
+        Planned(case=replace(_FP32, method="storm-offload", vram="12GiB")),
+    ),
     # Whole training steps, parameters streamed too, within an enforced limit: the largest micro-batch of each.
     "budget": _all("storm", "fsdp2", "ds3", "ramtorch", "ramtorch-offload", template=_BUDGET),
 }  # fmt: skip

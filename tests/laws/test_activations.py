@@ -782,3 +782,28 @@ def test_blocks_are_recomputed_in_parts_where_room_is_short() -> None:
     assert runs == [(1, 2, 2)] * 3 + [(1, 1, 1)]
     assert not any("_call_impl" in vars(part) for block in blocks for part in block.children())
     activations.close()
+
+
+class Same(nn.Module):
+    """Looks whether it is given one thing twice, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) if x is y else torch.sigmoid(self.linear(x) + y)
+
+
+@pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+def test_the_same_thing_given_twice(mode: str, room: int | None) -> None:
+    def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
+        with context:
+            x = torch.randn(8, 16)
+            for block in model.children():
+                x = block(x, x)
+            loss = x.square().mean()
+        loss.backward()
+        return loss
+
+    both(lambda: nn.ModuleList(Same() for _ in range(4)), run, mode, room)

@@ -12,6 +12,7 @@ from stormtorch.streams.activation_plan import (
     BlockProfile,
     Means,
     choose,
+    gain_of,
     leanest,
     recompute,
 )
@@ -80,7 +81,7 @@ def test_never_more_vram_than_there_is() -> None:
 
 def test_what_must_not_run_twice_is_offloaded() -> None:
     once = BlockProfile(forward_s=0.01, input_bytes=MiB, saved_bytes=GiB, repeatable=False)
-    assert leanest(once) == OFFLOAD
+    assert leanest(repeatable=False, parts={}) == OFFLOAD
     assert choose([once] * 4, means(0, GiB)).blocks == [OFFLOAD] * 3 + [KEEP]
     assert recompute([once] * 4, means(0, GiB)).blocks == [OFFLOAD] * 3 + [KEEP]
 
@@ -115,7 +116,7 @@ def test_in_parts_where_a_whole_block_has_no_room() -> None:
         recompute([parted] * 10, Means(rooms=rooms, out_bytes_per_s=30 * GiB, in_bytes_per_s=30 * GiB)),
     ):
         assert [bool(block.parts) for block in plan.blocks] == [True] * 3 + [False] * 7
-    assert parted.gain_of_parts == 500 * MiB
+    assert gain_of(parted.parts) == 500 * MiB
 
 
 def test_what_is_on_its_way_has_room_too() -> None:
@@ -125,3 +126,13 @@ def test_what_is_on_its_way_has_room_too() -> None:
     assert set(plan.way_bytes[3:]) == {150 * MiB}
     for index, room in enumerate(rooms[1:], 1):
         assert sum(block.held_bytes(BLOCK) for block in plan.blocks[: min(index, 9)]) + plan.way_bytes[index] <= room
+
+
+def test_the_largest_part_comes_back_piece_by_piece_where_even_it_has_no_room() -> None:
+    parted = replace(BLOCK, parts={"attention": 500 * MiB, "mlp": 900 * MiB})
+    rooms = [-600 * MiB, -300 * MiB, *([GiB] * 9)]
+    plan = choose([parted] * 10, Means(rooms=rooms, out_bytes_per_s=30 * GiB, in_bytes_per_s=30 * GiB))
+    assert [block.parts for block in plan.blocks[:3]] == [("attention",), ("attention", "mlp"), ()]
+    single = replace(BLOCK, parts={"mlp": 900 * MiB})
+    plan = choose([single] * 10, Means(rooms=rooms, out_bytes_per_s=30 * GiB, in_bytes_per_s=30 * GiB))
+    assert plan.blocks[:2] == [OFFLOAD, OFFLOAD]

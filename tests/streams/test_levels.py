@@ -21,7 +21,7 @@ def train(device: Device, levels: Levels, held: list[int], *, travelling: int = 
     levels.begin()
     for size in held:
         device.take(size)
-        levels.hold(size)
+        levels.hold("block", size, 0)
     device.take(travelling)
     levels.reach(len(held), travelling)
     device.take(-travelling)
@@ -43,7 +43,7 @@ def test_rooms_leave_the_peak_at_the_limit() -> None:
     for _ in range(3):
         train(device, levels, [10] * (count - 1) + [SAVED])
     levels.begin()
-    rooms = levels.rooms(limit, count, [10] * count)
+    rooms = levels.rooms(limit, ["block"] * count, [10] * count)
     for position in range(count):
         gradients = GRADIENT * (count - 1 - position)
         assert rooms[position] == limit - WEIGHTS - gradients - SAVED - WORK
@@ -57,7 +57,7 @@ def test_what_travels_is_not_everybody_elses() -> None:
         levels = Levels(lambda: device.allocated, lambda: device.peak)  # noqa: B023
         train(device, levels, [10] * 4, travelling=travelling)
         levels.begin()
-        rooms.append(levels.rooms(5000, 4, [10] * 4))
+        rooms.append(levels.rooms(5000, ["block"] * 4, [10] * 4))
     assert rooms[0] == rooms[1]
 
 
@@ -65,7 +65,7 @@ def test_without_notes_the_peak_decides() -> None:
     device = Device()
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     device.take(500)
-    assert levels.rooms(5000, 3, [100, 100, 100]) == [5000 - 1500 + 200] * 4
+    assert levels.rooms(5000, ["block"] * 3, [100, 100, 100]) == [5000 - 1500 + 200] * 4
 
 
 def test_more_gradients_are_seen_in_the_next_pass() -> None:
@@ -74,9 +74,9 @@ def test_more_gradients_are_seen_in_the_next_pass() -> None:
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     train(device, levels, [10] * 4)
     levels.begin()
-    before = levels.rooms(5000, 4, [10] * 4)
+    before = levels.rooms(5000, ["block"] * 4, [10] * 4)
     device.take(300)
     train(device, levels, [10] * 4)
     levels.begin()
-    after = levels.rooms(5000, 4, [10] * 4)
+    after = levels.rooms(5000, ["block"] * 4, [10] * 4)
     assert all(now <= then - 300 for now, then in zip(after, before, strict=True))

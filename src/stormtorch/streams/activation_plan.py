@@ -9,8 +9,9 @@ in parts, child by child: then only the largest part's activations are there at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from ..core.sizes import format_bytes
 from .replay import Operation
@@ -29,23 +30,32 @@ class BlockProfile:
     parts: dict[str, int] = field(default_factory=dict)  # children by name, with what was saved inside of them
     repeatable: bool = True  # whether it may be run a second time: it changes no buffers, and nobody is listening
 
+
+class Saved(Protocol):
+    """What is known of a block as soon as it has run."""
+
     @property
-    def gain_of_parts(self) -> int:
-        """How much less is on the device at a time if it is recomputed in parts."""
-        return sum(self.parts.values()) - max(self.parts.values(), default=0)
+    def input_bytes(self) -> int: ...
+
+    @property
+    def saved_bytes(self) -> int: ...
+
+    @property
+    def operations(self) -> Mapping[Operation, tuple[int, Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
     """``kind``: "keep", "offload" or "recompute". When recomputing: whether the block's inputs leave, and which results
-    of its operations survive, in RAM (True) or in VRAM (False); or by which parts, and then nothing else survives."""
+    of its operations survive, in RAM (True) or in VRAM (False). Or by which ``parts``: what is saved outside of them
+    then leaves, and no result survives."""
 
     kind: str
     inputs_away: bool = False
     results_away: dict[Operation, bool] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
 
-    def held_bytes(self, profile: BlockProfile) -> int:
+    def held_bytes(self, profile: Saved) -> int:
         """What it leaves on the device between forward and backward."""
         if self.kind == "keep":
             return profile.saved_bytes
@@ -101,11 +111,14 @@ class _Rooms:
         return [min(left[max(0, block - 1) : block + 1]) for block in range(len(left) - 1)] + [left[-1]]
 
 
-def leanest(profile: BlockProfile | None) -> BlockPlan:
-    """What takes least VRAM."""
-    if profile is not None and not profile.repeatable:
-        return OFFLOAD
-    return BlockPlan(kind="recompute", inputs_away=True)
+def gain_of(parts: Mapping[str, int]) -> int:
+    """How much less is on the device at a time if a block is recomputed in these parts."""
+    return sum(parts.values()) - max(parts.values(), default=0)
+
+
+def leanest(*, repeatable: bool, parts: dict[str, int]) -> BlockPlan:
+    """What takes little VRAM, whatever it costs."""
+    return BlockPlan(kind="recompute", inputs_away=True, parts=tuple(parts)) if repeatable else OFFLOAD
 
 
 def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
@@ -114,10 +127,10 @@ def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
     The last block is kept: backward begins with it."""
     largest = max((profile.input_bytes for profile in profiles), default=0)
     rooms = _Rooms(means, min(means.way_bytes, 2 * largest))
-    blocks = _in_parts([leanest(profile) for profile in profiles[:-1]], profiles, rooms)
+    blocks = _recomputed(profiles[:-1], rooms)
     stay = 0
     for index, profile in reversed(list(enumerate(profiles[:-1]))):
-        if blocks[index].kind == "recompute" and rooms.take(index, profile.input_bytes):
+        if blocks[index].kind == "recompute" and not blocks[index].parts and rooms.take(index, profile.input_bytes):
             blocks[index] = replace(blocks[index], inputs_away=False)
             stay += 1
     reason = f"recomputed; the inputs of {stay} of {len(profiles)} blocks stay on the device"
@@ -150,22 +163,28 @@ def _made(blocks: list[BlockPlan], reason: str, rooms: _Rooms) -> ActivationPlan
     )
 
 
-def _in_parts(blocks: list[BlockPlan], profiles: list[BlockProfile], rooms: _Rooms) -> list[BlockPlan]:
-    """Recompute in parts where a whole block has no room beside everybody else's; the rooms grow by what that gains."""
-    chosen = list(blocks)
-    for index, plan in enumerate(blocks):
-        profile = profiles[index]
-        if plan.kind == "recompute" and rooms.left[index] < 0 and profile.gain_of_parts:
-            chosen[index] = BlockPlan(kind="recompute", inputs_away=True, parts=tuple(profile.parts))
-            rooms.left[index] += profile.gain_of_parts
-    return chosen
+def _recomputed(early: list[BlockProfile], rooms: _Rooms) -> list[BlockPlan]:
+    """All blocks recomputed, with nothing left on the device. In parts where a whole block has no room beside everybody
+    else's; where its largest part has none either, that one's activations come back one by one. Rooms grow by that."""
+    blocks: list[BlockPlan] = []
+    for index, profile in enumerate(early):
+        parts = dict(profile.parts) if rooms.left[index] < 0 else {}
+        if parts and profile.repeatable:
+            rooms.left[index] += gain_of(parts)
+            if rooms.left[index] + rooms.way_bytes < 0:
+                largest = max(parts, key=lambda part: parts[part])
+                rooms.left[index] += parts.pop(largest) // 2  # some of it is needed at a time
+            blocks.append(leanest(repeatable=bool(parts), parts=parts))
+        else:
+            blocks.append(leanest(repeatable=profile.repeatable, parts={}))
+    return blocks
 
 
 def _mixed(profiles: list[BlockProfile], hidden: list[float], rooms: _Rooms) -> ActivationPlan:
     """Recompute, but for the results that the link hides or that VRAM holds: best first, and in VRAM the last blocks'
     first, which are needed first."""
     early, link = profiles[:-1], list(hidden)
-    blocks = _in_parts([leanest(profile) for profile in early], profiles, rooms)
+    blocks = _recomputed(early, rooms)
     for index, profile in reversed(list(enumerate(early))):
         if blocks[index].kind != "recompute" or blocks[index].parts:
             continue

@@ -331,8 +331,8 @@ class ActivationStream:
         for other in parcel.ride.after(parcel.number):
             if other.here is not None or other.back is not None:
                 continue
-            if self._ahead_bytes and self._ahead_bytes + other.size > self.ahead_bytes:
-                return
+            if (self._ahead_bytes or not self.ahead_bytes) and self._ahead_bytes + other.size > self.ahead_bytes:
+                return  # at least one, unless there is no room at all
             self._load(other)
 
     # --- endings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,11 @@ from .activation_plan import Means
 from .activations import SMALL_BYTES, ActivationStream
 from .levels import Levels
 from .partition import blocks_of
-from .placement import headroom
 from .saving import Saving
 from .settings import Trial
 
 _WAY = 16  # a part of so many of the budget is on its way out, and as much on its way in
+_SPARED = 200  # a part of so many of the budget is left alone: levels are noted to the byte, but not all are alike
 _TIGHT = 8  # a process that has more than such a part of the budget may run out of it
 
 
@@ -75,7 +75,7 @@ def open_saving(
         small_bytes=SMALL_BYTES if trial.small_bytes is None else trial.small_bytes,
     )
 
-    usable = limit - headroom(limit) + around.foreign_bytes
+    usable = limit - limit // _SPARED + around.foreign_bytes
 
     def allocated() -> int:
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -92,10 +92,10 @@ def open_saving(
 
     levels = Levels(allocated, around.peak.seen_bytes)
 
-    def means(count: int, held: list[int]) -> Means:
-        rooms = [room()] * (count + 1)
+    def means(kinds: list[Hashable], held: list[int]) -> Means:
+        rooms = [room()] * (len(kinds) + 1)
         if device.type == "cuda" and trial.activation_room is None:
-            rooms = levels.rooms(usable - around.peak.unseen_bytes, count, held)
+            rooms = levels.rooms(usable - around.peak.unseen_bytes, kinds, held)
         out_rate, in_rate = around.rates()
         return Means(rooms=rooms, out_bytes_per_s=out_rate, in_bytes_per_s=in_rate, way_bytes=limit // _WAY)
 

@@ -23,10 +23,12 @@ class Measurement:
     storages: dict[int, tuple[int, str]] = field(default_factory=dict)  # saved by autograd: bytes and part, by address
     given: dict[str, int] = field(default_factory=dict)  # bytes that each part was called with
     part: str = ""  # the child of the block that is running
+    needed: int = 0  # operations that came before something was saved; the results of others are never asked for
     repeatable: bool = True
 
-    def see(self, tensor: torch.Tensor) -> None:
-        """Autograd saves ``tensor``."""
+    def see(self, tensor: torch.Tensor, *, operations: int) -> None:
+        """Autograd saves ``tensor``, after so many operations."""
+        self.needed = operations
         storage = tensor.untyped_storage()
         self.storages.setdefault(storage.data_ptr(), (storage.nbytes(), self.part))
 
@@ -34,18 +36,24 @@ class Measurement:
     def saved_bytes(self) -> int:
         return sum(size for size, _ in self.storages.values())
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Children that are worth recomputing one by one, with what is saved inside of each."""
+        saved = {part: sum(size for size, inside in self.storages.values() if inside == part) for part in self.given}
+        return {part: size for part, size in saved.items() if size >= _WORTHWHILE * self.given[part] > 0}
+
     def profile(self) -> BlockProfile | None:
         """None while the device has not finished."""
         seconds = self.seconds()
-        operations = {name: (size, reading()) for name, (size, reading) in self.operations.items()}
+        needed = list(self.operations.items())[: self.needed]
+        operations = {name: (size, reading()) for name, (size, reading) in needed}
         if seconds is None or any(duration is None for _, duration in operations.values()):
             return None
-        saved = {part: sum(size for size, inside in self.storages.values() if inside == part) for part in self.given}
         return BlockProfile(
             forward_s=seconds,
             input_bytes=self.input_bytes,
             saved_bytes=self.saved_bytes,
             operations={name: (size, duration or 0.0) for name, (size, duration) in operations.items()},
-            parts={part: size for part, size in saved.items() if size >= _WORTHWHILE * self.given[part] > 0},
+            parts=self.parts,
             repeatable=self.repeatable,
         )

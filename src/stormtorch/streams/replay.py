@@ -147,8 +147,11 @@ class Replaying(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if is_expensive(func, args, kwargs):
-            saved = self._results.get(self._numbers.next(func))
+            operation = self._numbers.next(func)
+            saved = self._results.get(operation)
             if saved is not None and not tree_any(_spoiled, saved):
+                if tree_any(_is_kept, saved):  # or it would stay until the whole block is through
+                    del self._results[operation]
                 return tree_map(self._resolved, saved)
         return func(*args, **kwargs)
 
@@ -188,6 +191,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _kept(value: Any) -> Any:
     return Kept(value) if isinstance(value, torch.Tensor) else value
+
+
+def _is_kept(value: Any) -> bool:
+    return isinstance(value, Kept)
 
 
 def _spoiled(value: Any) -> bool:

@@ -26,7 +26,18 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.sizes import format_bytes
 from ..memory.stopwatch import timed
-from .activation_plan import KEEP, OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means, choose, leanest, recompute
+from .activation_plan import (
+    KEEP,
+    OFFLOAD,
+    ActivationPlan,
+    BlockPlan,
+    BlockProfile,
+    Means,
+    choose,
+    gain_of,
+    leanest,
+    recompute,
+)
 from .activations import ActivationStream
 from .block_call import BlockCall, Call, calling
 from .blocks import (
@@ -65,12 +76,12 @@ class Saving:
         levels: Levels,
         room: Callable[[], int],
         is_tight: Callable[[], bool],
-        means: Callable[[int, list[int]], Means],
+        means: Callable[[list[Any], list[int]], Means],
         can_recompute: Callable[[nn.Module], bool],
     ) -> None:
         """``room``: bytes of VRAM that are free of the budget just now; ``is_tight``: whether they may run out.
-        ``means``: what so many blocks have to use, given what each one held in the last pass. ``can_recompute``:
-        whether a block's weights may be on the device all at once, as they are when it is recomputed."""
+        ``means``: what blocks of these kinds have to use, given what each one held in the last pass.
+        ``can_recompute``: whether a block's weights may be on the device all at once, as when it is recomputed."""
         self.mode, self._stream, self._device, self._levels = mode, stream, device, levels
         self._room, self._is_tight, self._means, self._can_recompute = room, is_tight, means, can_recompute
         self._blocks = [weakref.ref(block) for block in blocks]
@@ -79,6 +90,7 @@ class Saving:
         self._calls: list[tuple[nn.Module, str, Any]] = []
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
+        self._last_of_kind: dict[Any, int] = {}  # in that
         self._planned: list[Any] = []  # the kinds that the plan is for
         self._closed = False
         self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
@@ -89,6 +101,7 @@ class Saving:
         self._profiles: dict[Any, BlockProfile] = {}
         self._rounds: dict[Any, list[int]] = {}  # the passes in which a kind was measured
         self._held: list[int] = []  # bytes that each block of this pass has kept
+        self._tight = False  # whether the device may run out
         self._loose_bytes = 0  # of this pass
         self._loose_leave = False
         self._loose_reason = ""
@@ -105,6 +118,7 @@ class Saving:
         self.passes += 1
         if self._sequence:
             self._last_sequence = self._sequence
+            self._last_of_kind = {kind: position for position, kind in enumerate(self._sequence)}
         self._look_back()
         self._held, self._sequence, self._loose_bytes = [], [], 0
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
@@ -129,7 +143,7 @@ class Saving:
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: ``tensor``, or a note if it leaves."""
         if self._measuring is not None and has_plain_storage(tensor) and not self._stream.is_weight(tensor):
-            self._measuring.see(tensor)
+            self._measuring.see(tensor, operations=len(self._measuring.operations))
         packed = self._stream.pack(tensor) if self._sending else Held(tensor)
         if not self._in_block and not isinstance(packed, Held):
             self._loose_bytes += tensor.nbytes
@@ -157,8 +171,9 @@ class Saving:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
         if self.mode not in ("auto", "recompute"):
             return
+        self._tight = self._tight or self._is_tight()
         if self.passes <= _ROUNDS:
-            self._loose_leave = self.mode == "auto" and self._is_tight()
+            self._loose_leave = self.mode == "auto" and self._tight
         if self.passes > _ROUNDS and (self.plan is None or self.passes in _REPLAN_AT):
             self._plan_blocks()
             if self.mode == "auto" and self.passes in (_ROUNDS + 1, *_REPLAN_AT):
@@ -175,7 +190,7 @@ class Saving:
             return
         if any(kind in self._measured or kind not in self._profiles for kind in kinds):
             return  # the device is still at it
-        means = self._means(len(kinds), self._held)
+        means = self._means(kinds, self._held)
         self._planned = kinds
         self.plan = (choose if self.mode == "auto" else recompute)([self._profiles[kind] for kind in kinds], means)
 
@@ -187,7 +202,7 @@ class Saving:
             self._loose_leave = self._loose_bytes > self.plan.spare_bytes
             return
         stayed = min(self._stream.stay_bytes, self._loose_bytes)
-        room = self._means(0, [stayed]).rooms[-1]
+        room = self._means([], [stayed]).rooms[-1]
         self._loose_leave = self._loose_bytes > room
         self._stream.stay_bytes = max(0, room - self._stream.window_bytes)
         size = format_bytes(self._loose_bytes)
@@ -231,9 +246,10 @@ class Saving:
         self._forget_if_larger(kind, size)
         position = len(self._sequence)
         self._sequence.append(kind)
-        rounds = self._rounds.setdefault(kind, [])
-        if len(rounds) < _ROUNDS and self.passes not in rounds:
+        extra: int | None = 0
+        if self._is_to_be_measured(kind, position):
             result, held = self._measure(kind, size, block, original, args, kwargs)
+            extra = 0 if held else None
         else:
             plan = self._plan_for(position, kind)
             if plan.kind == "recompute" and not (
@@ -241,13 +257,23 @@ class Saving:
                 and self._may_run_again(block, args, kwargs)
             ):
                 plan = OFFLOAD
-            known = self._profiles.get(kind)
-            held = plan.held_bytes(known) if known is not None else self._measured[kind].saved_bytes * (plan is KEEP)
+            known = self._profiles.get(kind) or self._measured[kind]
+            held = plan.held_bytes(known)
+            if plan.kind == "offload" or plan.parts:
+                extra = gain_of(known.parts) if plan.parts and plan.parts == tuple(known.parts) else None
             result = self._run(plan, block, original, args, kwargs)
         self._held.append(held)
-        self._levels.hold(held)
+        self._levels.hold(kind, held, extra)
         self._watch(position, result)
         return result
+
+    def _is_to_be_measured(self, kind: Any, position: int) -> bool:
+        """In the first pass the first block of a kind, since the others depend on what it does; then the last one,
+        which is held for the shortest time."""
+        rounds = self._rounds.setdefault(kind, [])
+        if len(rounds) >= _ROUNDS or self.passes in rounds:
+            return False
+        return not rounds or position >= self._last_of_kind.get(kind, 0)
 
     def _plan_for(self, position: int, kind: Any) -> BlockPlan:
         if self.plan is not None and self._planned[position : position + 1] == [kind]:
@@ -308,15 +334,19 @@ class Saving:
             return KEEP
         if self.mode == "auto" and known.saved_bytes * ahead <= self._room():
             return KEEP
-        return OFFLOAD if not known.repeatable else leanest(self._profiles.get(kind))
+        if self._tight and position == 0:
+            return OFFLOAD  # backward comes to it last, when all gradients are there
+        return leanest(repeatable=known.repeatable, parts=known.parts if self._tight else {})
 
     def _measure(
         self, kind: Any, size: int, block: nn.Module, original: Call, args: Any, kwargs: Any
     ) -> tuple[Any, int]:
         """Run the block plainly and see what it does; also the bytes that it keeps by that."""
+        away = self._tight and not self._rounds[kind]  # the first block of all is held longest
         measurement = self._measuring = Measurement(size)
         before = state_of(block, args, kwargs)
         timing = Measuring(lambda call: timed(self._device, call))
+        measurement.operations = timing.found
         mode: AbstractContextManager[Any] = timing
         if is_compiled(block):
             mode = contextlib.nullcontext()
@@ -325,16 +355,15 @@ class Saving:
             mode.enter_context(timing)
             mode.enter_context(calling(block.named_children(), self._see_part))
         try:
-            with self._set(sending=False), mode:
+            with self._set(sending=away), mode:
                 result, measurement.seconds = timed(self._device, lambda: original(*args, **kwargs))
         finally:
             self._measuring = None
-        measurement.operations = timing.found
         still = state_of(block, args, kwargs) == before
         measurement.repeatable = still and self._may_run_again(block, args, kwargs)
         self._measured[kind] = measurement
         self._rounds[kind].append(self.passes)
-        return result, measurement.saved_bytes
+        return result, 0 if away else measurement.saved_bytes
 
     def _see_part(self, name: str, _part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
         measurement = self._measuring
@@ -352,17 +381,20 @@ class Saving:
         leaves = leaves_of((*args, *kwargs.values()))
         form = filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
         count, names, manner = len(args), list(kwargs), manner_of(block)
+        once = list({id(leaf): leaf for leaf in leaves}.values())  # what is given twice is the same thing twice
+        numbers = {id(leaf): number for number, leaf in enumerate(once)}
+        which = [numbers[id(leaf)] for leaf in leaves]
 
         def run(*given: Any) -> Any:
-            values = filled(form, iter(given))
+            values = filled(form, iter([given[number] for number in which]))
             with in_manner(block, manner):  # backward may come after eval()
                 return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         if plan.results_away and not is_compiled(block):
             recording = Recording(plan.results_away, self._stream)
             contexts = (recording, Replaying(recording, self._stream))
-            return checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
-        return checkpoint(run, *leaves, use_reentrant=False)
+            return checkpoint(run, *once, use_reentrant=False, context_fn=lambda: contexts)
+        return checkpoint(run, *once, use_reentrant=False)
 
     @contextlib.contextmanager
     def _set(self, *, sending: bool) -> Iterator[None]:
