@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stormtorch.streams.levels import Levels
+from stormtorch.streams.levels import Levels, Rises
 
-WEIGHTS, GRADIENT, SAVED, WORK = 1000, 50, 200, 70
+WEIGHTS, GRADIENT, SAVED, WORK, LOSS = 1000, 50, 200, 70, 30
 
 
 class Device:
@@ -21,33 +21,39 @@ def train(device: Device, levels: Levels, held: list[int], *, travelling: int = 
     levels.begin()
     for size in held:
         device.take(size)
-        levels.hold("block", size, 0)
+        levels.hold("block", "keep" if size == SAVED else "whole", size)
     device.take(travelling)
     levels.reach(len(held), travelling)
-    device.take(-travelling)
+    device.take(LOSS)
+    device.take(-LOSS - travelling)
     for position in reversed(range(len(held))):
         levels.reach(position, 0)
-        missing = SAVED - held[position]
-        device.take(missing)
-        device.take(WORK)
+        device.take(SAVED - held[position] + WORK)
         device.take(-WORK - SAVED)
         device.take(GRADIENT)
     device.take(-len(held) * GRADIENT)
 
 
-def test_rooms_leave_the_peak_at_the_limit() -> None:
-    """If earlier blocks hold what the rooms say, the device is full to the byte while a block works."""
+def test_rooms_are_what_others_leave() -> None:
+    """And rises what a block takes in them, however many others have shown a higher peak."""
     device = Device()
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     count, limit = 6, 5000
     for _ in range(3):
         train(device, levels, [10] * (count - 1) + [SAVED])
     levels.begin()
-    rooms = levels.rooms(limit, ["block"] * count, [10] * count)
+    rooms = levels.rooms(limit, count, [10] * count)
     for position in range(count):
         gradients = GRADIENT * (count - 1 - position)
-        assert rooms[position] == limit - WEIGHTS - gradients - SAVED - WORK
-    assert rooms[count] <= limit - WEIGHTS - SAVED  # the last block is kept
+        assert rooms[position] == limit - WEIGHTS - gradients
+    assert rooms[count] == limit - WEIGHTS - LOSS
+    rises = levels.rises("block", saved_bytes=SAVED, gain_bytes=80)
+    assert rises == Rises(keep=WORK, whole=SAVED - 10 + WORK, parts=SAVED - 10 + WORK - 80)
+
+
+def test_what_was_not_seen_follows_from_what_is_saved() -> None:
+    levels = Levels(lambda: 0, lambda: 0)
+    assert levels.rises("block", saved_bytes=200, gain_bytes=80) == Rises(keep=0, whole=200, parts=120)
 
 
 def test_what_travels_is_not_everybody_elses() -> None:
@@ -57,7 +63,7 @@ def test_what_travels_is_not_everybody_elses() -> None:
         levels = Levels(lambda: device.allocated, lambda: device.peak)  # noqa: B023
         train(device, levels, [10] * 4, travelling=travelling)
         levels.begin()
-        rooms.append(levels.rooms(5000, ["block"] * 4, [10] * 4))
+        rooms.append(levels.rooms(5000, 4, [10] * 4))
     assert rooms[0] == rooms[1]
 
 
@@ -65,7 +71,7 @@ def test_without_notes_the_peak_decides() -> None:
     device = Device()
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     device.take(500)
-    assert levels.rooms(5000, ["block"] * 3, [100, 100, 100]) == [5000 - 1500 + 200] * 4
+    assert levels.rooms(5000, 3, [100, 100, 100]) == [5000 - 1500 + 300] * 4
 
 
 def test_more_gradients_are_seen_in_the_next_pass() -> None:
@@ -74,9 +80,8 @@ def test_more_gradients_are_seen_in_the_next_pass() -> None:
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     train(device, levels, [10] * 4)
     levels.begin()
-    before = levels.rooms(5000, ["block"] * 4, [10] * 4)
+    before = levels.rooms(5000, 4, [10] * 4)
     device.take(300)
     train(device, levels, [10] * 4)
     levels.begin()
-    after = levels.rooms(5000, ["block"] * 4, [10] * 4)
-    assert all(now <= then - 300 for now, then in zip(after, before, strict=True))
+    assert levels.rooms(5000, 4, [10] * 4) == [room - 300 for room in before]

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ..core.sizes import format_bytes
+from .levels import Rises, Way
 from .replay import Operation
 
-_HIDDEN = 0.85  # of the time that compute gives the link: the rest is for what else travels, and for jitter
+_HIDDEN = 0.95  # of the time that compute gives the link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,12 @@ class BlockPlan:
     results_away: dict[Operation, bool] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
 
+    def way(self, parts: Mapping[str, int]) -> Way:
+        """How a block with these parts gets through backward."""
+        if self.kind == "recompute":
+            return "whole" if not self.parts else "parts" if self.parts == tuple(parts) else "other"
+        return "keep" if self.kind == "keep" else "other"
+
     def held_bytes(self, profile: Saved) -> int:
         """What it leaves on the device between forward and backward."""
         if self.kind == "keep":
@@ -81,27 +88,36 @@ class ActivationPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What there is to use: the link's free rates; of VRAM, for each block, what earlier ones may hold while backward
-    is there, and as the last entry what all may hold when forward ends. ``way_bytes`` of it are for what travels."""
+    """What there is to use: the link's free rates; of VRAM, for each block, what activations may take while backward is
+    there, and as the last entry when forward ends. ``rises``: what each block takes itself while backward is in it.
+    ``way_bytes`` at most are for what travels."""
 
     rooms: Sequence[int]
+    rises: Sequence[Rises]
     out_bytes_per_s: float
     in_bytes_per_s: float
     way_bytes: int = 0
 
 
 class _Rooms:
-    """What is left of each room. What a block holds counts in the rooms of all that come after it."""
+    """What is left of each room. What a block holds counts in its own and in those of all that come after it."""
 
-    def __init__(self, means: Means, way_bytes: int) -> None:
+    def __init__(self, means: Means, profiles: list[BlockProfile], *, way_bytes: int, keep: bool = False) -> None:
+        """``keep``: all blocks are kept, not recomputed. The last one is in any case."""
         self.way_bytes = way_bytes
+        last, rises = len(profiles) - 1, means.rises
         self.left = [room - way_bytes for room in means.rooms]
+        for index in range(last):
+            self.left[index] -= rises[index].keep if keep else rises[index].whole
+        if profiles:
+            self.left[last] -= rises[last].keep
+            self.take(last, profiles[last].saved_bytes, force=True)
 
-    def take(self, block: int, size: int) -> bool:
+    def take(self, block: int, size: int, *, force: bool = False) -> bool:
         """Whether ``block`` may hold ``size`` more bytes, which it then does."""
-        if any(left < size for left in self.left[block + 1 :]):
+        if not force and any(left < size for left in self.left[block:]):
             return False
-        self.left[block + 1 :] = [left - size for left in self.left[block + 1 :]]
+        self.left[block:] = [left - size for left in self.left[block:]]
         return True
 
     def ways(self) -> list[int]:
@@ -126,8 +142,8 @@ def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
 
     The last block is kept: backward begins with it."""
     largest = max((profile.input_bytes for profile in profiles), default=0)
-    rooms = _Rooms(means, min(means.way_bytes, 2 * largest))
-    blocks = _recomputed(profiles[:-1], rooms)
+    rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, 2 * largest))
+    blocks = _recomputed(profiles[:-1], means, rooms)
     stay = 0
     for index, profile in reversed(list(enumerate(profiles[:-1]))):
         if blocks[index].kind == "recompute" and not blocks[index].parts and rooms.take(index, profile.input_bytes):
@@ -141,15 +157,16 @@ def choose(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
     """For ``activations="auto"``. The last block is always kept: backward begins with it."""
     early = profiles[:-1]
     saved = sum(profile.saved_bytes for profile in early)
-    rooms = _Rooms(means, 0)
+    rooms = _Rooms(means, profiles, way_bytes=0, keep=True)
     if all(rooms.take(index, profile.saved_bytes) for index, profile in enumerate(early)):
         return _made([KEEP] * len(profiles), f"kept: {format_bytes(saved)} of activations fit", rooms)
     hidden = [_hidden_bytes(profile, means) for profile in early]
     if all(profile.saved_bytes <= room for profile, room in zip(early, hidden, strict=True)):
         compute_s = sum(profile.forward_s for profile in early)
         reason = f"offloaded: {format_bytes(saved)} leave behind {compute_s * 1e3:.0f} ms of forward"
-        return _made([OFFLOAD] * len(early) + [KEEP], reason, _Rooms(means, means.way_bytes))
-    return _mixed(profiles, hidden, _Rooms(means, min(means.way_bytes, round(2 * max(hidden)))))
+        rooms = _Rooms(means, profiles, way_bytes=means.way_bytes)
+        return _made([OFFLOAD] * len(early) + [KEEP], reason, rooms)
+    return _mixed(profiles, hidden, means)
 
 
 def _hidden_bytes(profile: BlockProfile, means: Means) -> float:
@@ -163,28 +180,29 @@ def _made(blocks: list[BlockPlan], reason: str, rooms: _Rooms) -> ActivationPlan
     )
 
 
-def _recomputed(early: list[BlockProfile], rooms: _Rooms) -> list[BlockPlan]:
+def _recomputed(early: list[BlockProfile], means: Means, rooms: _Rooms) -> list[BlockPlan]:
     """All blocks recomputed, with nothing left on the device. In parts where a whole block has no room beside everybody
     else's; where its largest part has none either, that one's activations come back one by one. Rooms grow by that."""
     blocks: list[BlockPlan] = []
     for index, profile in enumerate(early):
-        parts = dict(profile.parts) if rooms.left[index] < 0 else {}
-        if parts and profile.repeatable:
-            rooms.left[index] += gain_of(parts)
-            if rooms.left[index] + rooms.way_bytes < 0:
-                largest = max(parts, key=lambda part: parts[part])
-                rooms.left[index] += parts.pop(largest) // 2  # some of it is needed at a time
-            blocks.append(leanest(repeatable=bool(parts), parts=parts))
-        else:
+        if not profile.repeatable or not profile.parts or rooms.left[index] >= 0:
             blocks.append(leanest(repeatable=profile.repeatable, parts={}))
+            continue
+        parts = dict(profile.parts)
+        rooms.left[index] += means.rises[index].whole - means.rises[index].parts
+        if rooms.left[index] + rooms.way_bytes < 0:
+            largest = max(parts, key=lambda part: parts[part])
+            rooms.left[index] += parts.pop(largest) // 2  # some of it is needed at a time
+        blocks.append(leanest(repeatable=bool(parts), parts=parts))
     return blocks
 
 
-def _mixed(profiles: list[BlockProfile], hidden: list[float], rooms: _Rooms) -> ActivationPlan:
+def _mixed(profiles: list[BlockProfile], hidden: list[float], means: Means) -> ActivationPlan:
     """Recompute, but for the results that the link hides or that VRAM holds: best first, and in VRAM the last blocks'
     first, which are needed first."""
     early, link = profiles[:-1], list(hidden)
-    blocks = _recomputed(early, rooms)
+    rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, round(2 * max(hidden))))
+    blocks = _recomputed(early, means, rooms)
     for index, profile in reversed(list(enumerate(early))):
         if blocks[index].kind != "recompute" or blocks[index].parts:
             continue

@@ -17,9 +17,9 @@ from ..memory.page_lock import PageLock
 from ..memory.peak_meter import PeakMeter
 from ..memory.pool import HostPool
 from ..memory.wait_meter import WaitMeter
-from .activation_plan import Means
+from .activation_plan import BlockProfile, Means, gain_of
 from .activations import SMALL_BYTES, ActivationStream
-from .levels import Levels
+from .levels import Levels, Rises
 from .partition import blocks_of
 from .saving import Saving
 from .settings import Trial
@@ -92,12 +92,27 @@ def open_saving(
 
     levels = Levels(allocated, around.peak.seen_bytes)
 
-    def means(kinds: list[Hashable], held: list[int]) -> Means:
-        rooms = [room()] * (len(kinds) + 1)
+    def means(kinds: list[Hashable], profiles: list[BlockProfile], held: list[int]) -> Means:
+        gains = [gain_of(profile.parts) for profile in profiles]
         if device.type == "cuda" and trial.activation_room is None:
-            rooms = levels.rooms(usable - around.peak.unseen_bytes, kinds, held)
+            rooms = levels.rooms(usable - around.peak.unseen_bytes, len(kinds), held)
+            rises = [
+                levels.rises(kind, saved_bytes=profile.saved_bytes, gain_bytes=gain)
+                for kind, profile, gain in zip(kinds, profiles, gains, strict=True)
+            ]
+        else:  # beside a last block that is kept, and others that take as much as one
+            saved = profiles[-1].saved_bytes if profiles else 0
+            rooms = [room() + gain for gain in (*gains, 0)]
+            rooms = [*rooms[: len(kinds) - 1], *(left + saved for left in rooms[max(0, len(kinds) - 1) :])]
+            rises = [Rises(whole=gain) for gain in gains]
         out_rate, in_rate = around.rates()
-        return Means(rooms=rooms, out_bytes_per_s=out_rate, in_bytes_per_s=in_rate, way_bytes=limit // _WAY)
+        return Means(
+            rooms=rooms,
+            rises=rises,
+            out_bytes_per_s=out_rate,
+            in_bytes_per_s=in_rate,
+            way_bytes=limit // _WAY,
+        )
 
     blocks = blocks_of(model) if model is not None else []
     saving = Saving(

@@ -1,4 +1,4 @@
-"""How full the device is while each block runs, and so how much earlier blocks may hold then.
+"""How full the device is while each block runs, and so how much blocks may hold then.
 
 One number for the whole pass would be too careful, and not careful enough. Gradients that stay on the device come while
 activations go: late blocks may hold what early ones may not. So the level is noted whenever backward reaches a block,
@@ -6,22 +6,35 @@ which is when the gradient of its output is there, and the peak with it.
 
     level    what is allocated when backward reaches the block
     base     the level, less what the blocks up to this one held and what was travelling: everybody else's
-    work     what a block takes on top of that until backward has left it, with all that it saves itself
+    rise     what comes on top of the level until backward has left the block; it depends on the way the block was run
 
 Torch's peak is never reset, it belongs to the user. So what it shows of a block may be another's, and is an upper bound
-only; but blocks of one kind take the same, and the least that any of them has shown in any pass holds for all."""
+only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+Way = Literal["keep", "whole", "parts", "other"]
+"""How a block gets through backward: with all that it saved, recomputed at once, in parts; or otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rises:
+    """Of one kind of block, by the way it is run."""
+
+    keep: int = 0
+    whole: int = 0
+    parts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
     kind: Hashable
+    way: Way
     held: int
-    extra: int | None
 
 
 @dataclass(kw_only=True)
@@ -42,11 +55,12 @@ class Levels:
         self._allocated, self._peak = allocated, peak
         self._now = _Pass()
         self.bases: dict[int, int] = {}  # of the last pass that came by
-        self.work: dict[Hashable, int] = {}  # by kind of block; None is the end of forward
+        self.seen: dict[tuple[Hashable, Way], int] = {}  # rises
+        self.end_rise: int | None = None  # from the end of forward to the first block of backward: the loss
 
     def forget(self) -> None:
         """Inputs are larger now."""
-        self._now, self.bases, self.work = _Pass(), {}, {}
+        self._now, self.bases, self.seen, self.end_rise = _Pass(), {}, {}, None
 
     def begin(self) -> None:
         """A pass begins; the one before is over."""
@@ -56,18 +70,14 @@ class Levels:
         for position, top in past.tops.items():
             rise = top - past.levels[position]
             if position == len(past.blocks):
-                self._learn(None, rise)
-            elif past.blocks[position].extra is not None:
-                block = past.blocks[position]
-                self._learn(block.kind, rise + block.held + (block.extra or 0))
+                self.end_rise = min(rise, rise if self.end_rise is None else self.end_rise)
+            else:
+                key = past.blocks[position].kind, past.blocks[position].way
+                self.seen[key] = min(rise, self.seen.get(key, rise))
 
-    def _learn(self, kind: Hashable, work: int) -> None:
-        self.work[kind] = min(work, self.work.get(kind, work))
-
-    def hold(self, kind: Hashable, held: int, extra: int | None) -> None:
-        """The next block has run forward, and holds ``held`` bytes on the device. To be there as a whole in backward it
-        would take ``extra`` bytes more than in the way it was run; None: that is not known."""
-        self._now.blocks.append(_Block(kind=kind, held=held, extra=extra))
+    def hold(self, kind: Hashable, way: Way, held: int) -> None:
+        """The next block has run forward, and holds ``held`` bytes on the device."""
+        self._now.blocks.append(_Block(kind=kind, way=way, held=held))
 
     def reach(self, position: int, travelling_bytes: int) -> None:
         """Backward has come to a block, or to the end of forward; ``travelling_bytes`` are on the device and ours."""
@@ -76,8 +86,7 @@ class Levels:
         self._close_last()
         level, held = self._allocated(), [block.held for block in self._now.blocks]
         self._now.levels[position] = level
-        ours = held[: position + 1] if position < len(held) else held[:-1]  # the last block is not asked: it is kept
-        self._now.bases[position] = level - sum(ours) - travelling_bytes
+        self._now.bases[position] = level - sum(held[: position + 1]) - travelling_bytes
         self._now.last = position
 
     def _close_last(self) -> None:
@@ -85,13 +94,20 @@ class Levels:
             self._now.tops[self._now.last] = self._peak()
             self._now.last = None
 
-    def rooms(self, limit_bytes: int, kinds: Sequence[Hashable], held: Sequence[int]) -> list[int]:
-        """For each block, what earlier ones may hold while it runs backward; and last, what all may at the end of
-        forward. Where nothing is known, the peak less all of ``held`` stands in."""
-        careful = limit_bytes - self._peak() + sum(held[:-1])
-        return [
-            limit_bytes - self.bases[position] - self.work[kind]
-            if position in self.bases and kind in self.work
-            else careful
-            for position, kind in enumerate((*kinds, None))
+    def rooms(self, limit_bytes: int, count: int, held: Sequence[int]) -> list[int]:
+        """What is left for activations while backward is in each of ``count`` blocks, and last, at the end of forward.
+
+        Where nothing is known, the peak less all of ``held`` stands in."""
+        careful = limit_bytes - self._peak() + sum(held)
+        rooms = [
+            limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count + 1)
         ]
+        rooms[-1] -= self.end_rise if count in self.bases and self.end_rise is not None else 0
+        return rooms
+
+    def rises(self, kind: Hashable, *, saved_bytes: int, gain_bytes: int) -> Rises:
+        """What was seen of a kind of block; else what follows from what it saves, and what parts gain."""
+        keep = self.seen.get((kind, "keep"))
+        whole = self.seen.get((kind, "whole"), saved_bytes + (keep or 0))
+        parts = self.seen.get((kind, "parts"), whole - gain_bytes)
+        return Rises(keep=keep if keep is not None else 0, whole=whole, parts=min(parts, whole))

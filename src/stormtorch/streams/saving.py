@@ -34,7 +34,6 @@ from .activation_plan import (
     BlockProfile,
     Means,
     choose,
-    gain_of,
     leanest,
     recompute,
 )
@@ -54,13 +53,13 @@ from .blocks import (
     tensors_in,
 )
 from .held import Held
-from .levels import Levels
+from .levels import Levels, Way
 from .measurement import Measurement
 from .replay import Measuring, Recording, Replaying
 from .torch_private import has_plain_storage, in_backward, in_functorch, innermost_hooks
 
 _ROUNDS = 2
-_REPLAN_AT = (4, 6, 10)  # passes after which the peak is looked at again
+_REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
 
 
 class Saving:
@@ -76,7 +75,7 @@ class Saving:
         levels: Levels,
         room: Callable[[], int],
         is_tight: Callable[[], bool],
-        means: Callable[[list[Any], list[int]], Means],
+        means: Callable[[list[Any], list[BlockProfile], list[int]], Means],
         can_recompute: Callable[[nn.Module], bool],
     ) -> None:
         """``room``: bytes of VRAM that are free of the budget just now; ``is_tight``: whether they may run out.
@@ -84,6 +83,7 @@ class Saving:
         ``can_recompute``: whether a block's weights may be on the device all at once, as when it is recomputed."""
         self.mode, self._stream, self._device, self._levels = mode, stream, device, levels
         self._room, self._is_tight, self._means, self._can_recompute = room, is_tight, means, can_recompute
+        self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
         self._own = [identities_of(block) for block in blocks]
@@ -122,8 +122,8 @@ class Saving:
         self._look_back()
         self._held, self._sequence, self._loose_bytes = [], [], 0
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
-        if self.plan is not None:
-            self._stream.window_bytes = self.plan.way_bytes[-1]
+        way_bytes = self.plan.way_bytes[-1] if self.plan is not None else self._way_bytes
+        self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
         try:
             yield
         finally:
@@ -190,9 +190,10 @@ class Saving:
             return
         if any(kind in self._measured or kind not in self._profiles for kind in kinds):
             return  # the device is still at it
-        means = self._means(kinds, self._held)
+        profiles = [self._profiles[kind] for kind in kinds]
+        means = self._means(kinds, profiles, self._held)
         self._planned = kinds
-        self.plan = (choose if self.mode == "auto" else recompute)([self._profiles[kind] for kind in kinds], means)
+        self.plan = (choose if self.mode == "auto" else recompute)(profiles, means)
 
     def _plan_loose(self) -> None:
         """What is loose stays if there is room beside the blocks; if there are none, as much of it as there is room."""
@@ -202,7 +203,7 @@ class Saving:
             self._loose_leave = self._loose_bytes > self.plan.spare_bytes
             return
         stayed = min(self._stream.stay_bytes, self._loose_bytes)
-        room = self._means([], [stayed]).rooms[-1]
+        room = self._means([], [], [stayed]).rooms[-1]
         self._loose_leave = self._loose_bytes > room
         self._stream.stay_bytes = max(0, room - self._stream.window_bytes)
         size = format_bytes(self._loose_bytes)
@@ -246,10 +247,9 @@ class Saving:
         self._forget_if_larger(kind, size)
         position = len(self._sequence)
         self._sequence.append(kind)
-        extra: int | None = 0
         if self._is_to_be_measured(kind, position):
             result, held = self._measure(kind, size, block, original, args, kwargs)
-            extra = 0 if held else None
+            way: Way = "keep" if held else "other"
         else:
             plan = self._plan_for(position, kind)
             if plan.kind == "recompute" and not (
@@ -258,12 +258,10 @@ class Saving:
             ):
                 plan = OFFLOAD
             known = self._profiles.get(kind) or self._measured[kind]
-            held = plan.held_bytes(known)
-            if plan.kind == "offload" or plan.parts:
-                extra = gain_of(known.parts) if plan.parts and plan.parts == tuple(known.parts) else None
+            held, way = plan.held_bytes(known), plan.way(known.parts)
             result = self._run(plan, block, original, args, kwargs)
         self._held.append(held)
-        self._levels.hold(kind, held, extra)
+        self._levels.hold(kind, way, held)
         self._watch(position, result)
         return result
 
@@ -298,7 +296,7 @@ class Saving:
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
         way = self.plan.way_bytes if self.plan is not None else []
-        ahead = way[position] if position < len(way) - 1 else self._stream.ahead_bytes
+        ahead = way[position] if position < len(way) - 1 else 0 if self._tight else self._way_bytes
         noting, this, number = self.passes <= _REPLAN_AT[-1], weakref.ref(self), self.passes
 
         def reached(_gradient: torch.Tensor) -> None:
