@@ -7,6 +7,7 @@ import copy
 import gc
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import stormtorch as storm
@@ -807,3 +809,52 @@ def test_the_same_thing_given_twice(mode: str, room: int | None) -> None:
         return loss
 
     both(lambda: nn.ModuleList(Same() for _ in range(4)), run, mode, room)
+
+
+class Chain(nn.Module):
+    """Of a chain of operations only the last result is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.neg(torch.sub(torch.round(self.linear(x) * 8) + self.linear(x), 3)))
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
+def test_what_leads_to_a_result_at_hand_is_not_run_again(away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_links(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        blocks = [BlockPlan(kind="recompute", results_away={("aten.neg.default", 0): away}) for _ in profiles]
+        return ActivationPlan(blocks=blocks, reason="", way_bytes=[0] * (len(blocks) + 1))
+
+    monkeypatch.setattr(saving, "choose", last_links)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Chain() for _ in range(4)))
+    model = copy.deepcopy(plain)
+    activations = opened(model, "auto", 0)
+    for step in range(5):
+        seen, results = [], []
+        for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+            side.zero_grad()
+            torch.manual_seed(step)
+            with context:
+                loss = side(torch.randn(8, 16)).square().mean()
+            with Counting() as counting:
+                loss.backward()
+            seen.append(counting.seen)
+            results.append(outcome(side, loss))
+        same(results[1], results[0], f"step {step}")
+    for name in ("aten.sub.Tensor", "aten.round.default"):
+        assert seen[1][name] == 0
+    activations.close()

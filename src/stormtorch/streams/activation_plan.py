@@ -1,8 +1,8 @@
 """What becomes of each block's activations until backward: decided in one place, from measurements, as data.
 
 Two things are for free while compute runs: the link, in both directions, and what VRAM the rest leaves. What they
-cannot take is computed again. The matrix products and attentions of a block are ranked by the time that a byte of their
-results saves; the link and the VRAM are filled with the best.
+cannot take is computed again. The results of a block's operations are ranked by the time that a byte of them saves
+(tape.py); the link and the VRAM are filled with the best.
 
 What is left of VRAM differs from block to block (levels.py). Where not even one recomputed block fits, it is recomputed
 in parts, child by child: then only the largest part's activations are there at a time."""
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from ..core.sizes import format_bytes
 from .levels import Rises, Way
-from .replay import Operation
+from .tape import Operation, Tape
 
 _HIDDEN = 0.95  # of the time that compute gives the link
 
@@ -27,22 +26,10 @@ class BlockProfile:
     forward_s: float
     input_bytes: int
     saved_bytes: int  # by autograd, if nothing is recomputed
-    operations: dict[Operation, tuple[int, float]] = field(default_factory=dict)  # bytes of the result, seconds
+    operations: dict[Operation, tuple[int, float]] = field(default_factory=dict)  # bytes of the result, seconds saved
+    tape: Tape = field(default_factory=Tape)
     parts: dict[str, int] = field(default_factory=dict)  # children by name, with what was saved inside of them
     repeatable: bool = True  # whether it may be run a second time: it changes no buffers, and nobody is listening
-
-
-class Saved(Protocol):
-    """What is known of a block as soon as it has run."""
-
-    @property
-    def input_bytes(self) -> int: ...
-
-    @property
-    def saved_bytes(self) -> int: ...
-
-    @property
-    def operations(self) -> Mapping[Operation, tuple[int, Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +49,16 @@ class BlockPlan:
             return "whole" if not self.parts else "parts" if self.parts == tuple(parts) else "other"
         return "keep" if self.kind == "keep" else "other"
 
-    def held_bytes(self, profile: Saved) -> int:
-        """What it leaves on the device between forward and backward."""
+    def held_bytes(
+        self, *, input_bytes: int, saved_bytes: int, operations: Mapping[Operation, tuple[int, float]]
+    ) -> int:
+        """What a block of which this is known leaves on the device between forward and backward."""
         if self.kind == "keep":
-            return profile.saved_bytes
+            return saved_bytes
         if self.kind == "offload":
             return 0
-        kept = sum(profile.operations[name][0] for name, away in self.results_away.items() if not away)
-        return kept + (0 if self.inputs_away else profile.input_bytes)
+        kept = sum(operations[name][0] for name, away in self.results_away.items() if not away)
+        return kept + (0 if self.inputs_away else input_bytes)
 
 
 KEEP, OFFLOAD = BlockPlan(kind="keep"), BlockPlan(kind="offload")
@@ -240,7 +229,7 @@ def _why(early: list[BlockProfile], blocks: list[BlockPlan]) -> str:
     whole_s = sum(seconds for profile in early for _, seconds in profile.operations.values())
     in_parts = sum(bool(plan.parts) for plan in blocks)
     return (
-        f"recomputed, but for {saved_s * 1e3:.1f} of {whole_s * 1e3:.1f} ms of products and attention: "
+        f"recomputed, but for {saved_s * 1e3:.1f} of {whole_s * 1e3:.1f} ms: "
         f"{format_bytes(survive[True])} of results in RAM, as the link hides, {format_bytes(survive[False])} in VRAM"
         + (f"; {in_parts} of {len(blocks)} blocks in parts, for want of VRAM" if in_parts else "")
     )

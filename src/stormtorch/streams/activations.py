@@ -156,8 +156,11 @@ class ActivationStream:
         window_bytes: int,
         ahead_bytes: int,
         small_bytes: int = SMALL_BYTES,
+        poison: bool = False,
     ) -> None:
-        """``weights``: parameters and buffers that are on the device for good. They and their casts do not travel."""
+        """``weights``: parameters and buffers that are on the device for good. They and their casts do not travel.
+        ``poison``: memory that nobody should look at has NaN in it, for tests."""
+        self.poison = poison
         self._lanes, self._slabs, self._waits, self.lock = lanes, slabs, waits, lock
         self._weights, self._small_bytes = weights, small_bytes
         self._addresses: set[int] = set()  # of the weights

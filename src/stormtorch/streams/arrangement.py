@@ -73,6 +73,7 @@ def open_saving(
         window_bytes=limit // _WAY,
         ahead_bytes=limit // _WAY,
         small_bytes=SMALL_BYTES if trial.small_bytes is None else trial.small_bytes,
+        poison=trial.poison,
     )
 
     usable = limit - limit // _SPARED + around.foreign_bytes

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ..memory.stopwatch import Reading
 from .activation_plan import BlockProfile
+from .tape import Tape
 
 _WORTHWHILE = 2  # a part is recomputed for itself if it saves so many times what it is given
 
@@ -19,16 +19,15 @@ class Measurement:
 
     input_bytes: int
     seconds: Reading = lambda: None
-    operations: dict[Any, tuple[int, Reading]] = field(default_factory=dict)
+    tape: Tape = field(default_factory=Tape)
     storages: dict[int, tuple[int, str]] = field(default_factory=dict)  # saved by autograd: bytes and part, by address
     given: dict[str, int] = field(default_factory=dict)  # bytes that each part was called with
     part: str = ""  # the child of the block that is running
-    needed: int = 0  # operations that came before something was saved; the results of others are never asked for
     repeatable: bool = True
 
-    def see(self, tensor: torch.Tensor, *, operations: int) -> None:
-        """Autograd saves ``tensor``, after so many operations."""
-        self.needed = operations
+    def see(self, tensor: torch.Tensor) -> None:
+        """Autograd saves ``tensor``."""
+        self.tape.save(tensor)
         storage = tensor.untyped_storage()
         self.storages.setdefault(storage.data_ptr(), (storage.nbytes(), self.part))
 
@@ -44,16 +43,15 @@ class Measurement:
 
     def profile(self) -> BlockProfile | None:
         """None while the device has not finished."""
-        seconds = self.seconds()
-        needed = list(self.operations.items())[: self.needed]
-        operations = {name: (size, reading()) for name, (size, reading) in needed}
-        if seconds is None or any(duration is None for _, duration in operations.values()):
+        seconds, ranking = self.seconds(), self.tape.ranking()
+        if seconds is None or ranking is None:
             return None
         return BlockProfile(
             forward_s=seconds,
             input_bytes=self.input_bytes,
             saved_bytes=self.saved_bytes,
-            operations={name: (size, duration or 0.0) for name, (size, duration) in operations.items()},
+            operations=ranking,
+            tape=self.tape,
             parts=self.parts,
             repeatable=self.repeatable,
         )

@@ -1,9 +1,11 @@
-"""Recomputing a block without computing its expensive parts again.
+"""Recomputing a block without computing all of it again.
 
-While a block runs forward under `Recording`, the results of chosen operations, matrix products and attention, are kept
-or sent to RAM. When checkpointing runs the block again in backward, `Replaying` hands those results out instead of
-computing them; everything cheap in between is computed anew. An operation is known by its name and by how often that
-name has come up, which is the same in both runs.
+While a block runs forward under `Recording`, the results of chosen operations are kept or sent to RAM. When
+checkpointing runs the block again in backward, `Replaying` hands those results out instead of computing them, and what
+is then idle (tape.py) is not computed either: memory without a meaning stands in for its results, which only other idle
+operations look at. An operation is known by its name and by how often that name has come up, which is the same in both
+runs. If the block runs forward otherwise than when the tape was made, nothing counts as idle; if it runs otherwise in
+backward than in forward, everything is computed from there on, and if it is too late for that, it is an error.
 
 A result that something is done to in place afterwards is not put aside after all. What is missing is simply computed:
 every choice gives the same numbers."""
@@ -11,8 +13,8 @@ every choice gives the same numbers."""
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,35 +23,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from ..core.errors import StaleGraph
+from ..memory.stopwatch import Reading
 from .activations import ActivationStream, Note
+from .tape import Numbering, Operation, Tape
 from .torch_private import StorageReference, VersionProbe, has_plain_storage
-
-Operation = tuple[str, int]
-"""An operation of a block: its name, and how many of that name came before it."""
 
 
 @functools.cache
 def _kind_of(func: Any) -> str:
-    """ "cheap", "writes", "expensive", or "random": expensive unless it takes random numbers.
+    """One of: "writes" into its arguments; "fixed", must run; "random", must if it takes random numbers; "view",
+    computes nothing, and comes and goes with who is looking on; "plain".
 
     Asked for every operation of a block, so the answer is remembered: it costs more than many an operation does."""
     if isinstance(func, HigherOrderOperator):
-        return "cheap"
-    packet = func.overloadpacket
-    name = packet.__name__
+        return "fixed"
     if func._schema.is_mutable:
         return "writes"
-    if "backward" in name or not (packet in flop_registry or name.startswith("_scaled_dot_product")):
-        return "cheap"
     if any(returned.alias_info is not None for returned in func._schema.returns):
-        return "cheap"
-    return "random" if torch.Tag.nondeterministic_seeded in func.tags else "expensive"
+        return "view"
+    return "random" if torch.Tag.nondeterministic_seeded in func.tags else "plain"
 
 
-def is_expensive(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether its result is worth having, and can be handed out as if it had just been computed."""
-    kind = _kind_of(func)
-    return kind == "expensive" or (kind == "random" and not _drops_out(func, args, kwargs))
+@functools.cache
+def _is_heavy(func: Any) -> bool:
+    """Whether it is a matrix product, a convolution, attention."""
+    packet = func.overloadpacket
+    return packet in flop_registry or packet.__name__.startswith("_scaled_dot_product")
 
 
 def _drops_out(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -59,16 +59,18 @@ def _drops_out(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
-class Numbering:
-    """Counts the expensive operations of one run."""
+@dataclass(frozen=True)
+class _Form:
+    """What a tensor looks like."""
 
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
-    def next(self, func: Any) -> Operation:
-        name = str(func)
-        self._seen[name] += 1
-        return name, self._seen[name] - 1
+    def empty(self, *, poison: bool) -> torch.Tensor:
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return tensor.fill_(float("nan")) if poison and tensor.is_floating_point() else tensor
 
 
 class Kept:
@@ -85,30 +87,48 @@ class Recording(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, away: Mapping[Operation, bool], stream: ActivationStream) -> None:
+    def __init__(self, away: Mapping[Operation, bool], stream: ActivationStream, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._away, self._stream = away, stream
+        self._away, self._stream, self._tape = away, stream, tape
+        self._idle = tape.idle(away.keys())
         self._numbers = Numbering()
+        self.run: list[Operation] = []
         self._storages: dict[int, tuple[StorageReference, Operation]] = {}  # of the results
         self.results: dict[Operation, Any] = {}
+        self.forms: dict[Operation, Any] = {}  # of the results of idle operations
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _kind_of(func) == "writes":
+        kind = _kind_of(func)
+        if kind == "view":
+            return result
+        operation = self._numbers.next(func)
+        self.run.append(operation)
+        if kind == "writes":
             self._spoil(func, args, kwargs)
-        elif is_expensive(func, args, kwargs):
-            operation = self._numbers.next(func)
-            away = self._away.get(operation)
-            if away is not None and all(map(has_plain_storage, _tensors(result))):
-                self.results[operation] = tree_map(self._sent if away else _kept, result)
+        elif operation in self._away:
+            if all(map(has_plain_storage, _tensors(result))):
+                self.results[operation] = tree_map(self._sent if self._away[operation] else _kept, result)
                 for leaf in tree_leaves(result):
                     if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf):
                         reference = StorageReference(leaf.untyped_storage())
                         self._storages[reference.key] = (reference, operation)
+        elif operation in self._idle:
+            self.forms[operation] = tree_map(_form_of, result)
         return result
+
+    @property
+    def is_sure(self) -> bool:
+        return self._tape.is_sure
+
+    def idle(self) -> frozenset[Operation]:
+        """What need not be computed again, with the results that are there."""
+        if self.run != self._tape.operations:
+            return frozenset()
+        return self._idle if self.results.keys() == self._away.keys() else self._tape.idle(self.results.keys())
 
     def _spoil(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Forget results that have been written over. Versions would not tell: a storage may be cut by hand."""
@@ -135,53 +155,83 @@ class Replaying(TorchDispatchMode):
 
     def __init__(self, recording: Recording, stream: ActivationStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._results, self._stream = recording.results, stream
-        self._numbers = Numbering()
+        self._recording, self._stream = recording, stream
+        self._numbers, self._idle = Numbering(), frozenset[Operation]()
+        self._position, self._astray, self._stood_in = 0, False, False
 
     def __enter__(self) -> Any:
-        self._numbers = Numbering()  # a graph that is retained is run again
+        results = self._recording.results
+        for operation in [name for name, saved in results.items() if tree_any(_spoiled, saved)]:
+            del results[operation]
+        self._numbers, self._idle = Numbering(), self._recording.idle()  # a graph that is retained is run again
+        self._position, self._astray, self._stood_in = 0, False, False
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_expensive(func, args, kwargs):
-            operation = self._numbers.next(func)
-            saved = self._results.get(operation)
-            if saved is not None and not tree_any(_spoiled, saved):
-                if tree_any(_is_kept, saved):  # or it would stay until the whole block is through
-                    del self._results[operation]
-                return tree_map(self._resolved, saved)
+        if _kind_of(func) == "view":
+            return func(*args, **kwargs)
+        operation = self._numbers.next(func)
+        if self._recording.is_sure:
+            self._follow(operation)
+        saved = None if self._astray else self._recording.results.get(operation)
+        if saved is not None:
+            if tree_any(_is_kept, saved):  # or it would stay until the whole block is through
+                del self._recording.results[operation]
+            return tree_map(self._resolved, saved)
+        if not self._astray and operation in self._idle:
+            self._stood_in = True
+            return tree_map(self._standing_in, self._recording.forms[operation])
         return func(*args, **kwargs)
+
+    def _follow(self, operation: Operation) -> None:
+        """Notice when the block goes another way than in forward."""
+        expected = self._recording.run[self._position : self._position + 1]
+        self._position += 1
+        if self._astray or expected == [operation]:
+            return
+        self._astray = True
+        if self._stood_in:
+            raise StaleGraph(
+                f"Cannot recompute a block: in backward it ran {operation[0]} where forward ran "
+                f"{expected[0][0] if expected else 'nothing any more'}. Make it run alike both times, or set "
+                'activations="offload".'
+            )
 
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, Note):
             return self._stream.unpack(value)
         return value.tensor.detach() if isinstance(value, Kept) else value
 
+    def _standing_in(self, value: Any) -> Any:
+        return value.empty(poison=self._stream.poison) if isinstance(value, _Form) else value
+
 
 class Measuring(TorchDispatchMode):
-    """Runs a block once and notes, for every expensive operation, the bytes of its result and how long it took."""
+    """Runs a block once, and puts every operation on ``tape``."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, time: Callable[[Callable[[], Any]], tuple[Any, Callable[[], float | None]]]) -> None:
+    def __init__(self, tape: Tape, time: Callable[[Callable[[], Any]], tuple[Any, Reading]]) -> None:
         """``time`` runs a call and returns its result, and what will tell the seconds."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._time = time
+        self._tape, self._time = tape, time
         self._numbers = Numbering()
-        self.found: dict[Operation, tuple[int, Callable[[], float | None]]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_expensive(func, args, kwargs):
+        kind = _kind_of(func)
+        if kind == "view":
             return func(*args, **kwargs)
         result, seconds = self._time(lambda: func(*args, **kwargs))
-        size = sum(leaf.nbytes for leaf in _tensors(result) if has_plain_storage(leaf))
-        self.found[self._numbers.next(func)] = (size, seconds)
+        if kind == "random":
+            kind = "fixed" if _drops_out(func, args, kwargs) else "plain"
+        heavy = not isinstance(func, HigherOrderOperator) and _is_heavy(func)
+        self._tape.add(self._numbers.next(func), (args, kwargs), result, kind=kind, heavy=heavy, seconds=seconds)
         return result
 
 
@@ -191,6 +241,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _kept(value: Any) -> Any:
     return Kept(value) if isinstance(value, torch.Tensor) else value
+
+
+def _form_of(value: Any) -> Any:
+    return _Form(value.shape, value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else value
 
 
 def _is_kept(value: Any) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -56,6 +56,7 @@ from .held import Held
 from .levels import Levels, Way
 from .measurement import Measurement
 from .replay import Measuring, Recording, Replaying
+from .tape import Operation, Tape
 from .torch_private import has_plain_storage, in_backward, in_functorch, innermost_hooks
 
 _ROUNDS = 2
@@ -143,7 +144,7 @@ class Saving:
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: ``tensor``, or a note if it leaves."""
         if self._measuring is not None and has_plain_storage(tensor) and not self._stream.is_weight(tensor):
-            self._measuring.see(tensor, operations=len(self._measuring.operations))
+            self._measuring.see(tensor)
         packed = self._stream.pack(tensor) if self._sending else Held(tensor)
         if not self._in_block and not isinstance(packed, Held):
             self._loose_bytes += tensor.nbytes
@@ -257,9 +258,15 @@ class Saving:
                 and self._may_run_again(block, args, kwargs)
             ):
                 plan = OFFLOAD
-            known = self._profiles.get(kind) or self._measured[kind]
-            held, way = plan.held_bytes(known), plan.way(known.parts)
-            result = self._run(plan, block, original, args, kwargs)
+            profile = self._profiles.get(kind)
+            known = profile or self._measured[kind]
+            held = plan.held_bytes(
+                input_bytes=known.input_bytes,
+                saved_bytes=known.saved_bytes,
+                operations=profile.operations if profile is not None else {},
+            )
+            way = plan.way(known.parts)
+            result = self._run(plan, known.tape, block, original, args, kwargs)
         self._held.append(held)
         self._levels.hold(kind, way, held)
         self._watch(position, result)
@@ -278,12 +285,12 @@ class Saving:
             return self.plan.blocks[position]
         return self._provisional(position, kind)
 
-    def _run(self, plan: BlockPlan, block: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
+    def _run(self, plan: BlockPlan, tape: Tape, block: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
         with self._set(sending=plan.kind == "offload" or plan.inputs_away):
             if plan.kind != "recompute":
                 return original(*args, **kwargs)
             if not plan.parts:
-                return self._recomputed(plan, block, original, args, kwargs)
+                return self._recomputed(plan.results_away, tape, block, original, args, kwargs)
             parts = [(name, child) for name, child in block.named_children() if name in plan.parts]
             with calling(parts, self._call_part):
                 return original(*args, **kwargs)
@@ -291,7 +298,7 @@ class Saving:
     def _call_part(self, _name: str, part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
         if not self.rules_here() or not is_plain((*args, *kwargs.values())):
             return original(*args, **kwargs)
-        return self._recomputed(BlockPlan(kind="recompute"), part, original, args, kwargs)
+        return self._recomputed({}, Tape(), part, original, args, kwargs)
 
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
@@ -341,10 +348,10 @@ class Saving:
     ) -> tuple[Any, int]:
         """Run the block plainly and see what it does; also the bytes that it keeps by that."""
         away = self._tight and not self._rounds[kind]  # the first block of all is held longest
-        measurement = self._measuring = Measurement(size)
+        tape = Tape(is_sure=not torch.is_autocast_enabled(self._device.type))
+        measurement = self._measuring = Measurement(size, tape=tape)
         before = state_of(block, args, kwargs)
-        timing = Measuring(lambda call: timed(self._device, call))
-        measurement.operations = timing.found
+        timing = Measuring(measurement.tape, lambda call: timed(self._device, call))
         mode: AbstractContextManager[Any] = timing
         if is_compiled(block):
             mode = contextlib.nullcontext()
@@ -357,6 +364,7 @@ class Saving:
                 result, measurement.seconds = timed(self._device, lambda: original(*args, **kwargs))
         finally:
             self._measuring = None
+            measurement.tape.close()
         still = state_of(block, args, kwargs) == before
         measurement.repeatable = still and self._may_run_again(block, args, kwargs)
         self._measured[kind] = measurement
@@ -375,7 +383,15 @@ class Saving:
         finally:
             measurement.part = before
 
-    def _recomputed(self, plan: BlockPlan, block: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
+    def _recomputed(
+        self,
+        away: Mapping[Operation, bool],
+        tape: Tape,
+        block: nn.Module,
+        original: Call,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         leaves = leaves_of((*args, *kwargs.values()))
         form = filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
         count, names, manner = len(args), list(kwargs), manner_of(block)
@@ -388,8 +404,8 @@ class Saving:
             with in_manner(block, manner):  # backward may come after eval()
                 return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        if plan.results_away and not is_compiled(block):
-            recording = Recording(plan.results_away, self._stream)
+        if away and not is_compiled(block):
+            recording = Recording(away, self._stream, tape)
             contexts = (recording, Replaying(recording, self._stream))
             return checkpoint(run, *once, use_reentrant=False, context_fn=lambda: contexts)
         return checkpoint(run, *once, use_reentrant=False)

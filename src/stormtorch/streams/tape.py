@@ -1,0 +1,166 @@
+"""What a block computes, operation by operation, and what of it has to be computed again if some results are at hand.
+
+The tape knows for every operation which storages it reads and which it makes. Backward needs those that autograd saved.
+Walking back from them shows which operations are *idle* once some results have been put aside: the product and the
+rotation that lead to a query are, if the rotated query itself is there. So what a result saves is not the time of its
+own operation alone, and what saves most per byte depends on what is there already: results are ranked one by one, each
+given those before it.
+
+Never idle are operations that write into what they are given, take random numbers, answer with numbers instead of
+tensors, or are not known well enough. And none is where the sequence of operations is not the same whenever a block
+runs, as under autocast, which casts a weight or finds it cast already: only the results of matrix products and
+attention are put aside then, which no cast can be taken for."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..memory.stopwatch import Reading
+from .torch_private import StorageReference, has_plain_storage
+
+Operation = tuple[str, int]
+"""An operation of a block: its name, and how many of that name came before it."""
+_LEAST_S = 20e-6  # what saves less than that is not worth the trouble
+_MOST = 16  # results of one block
+_LOOKED_AT = 64  # those whose own operations take longest
+
+
+_name_of = functools.cache(str)
+
+
+class Numbering:
+    """Names the operations of one run."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def next(self, func: Any) -> Operation:
+        name = _name_of(func)
+        self._seen[name] += 1
+        return name, self._seen[name] - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """``size``: bytes of its results, if they may be put aside; else 0. Storages are numbered."""
+
+    operation: Operation
+    reads: frozenset[int]
+    makes: frozenset[int]
+    size: int
+    must_run: bool
+    heavy: bool  # a matrix product, attention
+    seconds: Reading
+
+
+@dataclass(eq=False)
+class Tape:
+    """Filled while a block runs: `add` for every operation, `save` for what autograd saves."""
+
+    is_sure: bool = True  # whether the same operations come whenever a block of this kind runs
+    operations: list[Operation] = field(default_factory=list)  # all of them, also those that compute nothing
+    steps: list[Step] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)  # into, after they were made
+    _numbers: dict[int, int] = field(default_factory=dict)  # of storages, by address
+    _known: list[StorageReference] = field(default_factory=list)  # while these are there, no other has their addresses
+
+    def add(self, operation: Operation, args: Any, result: Any, *, kind: str, heavy: bool, seconds: Reading) -> None:
+        """``kind``: "writes" into its arguments; "fixed" must run; "plain"."""
+        self.operations.append(operation)
+        given, made = _tensors(args), _tensors(result)
+        reads = frozenset(self._number(tensor) for tensor in given)
+        addresses = {tensor.untyped_storage()._cdata for tensor in given if has_plain_storage(tensor)}
+        fresh = [tensor for tensor in made if has_plain_storage(tensor) and _address(tensor) not in addresses]
+        if kind != "writes" and made and not fresh:
+            return  # a view: nothing is computed
+        makes = frozenset(self._number(tensor) for tensor in made)
+        if kind == "writes":
+            self.written |= reads  # which of them, does not matter
+        known = len(fresh) == len(made) > 0 and all(type(tensor) is torch.Tensor for tensor in made)
+        self.steps.append(
+            Step(
+                operation=operation,
+                reads=reads,
+                makes=makes,
+                size=sum(tensor.nbytes for tensor in made) if kind == "plain" and known else 0,
+                must_run=kind != "plain" or not known,
+                heavy=heavy,
+                seconds=seconds,
+            )
+        )
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Autograd saves ``tensor``."""
+        self.saved.add(self._number(tensor))
+
+    def close(self) -> None:
+        """The block is through: nothing is added any more."""
+        self._numbers.clear()
+        self._known.clear()
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        if not has_plain_storage(tensor):
+            return -1
+        address = _address(tensor)
+        if address not in self._numbers:
+            self._numbers[address] = len(self._known)
+            self._known.append(StorageReference(tensor.untyped_storage()))
+        return self._numbers[address]
+
+    def idle(self, aside: AbstractSet[Operation]) -> frozenset[Operation]:
+        """The operations that need not run again if the results of ``aside`` are at hand; those not among them."""
+        if not self.is_sure:
+            return frozenset()
+        needed, idle = set(self.saved), set()
+        for step in reversed(self.steps):
+            if step.operation in aside:
+                continue
+            if step.must_run or step.makes & needed:
+                needed |= step.reads
+            else:
+                idle.add(step.operation)
+        return frozenset(idle)
+
+    def ranking(self) -> dict[Operation, tuple[int, float]] | None:
+        """Results worth putting aside, best first: their bytes, and the seconds that each saves given those before it.
+
+        None while the device has not finished."""
+        seconds = {step.operation: step.seconds() for step in self.steps}
+        if any(duration is None for duration in seconds.values()):
+            return None
+        able = [step for step in self.steps if step.size and not step.makes & self.written]
+        able = [step for step in able if self.is_sure or step.heavy]
+        able.sort(key=lambda step: -(seconds[step.operation] or 0.0))
+        candidates = {step.operation: step.size for step in able[:_LOOKED_AT]}
+        found: dict[Operation, tuple[int, float]] = {}
+        at_hand: set[Operation] = set()
+        whole = self._seconds(at_hand, seconds)
+        while candidates and len(found) < _MOST:
+            gains = {name: whole - self._seconds({*at_hand, name}, seconds) for name in candidates}
+            best = max(candidates, key=lambda name: gains[name] / candidates[name])
+            if gains[best] < _LEAST_S:
+                break
+            found[best] = candidates.pop(best), gains[best]
+            at_hand.add(best)
+            whole -= gains[best]
+        return found
+
+    def _seconds(self, aside: AbstractSet[Operation], seconds: dict[Operation, float | None]) -> float:
+        left_out = self.idle(aside) | aside
+        return sum(duration or 0.0 for name, duration in seconds.items() if name not in left_out)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
