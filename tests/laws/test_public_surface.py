@@ -10,6 +10,7 @@ import stormtorch
 from stormtorch.cli.main import parser
 
 PUBLIC_NAMES = [
+    "DataLoader",
     "LaneError",
     "OffloadedActivations",
     "OutOfBudget",
@@ -23,6 +24,7 @@ PUBLIC_NAMES = [
     "stream",
 ]
 FLAGS = {
+    "data": ["--help"],  # those of its own commands: tests/cli/test_data.py
     "demo": ["--device", "--help", "--steps", "--vram"],
     "doctor": ["--disk", "--help"],
 }

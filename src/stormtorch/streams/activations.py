@@ -167,7 +167,7 @@ class ActivationStream:
         self.window_bytes, self.ahead_bytes = window_bytes, ahead_bytes
         self._leaving: deque[tuple[weakref.ref[Parcel], int]] = deque()  # with their sizes
         self._leaving_bytes = 0
-        self._staying: list[weakref.ref[Parcel]] = []  # not sent: backward will begin with them
+        self._staying: list[tuple[weakref.ref[Parcel], int]] = []  # not sent: backward will begin with them
         self._ahead_bytes = 0
         self._known: dict[tuple[int, int, int, int], tuple[StorageReference, weakref.ref[Parcel]]] = {}
         self._ride = Ride(None)
@@ -242,10 +242,11 @@ class ActivationStream:
         ride = self._ride
         stay_bytes = max(self.stay_bytes, self.window_bytes // 2)
         if ride.as_expected and ride.expected_bytes - ride.saved_bytes < stay_bytes:
-            self._staying.append(weakref.ref(parcel))
+            self._staying.append((weakref.ref(parcel), parcel.size))
+            self._make_way()
             return
         staying, self._staying = self._staying, []
-        for reference in staying:  # this pass is another one
+        for reference, _ in staying:  # this pass is another one
             other = reference()
             if other is not None:
                 self._store(other)
@@ -260,7 +261,12 @@ class ActivationStream:
         parcel.stored = store.record()
         self._leaving.append((weakref.ref(parcel), parcel.size))
         self._leaving_bytes += parcel.size
-        while self._leaving_bytes > self.window_bytes and len(self._leaving) > 1:
+        self._make_way()
+
+    def _make_way(self) -> None:
+        """Let what left first go, until no more than the window is on its way; what stays for now counts in it."""
+        staying_bytes = sum(size for _, size in self._staying) - self.stay_bytes
+        while self._leaving_bytes + max(0, staying_bytes) > self.window_bytes and len(self._leaving) > 1:
             self._let_oldest_go()
 
     def _let_oldest_go(self) -> None:
@@ -330,13 +336,24 @@ class ActivationStream:
         self._ahead_bytes += parcel.size
 
     def _load_ahead(self, parcel: Parcel) -> None:
-        """Fetch what should be asked for next, as far as ``ahead_bytes`` go."""
+        """Fetch what should be asked for next, as far as ``ahead_bytes`` go; what never left counts in that."""
+        still_here = self._still_here_bytes(parcel.ride)
         for other in parcel.ride.after(parcel.number):
             if other.here is not None or other.back is not None:
                 continue
-            if (self._ahead_bytes or not self.ahead_bytes) and self._ahead_bytes + other.size > self.ahead_bytes:
+            ahead = self._ahead_bytes + still_here
+            if (ahead or not self.ahead_bytes) and ahead + other.size > self.ahead_bytes:
                 return  # at least one, unless there is no room at all
             self._load(other)
+
+    def _still_here_bytes(self, ride: Ride) -> int:
+        """What backward has yet to ask for, and need not be fetched."""
+        total = 0
+        for reference, size in (*self._leaving, *self._staying):
+            parcel = reference()
+            if parcel is not None and parcel.here is not None and parcel.number not in ride.asked:
+                total += size
+        return max(0, total - self.stay_bytes)
 
     # --- endings
 
