@@ -7,12 +7,14 @@ from .core.errors import LaneError, OutOfBudget, SettingError, StorageError, Sto
 
 if TYPE_CHECKING:
     from .api import Session, stream
+    from .data.loader import DataLoader
     from .loss import linear_cross_entropy
     from .offload import OffloadedActivations, offload_activations
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DataLoader",
     "LaneError",
     "OffloadedActivations",
     "OutOfBudget",
@@ -26,6 +28,7 @@ __all__ = [
     "stream",
 ]
 _HOMES = {
+    "DataLoader": "data.loader",
     "OffloadedActivations": "offload",
     "Session": "api",
     "linear_cross_entropy": "loss",

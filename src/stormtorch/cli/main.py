@@ -16,6 +16,7 @@ from .. import __version__
 from ..core.errors import StormError
 
 COMMANDS = {
+    "data": "pack text or arrays into shards that load fast, and verify such shards",
     "demo": "train a model larger than its device budget, and compare it with plain PyTorch",
     "doctor": "say what this machine offers STORM and what is missing",
 }

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 3  # STORM_ABI in csrc/storm.h
+ABI = 4  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -63,6 +63,17 @@ class PoolStats(ctypes.Structure):
     )
 
 
+class RowsOutcome(ctypes.Structure):
+    """``storm_rows_outcome`` of csrc/storm.h."""
+
+    _fields_ = (
+        ("state", ctypes.c_uint32),
+        ("error", ctypes.c_int32),
+        ("piece", ctypes.c_int64),
+        ("got", ctypes.c_int64),
+    )
+
+
 _P, _I32, _I64, _F64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 _SIGNATURES = {
     "storm_isa_count": (_I32, ()),
@@ -79,6 +90,14 @@ _SIGNATURES = {
     "storm_pool_free": (None, (_P,)),
     "storm_touch": (_I32, (_P, ctypes.c_size_t, _I32)),
     "storm_wait_flag": (_I32, (FlagWord, _F64)),
+    "storm_rows_map": (_I32, (_I32, ctypes.c_size_t, ctypes.POINTER(_P))),
+    "storm_rows_unmap": (None, (_P, ctypes.c_size_t)),
+    "storm_rows_open": (_I32, (_I32, ctypes.POINTER(_P))),
+    "storm_rows_submit": (_I32, (_P, _P, _I64, ctypes.POINTER(RowsOutcome))),
+    "storm_rows_wait": (_I32, (_P, ctypes.POINTER(RowsOutcome), _F64, _I32)),
+    "storm_rows_cancel": (None, (_P,)),
+    "storm_rows_stop": (None, (_P,)),
+    "storm_rows_free": (None, (_P,)),
 }
 # Over in nanoseconds: giving up the GIL for them would cost a wait of milliseconds to get it back.
 _AT_ONCE = {

@@ -11,7 +11,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 3u
+#define STORM_ABI 4u
 
 typedef struct storm_pool storm_pool;
 
@@ -68,5 +68,43 @@ STORM_API uint32_t storm_load_flag(const uint32_t *address);
 STORM_API void storm_set_flag(storm_flag flag);
 /* 1 when the flag was reached within `timeout_s`, else 0. */
 STORM_API int32_t storm_wait_flag(storm_flag flag, double timeout_s);
+
+typedef struct storm_rows storm_rows;
+
+/* One run of bytes and the place where it goes. fd < 0: `source` is an address. target == 0: the bytes are only to be
+ * brought into the page cache. Less than `bytes` will do where the file ends, if it is at least `needed`. `map`: where the
+ * file is mapped, by storm_rows_map and at least up to the end of the piece; 0 if it is not. */
+typedef struct {
+    int64_t fd, source, bytes, needed, target, map;
+} storm_rows_piece;
+
+enum { STORM_ROWS_PENDING, STORM_ROWS_DONE, STORM_ROWS_FAILED, STORM_ROWS_DROPPED };
+
+/* How a job ended. `piece`, `error` and `got` tell of the piece that failed: its index, an errno (ENODATA: the file
+ * ended), and how many bytes there were. Pieces that continue each other count as one, under the index of the first. */
+typedef struct {
+    uint32_t state;
+    int32_t error;
+    int64_t piece, got;
+} storm_rows_outcome;
+
+/* Threads that read files and copy memory; see rows.c. */
+/* Maps the first `bytes` of a file to copy from. From the first call on, this library looks at SIGBUS first. */
+STORM_API int32_t storm_rows_map(int32_t fd, size_t bytes, void **address);
+/* No job may use the map any more. */
+STORM_API void storm_rows_unmap(void *address, size_t bytes);
+STORM_API int32_t storm_rows_open(int32_t threads, storm_rows **rows);
+/* Queues a job; `pieces` may go at once. The memory, the descriptors and `outcome` must live until the outcome is not
+ * PENDING any more, or until stop has returned. */
+STORM_API int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count,
+                                    storm_rows_outcome *outcome);
+/* Blocks until the job is over or `timeout_s` passed; returns the state of its outcome. `help`: this thread works on the
+ * queue until all of the job is taken. */
+STORM_API int32_t storm_rows_wait(storm_rows *rows, const storm_rows_outcome *outcome, double timeout_s, int32_t help);
+/* Drops what no thread has begun. Those jobs are over once the threads in them have left. */
+STORM_API void storm_rows_cancel(storm_rows *rows);
+/* Cancels, then ends the threads; every job is over when it returns. Call it before free. */
+STORM_API void storm_rows_stop(storm_rows *rows);
+STORM_API void storm_rows_free(storm_rows *rows);
 
 #endif

@@ -1,0 +1,148 @@
+"""``storm data``: packs text or arrays into shards that load fast, and verifies such shards."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..data.text_tokens import TextTokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    text = "Pack documents (text or JSON lines, Arrow, Parquet) as tokens, or arrays as rows, into a new directory."
+    pack = actions.add_parser("pack", help="pack text or arrays into a new directory", description=text)
+    pack.add_argument("input", nargs="+", type=Path, help="files, or directories of files")
+    pack.add_argument("--out", type=Path, required=True, help="the directory to make; it must not exist")
+    pack.add_argument("--tokenizer", type=Path, help="a tokenizer.json, or a tokenizer's directory; for documents")
+    pack.add_argument("--text-field", help="key or column with the text, or its tokens (default with text: text)")
+    pack.add_argument("--prompt-field", help="key or column with what comes before the text; adds a loss mask")
+    pack.add_argument("--eos-id", help="token behind each document, or none (default: what the tokenizer says)")
+    pack.add_argument("--document-numbers", action="store_true", help="write the number of each token's document too")
+    pack.add_argument("--skip-bad-lines", action="store_true", help="count unreadable lines instead of stopping")
+    pack.add_argument("--columns", nargs="+", help="fields of the arrays to pack (default: all)")
+    pack.add_argument("--dtype", help="of the tokens (default: the smallest that fits); of arrays: what floats become")
+    pack.add_argument("--shard-size", default="512MiB", help="bytes of a shard at most (default: 512MiB)")
+    verify = actions.add_parser("verify", help="compare packed shards with their checksums")
+    verify.add_argument("directory", type=Path, help="what storm data pack made")
+
+
+def run(options: argparse.Namespace) -> int:
+    return _verify(options.directory) if options.action == "verify" else _pack(options)
+
+
+def _verify(directory: Path) -> int:
+    from ..core.sizes import format_bytes
+    from ..data.packed import read_index, verify
+    from .progress import Progress
+
+    index = read_index(directory)
+    total = sum(file.bytes for shard in index.shards for file in shard.files)
+    progress = Progress(total)
+    verify(directory, progress)
+    progress.close()
+    print(f"{directory}: {len(index.shards)} shards, {format_bytes(total)}, every checksum is right.")
+    return 0
+
+
+def _pack(options: argparse.Namespace) -> int:
+    from ..core.errors import SettingError
+    from ..core.sizes import parse_bytes
+    from ..data.dtypes import parse_dtype
+
+    shard_bytes = parse_bytes(options.shard_size, setting="--shard-size")
+    if shard_bytes == 0:
+        raise SettingError("--shard-size 0 holds no row. Accepted: a byte size of at least 1, such as 512MiB.")
+    dtype = None if options.dtype is None else parse_dtype(options.dtype, setting="--dtype")
+    if options.tokenizer is not None or options.text_field is not None:
+        return _pack_documents(options, shard_bytes, dtype)
+    return _pack_rows(options, shard_bytes, dtype)
+
+
+def _pack_documents(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype | None) -> int:
+    from ..data.documents import DocumentReader, document_files
+    from ..data.pack_documents import TokenOptions, pack_documents
+    from ..data.paths import file_size
+    from ..data.text_tokens import TextTokenizer
+    from .progress import Progress
+
+    _refuse(options, "documents", columns="--columns")
+    tokenizer = None if options.tokenizer is None else TextTokenizer(options.tokenizer)
+    paths = [file for path in options.input for file in document_files(path)]
+    progress = Progress(sum(file_size(path) for path in paths))
+    reader = DocumentReader(
+        text_field=options.text_field or "text",
+        prompt_field=options.prompt_field,
+        skip_bad_lines=options.skip_bad_lines,
+        progress=progress,
+    )
+    tokens = TokenOptions(
+        tokenizer=tokenizer,
+        end=_end_token(options.eos_id, tokenizer),
+        dtype=dtype,
+        mask=options.prompt_field is not None,
+        numbers=options.document_numbers,
+    )
+    documents, count = pack_documents(paths, options.out, reader=reader, options=tokens, shard_bytes=shard_bytes)
+    progress.close()
+    skipped = f", {reader.bad_lines} bad lines left out" if reader.bad_lines else ""
+    print(f"{options.out}: {documents} documents, {count} tokens{skipped}.")
+    print(f"Read it with storm.DataLoader(tokens({str(options.out)!r}, sequence=2048), ...).")
+    return 0
+
+
+def _pack_rows(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype | None) -> int:
+    from ..core.errors import SettingError
+    from ..data.documents import TEXTS
+    from ..data.pack_rows import pack_rows, rows_to_pack
+    from .progress import Progress
+
+    _refuse(
+        options,
+        "arrays",
+        prompt_field="--prompt-field",
+        eos_id="--eos-id",
+        document_numbers="--document-numbers",
+        skip_bad_lines="--skip-bad-lines",
+    )
+    for path in options.input:
+        if path.suffix.lower() in TEXTS:
+            raise SettingError(f"{path} is text. Say how it becomes tokens: --tokenizer PATH.")
+    fields, chunks, total = rows_to_pack(options.input, options.columns)
+    progress = Progress(total)
+    rows = pack_rows(fields, chunks, options.out, shard_bytes=shard_bytes, dtype=dtype, progress=progress)
+    progress.close()
+    print(f"{options.out}: {rows} rows.")
+    print(f"Read it with storm.DataLoader({str(options.out)!r}, ...).")
+    return 0
+
+
+def _end_token(given: str | None, tokenizer: TextTokenizer | None) -> int | None:
+    from ..core.errors import SettingError
+
+    if given is None:
+        if tokenizer is None:
+            return None  # who tokenised the documents has put in what belongs between them
+        if tokenizer.end is None:
+            raise SettingError(
+                f"--tokenizer {tokenizer.path} does not say which token ends a document. Say it: --eos-id N, or none."
+            )
+        return tokenizer.end
+    if given == "none":
+        return None
+    if not given.isascii() or not given.isdecimal():
+        raise SettingError(f"--eos-id {given} is no token. Accepted: a number of at least 0, or none.")
+    return int(given)
+
+
+def _refuse(options: argparse.Namespace, kind: str, **flags: str) -> None:
+    """Flags that mean nothing for this kind of input are mistakes, not noise."""
+    from ..core.errors import SettingError
+
+    for name, flag in flags.items():
+        if getattr(options, name):
+            raise SettingError(f"{flag} means nothing for {kind}. Leave it out; documents are named by --tokenizer.")

@@ -1,0 +1,79 @@
+"""Host memory that becomes the user's batches, where the device is the CPU.
+
+The bytes of a batch are read straight into the memory that the user gets, one buffer for each field. The user may keep
+it for ever. When the last tensor over it is gone, the buffer is filled again: fresh memory would cost a page fault for
+every 4 KiB, which is as much as the copy itself. Small buffers are left to malloc, which does the same.
+
+Whether anybody still uses a buffer is what reference counting knows: every tensor gets a storage of its own over the
+buffer's pages, and each such storage holds the one object that stands for them. ``memory/alias.py`` is told when a
+storage goes; this asks, which costs a fifth, and here the moment to ask is always the same.
+
+Buffers that the user holds are the user's memory; those that are being filled, or wait, are charged to the ledger by
+whoever decides how many there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import deque
+
+import numpy as np
+import torch
+
+from ..core.sizes import KiB, round_up
+from .source import Field
+
+_SMALL = 64 * KiB
+_LINE = 64  # of the CPU's caches; torch aligns its own memory to it too
+
+Pages = ctypes.Array[ctypes.c_ubyte]
+
+
+def _holders(pages: deque[Pages]) -> int:
+    """What reference counting tells of the pages in front."""
+    first = pages[0]
+    return sys.getrefcount(first)
+
+
+# Measured, not known: versions of Python differ in what they count of a local name and an argument.
+_UNUSED = _holders(deque([(ctypes.c_ubyte * 1)()]))
+
+
+class Buffers:
+    """Buffers for batches of ``rows`` rows of one field. For one thread at a time; tensors may be dropped on any."""
+
+    def __init__(self, field: Field, rows: int) -> None:
+        self.most = 0  # buffers that are remembered; those beyond are the user's alone
+        self._field, self._rows = field, rows
+        self._size = rows * field.row_bytes
+        self._all: deque[Pages] = deque()  # the one that was given longest ago in front
+
+    def take(self, rows: int) -> torch.Tensor:
+        """A tensor for ``rows`` rows with a storage of its own, content undefined."""
+        field = self._field
+        if rows != self._rows or self._size < _SMALL:
+            return torch.empty((rows, *field.shape), dtype=field.dtype, device="cpu")
+        pages = self._unused() or self._new()
+        return torch.frombuffer(pages, dtype=field.dtype).view(rows, *field.shape)
+
+    def clear(self) -> None:
+        """Let go of all that nobody uses; the rest is its users'."""
+        self._all.clear()
+
+    def _unused(self) -> Pages | None:
+        for _ in range(len(self._all)):
+            is_unused = _holders(self._all) == _UNUSED
+            self._all.rotate(-1)
+            if is_unused:
+                return self._all[-1]
+        return None
+
+    def _new(self) -> Pages:
+        memory = np.empty(self._size + _LINE, dtype=np.uint8)
+        pages = (ctypes.c_ubyte * self._size).from_address(round_up(memory.ctypes.data, _LINE))
+        pages.memory = memory  # type: ignore[attr-defined]
+        self._all.append(pages)
+        while len(self._all) > self.most:
+            self._all.popleft()
+        return pages

@@ -1,0 +1,138 @@
+"""What a loader keeps from one loop to the next: the ledger, the reader with its threads, the way to the device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..core.errors import OutOfBudget
+from ..core.sizes import format_bytes
+from ..core.tags import Tag, Tier
+from ..memory.ledger import Ledger, open_ledger
+from .choice import Choice, open_reader
+from .decoded_windows import open_decoded_reader
+from .delivery import open_delivery
+from .depth import Depth
+from .engine_base import Engine
+from .item_engine import ItemEngine
+from .items import ItemSource
+from .nan import NanCheck
+from .open import Source
+from .order import Order
+from .rows_run import RowsRun
+from .run import Counts, Run, Span
+from .source import DecodedSource, FileSource
+
+
+class RowsEngine(Engine):
+    """For sources whose bytes we read ourselves."""
+
+    def __init__(
+        self,
+        source: FileSource | DecodedSource,
+        order: Order,
+        choice: Choice | None,
+        *,
+        device: torch.device,
+        batch_rows: int,
+        ledger: Ledger,
+        threads: int | None,
+        nan: str,
+        counts: Counts,
+    ) -> None:
+        self.pid = os.getpid()
+        self._ledger, self._counts, self._order = ledger, counts, order
+        self._batch_rows = min(batch_rows, order.rows_per_epoch)
+        self._check = NanCheck(source, source.fields) if nan == "error" else None
+        self._delivery = open_delivery(device, source.fields, self._batch_rows, ledger)
+        batch_bytes = self._batch_rows * source.row_bytes
+        self._depth = Depth(batch_bytes, self._delivery.grow)
+        if self._depth.batches == 0:
+            budget = ledger.budgets[Tier.HOST]
+            raise OutOfBudget(
+                f"Cannot take RAM for one batch of {source.name}",
+                f"{format_bytes(batch_bytes)} a batch, {format_bytes(ledger.free_bytes(Tier.HOST))} left",
+                f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
+                "Raise it, or lower batch_size.",
+            )
+        rest = order.rows_per_epoch % self._batch_rows if order.settings.drop_last else 0
+        used_rows = order.rows_per_epoch - rest
+        try:
+            if isinstance(source, FileSource):
+                assert choice is not None
+                self._reader = open_reader(
+                    source,
+                    order,
+                    choice,
+                    ledger=ledger,
+                    threads=threads,
+                    batch_rows=self._batch_rows,
+                    used_rows=used_rows,
+                )
+            else:
+                self._reader = open_decoded_reader(
+                    source, order, ledger=ledger, threads=threads, batch_rows=self._batch_rows, used_rows=used_rows
+                )
+            if device.type == "cuda":  # up to a quarter of what is left: windows and groups come first
+                self._depth.grow_while(lambda wanted: 4 * wanted * batch_bytes <= ledger.free_bytes(Tier.HOST))
+        except BaseException:
+            self._delivery.close()
+            raise
+
+    def run(self, span: Span) -> Run:
+        return RowsRun(
+            span,
+            self._reader,
+            self._delivery,
+            self._depth,
+            self._counts,
+            batch_rows=self._batch_rows,
+            rows_per_epoch=self._order.rows_per_epoch,
+            check=self._check,
+        )
+
+    @property
+    def depth_batches(self) -> int:
+        return self._depth.batches
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._ledger.used_bytes(Tier.HOST, Tag.DATA)
+
+    def close(self) -> None:
+        if os.getpid() != self.pid:
+            return
+        try:
+            self._reader.close()
+        finally:
+            self._delivery.close()
+
+
+def open_engine(
+    source: Source,
+    order: Order,
+    choice: Choice | None,
+    *,
+    device: torch.device,
+    batch_rows: int,
+    ram: object,
+    workers: int | None,
+    nan: str,
+    counts: Counts,
+) -> Engine:
+    """Starts threads and takes memory, charged to a ledger of the loader's own under the budget ``ram``."""
+    if isinstance(source, ItemSource):
+        return ItemEngine(source, order, device=device, batch_rows=batch_rows, workers=workers, nan=nan, counts=counts)
+    ledger = open_ledger(device, ram=ram)
+    return RowsEngine(
+        source,
+        order,
+        choice,
+        device=device,
+        batch_rows=batch_rows,
+        ledger=ledger,
+        threads=workers,
+        nan=nan,
+        counts=counts,
+    )

@@ -1,0 +1,332 @@
+"""``storm.DataLoader``: batches of a dataset of any size, on the device, at constant memory.
+
+A loader is settings, a place (epoch and batch), and an *engine*, made when the first batch is asked for: threads, files
+and memory, which serve one iteration after the other until ``close``. See run.py for what an iteration does.
+
+Epochs. Every ``for`` loop over the loader is a run of ``epochs`` epochs. The first begins at epoch 0, the next where
+the last ended, so that each pass is shuffled anew. A loop that was left by ``break`` or an exception is over: the next
+one begins with the epoch after that in which it was left. ``set_epoch`` chooses instead.
+
+A state is taken after any batch and names the next one. It knows its run too: a loop over a loader with a loaded state
+gives what was left of that loop, be it nothing, and the one after that is a new run.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from ..core.errors import SettingError, StormError
+from ..core.sizes import parse_bytes
+from ..memory.limits import usable_device
+from .choice import Reading, choose
+from .engine import open_engine
+from .engine_base import Engine
+from .item_engine import apply_to_items, check_item_transform
+from .items import ItemSource
+from .open import Source, open_source
+from .order import WINDOW_BYTES, Order, OrderSettings, Shuffle
+from .report import LoaderReport
+from .run import Counts, Run, Span
+from .source import DecodedSource, FileSource
+from .state import VERSION, check_state, fingerprint
+from .transforms import Transform, apply, check_transform
+
+
+class DataLoader:
+    """Batches of ``source``, in order or shuffled, on ``device``. For one thread at a time."""
+
+    def __init__(
+        self,
+        source: object,
+        batch_size: int = 1,
+        *,
+        shuffle: Shuffle = False,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        drop_last: bool = False,
+        epochs: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        transform: Transform | None = None,
+        reading: Reading = "auto",
+        ram: object = "auto",
+        window: object = WINDOW_BYTES,
+        nan: Literal["allow", "error"] = "allow",
+        workers: int | None = None,
+    ) -> None:
+        """Reads headers, no data; starts nothing.
+
+        ``source``: a path, a list of paths, a directory, a dict of name to path, ``stormtorch.data.tokens(...)`` or
+        ``raw(...)``, a ``datasets.Dataset``, or any map-style torch ``Dataset``. A source with one field gives tensors,
+        one with several gives dicts. What a batch holds is the user's: nothing writes to it later.
+
+        ``shuffle``: True mixes rows within windows of ``window`` bytes of random blocks, "full" all rows, for data in
+        RAM. ``drop_last`` leaves out what does not fill a batch, or cannot be divided among ``world`` ranks; else the
+        last batch is smaller, and ranks get equal numbers of rows by repeating a few. ``transform``: a function of the
+        batch, or a dict of field to function, called on the device. ``reading``: "cached", "direct", or whichever suits
+        the data and the RAM. ``ram`` bounds what the loader takes. ``workers``: threads that read; for a torch
+        ``Dataset``, processes.
+        """
+        for name, value, least in (("batch_size", batch_size, 1), ("epochs", epochs, 1), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise SettingError(f"{name}={value!r} is not accepted. Accepted: a whole number of at least {least}.")
+        if nan not in ("allow", "error"):
+            raise SettingError(f"nan={nan!r} is not accepted. Accepted: 'allow', 'error'.")
+        self.source = open_source(source)
+        least = 0 if isinstance(self.source, ItemSource) else 1
+        if workers is not None and workers < least:
+            raise SettingError(f"workers={workers!r} is not accepted. Accepted: None, or at least {least}.")
+        self.device = usable_device(device)
+        self.batch_size, self.drop_last, self.epochs = batch_size, drop_last, epochs
+        self._transform, self._nan, self._workers = transform, nan, workers
+        shards, row_bytes, fields = _layout_of(self.source)
+        self._fingerprint = fingerprint(shards, fields)
+        self._order = Order(
+            shards,
+            row_bytes,
+            OrderSettings(
+                shuffle=shuffle,
+                seed=seed,
+                rank=rank,
+                world=world,
+                drop_last=drop_last,
+                window_bytes=parse_bytes(window, setting="window"),
+            ),
+            whole_shards=isinstance(self.source, DecodedSource),
+        )
+        rows = self._order.rows_per_epoch
+        self._per_epoch = rows // batch_size if drop_last else -(-rows // batch_size)
+        if self._per_epoch == 0:
+            raise SettingError(
+                f"{self.source.name} has {self.source.rows} rows, which fill no batch: batch_size={batch_size}, "
+                f"world={world}, drop_last={drop_last}. Lower batch_size, or use drop_last=False."
+            )
+        if isinstance(self.source, ItemSource):
+            check_item_transform(transform)
+        else:
+            check_transform(transform, [field.name for field in self.source.fields])
+        self._ram = ram
+        self._choice = choose(self.source, reading) if isinstance(self.source, FileSource) else None
+        self._engine: Engine | None = None
+        self._finalizer: weakref.finalize[[], DataLoader] | None = None  # closes the engine with the loader
+        self._run: Run | None = None
+        self._epoch = self._batch = self._run_epoch = 0
+        self._resumed = True  # the place is where the next loop begins
+        self._turn = 0  # of the loops over this loader, the latest
+        self._counts = Counts()
+
+    def __len__(self) -> int:
+        """Batches of one loop: all its epochs. For this rank."""
+        return self._per_epoch * self.epochs
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next loop begin with ``epoch``. After ``load_state_dict`` the epoch of the state changes nothing."""
+        if self._resumed and epoch == self._epoch and self._batch > 0:
+            return
+        self._epoch = self._run_epoch = epoch
+        self._batch, self._resumed = 0, True
+
+    def __iter__(self) -> Iterator[Any]:
+        self._end_run()
+        if not self._resumed:
+            self._epoch, self._batch = self._epoch + (self._batch > 0), 0
+            self._run_epoch = self._epoch
+        self._resumed = True  # a loop of which nothing is asked has not begun
+        self._turn += 1
+        return self._batches(self._turn)
+
+    def _batches(self, turn: int) -> Iterator[Any]:
+        end = self._run_epoch + self.epochs
+        last = perf_counter()
+        if turn == self._turn:
+            self._resumed = False
+        try:
+            while True:
+                if turn != self._turn:
+                    raise StormError("This loop is over: another one over the same loader has begun. Use two loaders.")
+                if self._engine is not None and self._engine.pid != os.getpid() and self._run is not None:
+                    raise StormError("This loop belongs to the process before the fork. Begin a new one here.")
+                given = self._next(end)
+                if given is None:
+                    self._run_epoch, self._resumed = self._epoch, True
+                    return
+                batch = self._finished(given)
+                del given
+                now = perf_counter()
+                self._counts.spent_s += now - last
+                last = now
+                is_last = self._batch + 1 == self._per_epoch
+                place = (self._epoch + 1, 0) if is_last else (self._epoch, self._batch + 1)
+                self._epoch, self._batch = place  # just before: Ctrl-C cannot come between, and the batch is not lost
+                yield batch
+                del batch  # the user may be done with it, and then its memory serves the next but one
+        finally:
+            if turn == self._turn:
+                self._end_run()
+
+    def _next(self, end: int) -> Any:
+        """The next batch of the run, which begins with the first."""
+        try:
+            if self._run is None:
+                self._run = self._own_engine().run(Span(self._epoch, self._batch, end, self._per_epoch))
+            return self._run.next()
+        except BaseException:
+            # Ctrl-C comes between any two lines: what it may have cut in two is not used again. Nor are the open files
+            # after an error: whoever mends one most likely puts another in its place.
+            try:
+                self._end_run()
+            finally:
+                self._drop_engine()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: after the last batch that was given, whatever was read ahead. Changes nothing."""
+        return {
+            "version": VERSION,
+            "epoch": self._epoch,
+            "batch": self._batch,
+            "run_epoch": self._run_epoch,
+            **self._identity(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop begin with the batch that follows the state, and end where its loop would have ended.
+
+        Raises SettingError if the state was made with other data or settings that change the order. Threads, device,
+        memory and ways of reading may differ.
+        """
+        check_state(state, self._identity())
+        epoch, batch, run_epoch = (int(state[name]) for name in ("epoch", "batch", "run_epoch"))
+        if not (0 <= batch < self._per_epoch and 0 <= run_epoch <= epoch <= run_epoch + self.epochs):
+            raise SettingError(
+                f"The state stands at batch {batch} of epoch {epoch}, in a loop that began with epoch {run_epoch}; "
+                f"this loader has {self._per_epoch} batches an epoch and epochs={self.epochs}. Make it as it was."
+            )
+        self._end_run()
+        self._turn += 1
+        self._epoch, self._batch, self._run_epoch, self._resumed = epoch, batch, run_epoch, True
+
+    def report(self) -> LoaderReport:
+        """What the loader did so far and how; ``print`` it, or take its numbers."""
+        engine = self._engine
+        return LoaderReport(
+            samples=self._counts.samples,
+            bytes=self._counts.bytes,
+            seconds=self._counts.spent_s,
+            waited_s=self._counts.waited_s,
+            reading=self._reading,
+            reason=self._reason,
+            depth=0 if engine is None else engine.depth_batches,
+            ring_bytes=0 if engine is None else engine.ring_bytes,
+        )
+
+    def close(self) -> None:
+        """End threads, close files, return memory; batches that were given stay valid. A later loop opens them anew."""
+        self._end_run()
+        self._turn += 1
+        self._drop_engine()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<DataLoader {self.source.name}: {self.source.rows} rows, {len(self)} batches of {self.batch_size} to "
+            f"{self.device}, {self._reading}: {self._reason}>"
+        )
+
+    @property
+    def _reading(self) -> str:
+        if self._choice is not None:
+            return self._choice.mode
+        return "processes" if isinstance(self.source, ItemSource) else "decoded"
+
+    @property
+    def _reason(self) -> str:
+        if self._choice is not None:
+            return self._choice.reason
+        return "a torch Dataset" if isinstance(self.source, ItemSource) else "rows must be decoded"
+
+    def _identity(self) -> dict[str, Any]:
+        settings = self._order.settings
+        return {
+            "seed": settings.seed,
+            "shuffle": settings.shuffle,
+            "batch_size": self.batch_size,
+            "drop_last": settings.drop_last,
+            "rank": settings.rank,
+            "world": settings.world,
+            "window": settings.window_bytes,
+            "rows": self.source.rows,
+            "data": self._fingerprint,
+        }
+
+    def _finished(self, given: list[torch.Tensor]) -> Any:
+        """What the user gets of a batch."""
+        source = self.source
+        if isinstance(source, ItemSource):
+            return apply_to_items(self._transform, source, given)
+        return apply(self._transform, [field.name for field in source.fields], given)
+
+    def _own_engine(self) -> Engine:
+        if self._engine is not None and self._engine.pid != os.getpid():
+            self._engine = None  # the parent's: its threads did not follow the fork
+            self._finalizer = None
+        if self._engine is None:
+            self._engine = open_engine(
+                self.source,
+                self._order,
+                self._choice,
+                device=self.device,
+                batch_rows=self.batch_size,
+                ram=self._ram,
+                workers=self._workers,
+                nan=self._nan,
+                counts=self._counts,
+            )
+            self._finalizer = weakref.finalize(self, self._engine.close)
+        return self._engine
+
+    def _drop_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+            if self._finalizer is not None:
+                self._finalizer.detach()  # only now: should this be interrupted, the loader's end is the second chance
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None and self._engine is not None and self._engine.pid == os.getpid():
+            try:
+                run.close()
+            except BaseException:
+                self._drop_engine()
+                raise
+
+
+def _layout_of(source: Source) -> tuple[list[int], int, list[tuple[str, str, tuple[int, ...]]]]:
+    """Rows of each shard, bytes of a row, and the fields: all that an order and a state know of the data."""
+    if isinstance(source, ItemSource):
+        return [source.rows], 1, []
+    shards = [shard.rows for shard in source.shards] if isinstance(source, FileSource) else list(source.groups)
+    for field in source.fields:
+        if field.row_bytes == 0:
+            raise SettingError(f"Field {field.name!r} of {source.name} has rows of no bytes. Leave it out.")
+    return shards, source.row_bytes, [(field.name, str(field.dtype), field.shape) for field in source.fields]

@@ -1,0 +1,85 @@
+"""Permutations that are the same for ever: on every machine, with every version of every library.
+
+A random generator of a library may change with its next version, and a run that was stopped before would go on with
+other samples. So the randomness is a hash (the finaliser of splitmix64) of seed, epoch and index, written out here.
+
+- ``permutation``: sorts hashes. Each key carries its index in its low bits, so that keys are distinct and one sort of
+  integers gives the order. Memory in proportion to ``count``.
+- ``Scatter``: any element of a permutation by itself, without memory: a Feistel network over pairs ``(high, low)`` of
+  numbers below ``side``, where ``side`` squared is just above ``count``. What falls behind ``count`` is sent through
+  again until it does not, which keeps it a permutation and is rare, because so few numbers lie behind.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int64]
+_U64 = np.uint64
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = 6
+
+
+def mix(*values: int) -> int:
+    """One 64-bit number out of several: each changes all of it."""
+    state = 0
+    for value in values:
+        state = (state + value + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def _hashes(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """As ``mix``, for many; wraps around as C does. ``values`` is not changed."""
+    state = values * _U64(_GOLDEN)
+    state += _U64(key)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state ^= state >> _U64(shift)
+        state *= _U64(factor)
+    state ^= state >> _U64(31)
+    return state
+
+
+def permutation(count: int, key: int) -> Rows:
+    """The numbers below ``count`` in the order that ``key`` stands for."""
+    bits = max(1, (count - 1).bit_length())
+    low = _U64((1 << bits) - 1)
+    index = np.arange(count, dtype=_U64)
+    keys = _hashes(index, key)
+    keys &= ~low
+    keys |= index
+    keys.sort()
+    keys &= low
+    return keys.view(np.int64)
+
+
+class Scatter:
+    """A permutation of the numbers below ``count``, looked up where it is needed."""
+
+    def __init__(self, count: int, key: int) -> None:
+        self.count = count
+        self._side = _U64(max(1, math.isqrt(count - 1) + 1 if count > 1 else 1))
+        self._keys = [mix(key, number) for number in range(_ROUNDS)]
+
+    def at(self, positions: Rows) -> Rows:
+        """Where the permutation sends each of ``positions``, which are below ``count``."""
+        found = self._once(positions.astype(_U64))
+        while len(outside := np.flatnonzero(found >= _U64(self.count))):
+            found[outside] = self._once(found[outside])
+        return found.view(np.int64)
+
+    def _once(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        side = self._side
+        high, low = np.divmod(values, side)
+        for key in self._keys:
+            # A number below side out of 32 bits of the hash by a product, then addition modulo side: no division.
+            added = ((_hashes(low, key) >> _U64(32)) * side >> _U64(32)) + high
+            high, low = low, np.where(added >= side, added - side, added)
+        found: NDArray[np.uint64] = high * side + low
+        return found

@@ -1,0 +1,38 @@
+"""Datasets made for tests of the loader: rows whose content tells their number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stormtorch.data.source import Field, FileSource, Shard, Strip
+
+
+def numbered(rows: int, width: int, *, first: int = 0) -> NDArray[np.float32]:
+    """Row ``i`` holds ``first + i``, then the distance to it times 1000: no two elements of the data are alike."""
+    start = np.arange(first, first + rows, dtype=np.float32)[:, None]
+    return (start + np.arange(width, dtype=np.float32) / 1024).astype(np.float32)
+
+
+def numbered_source(folder: Path, shards: list[int], width: int = 64, *, header: int = 0) -> FileSource:
+    """One field ``x`` of ``width`` float32, in a file for each shard, behind ``header`` bytes that are not data."""
+    made, first = [], 0
+    for number, rows in enumerate(shards):
+        path = folder / f"shard{number}.bin"
+        path.write_bytes(b"\xff" * header + numbered(rows, width, first=first).tobytes())
+        made.append(Shard(rows=rows, strips=(Strip(path=path, offset=header, stride=4 * width),)))
+        first += rows
+    field = Field(name="x", dtype=torch.float32, shape=(width,))
+    return FileSource(name="numbered", fields=(field,), shards=tuple(made))
+
+
+def rows_in(batch: torch.Tensor) -> list[int]:
+    """The numbers of the rows of a batch of a numbered source; fails if any byte is not as it was made."""
+    found = batch[:, 0].round().to(torch.int64)
+    wanted = found[:, None].float() + torch.arange(batch.shape[1]) / 1024
+    assert torch.equal(batch.cpu(), wanted)
+    rows: list[int] = found.tolist()
+    return rows

@@ -1,0 +1,248 @@
+"""What goes wrong with files and users: an error with the file and the row, at once, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stormtorch.core.errors import StorageError, StormError
+from stormtorch.data.loader import DataLoader
+from stormtorch.data.source import FileSource
+
+from .made import numbered_source, rows_in
+
+READINGS = pytest.mark.parametrize("reading", ["cached", "direct"])
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> FileSource:
+    return numbered_source(tmp_path, [1000, 1000])
+
+
+def collect(loader: DataLoader, seen: list[int]) -> None:
+    """Add the rows of every batch that comes."""
+    for batch in loader:
+        seen.extend(rows_in(batch))
+
+
+def threads_of_ours() -> list[str]:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:
+            continue
+    return [name for name in names if name.startswith(("storm-rows", "storm-decode"))]
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Any:
+    yield
+    until = time.monotonic() + 5
+    while threads_of_ours() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert not threads_of_ours()
+
+
+@READINGS
+def test_a_file_that_was_cut_is_told_with_the_row(source: FileSource, tmp_path: Path, reading: Any) -> None:
+    os.truncate(tmp_path / "shard1.bin", 500 * 256 + 100)
+    seen: list[int] = []
+    message = r"row 500 of .*shard1\.bin \(row 1500 of numbered\).*byte 128256.*128100 bytes now"
+    with (
+        DataLoader(source, 10, reading=reading, window=100 * 256) as loader,
+        pytest.raises(StorageError, match=message),
+    ):
+        collect(loader, seen)
+    assert seen == list(range(1500)), "what comes before is still given"
+
+
+@READINGS
+def test_a_file_that_shrinks_in_mid_epoch(source: FileSource, tmp_path: Path, reading: Any) -> None:
+    with DataLoader(source, 10, shuffle=True, reading=reading, window=100 * 256) as loader:
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        os.truncate(tmp_path / "shard0.bin", 0)
+        with pytest.raises(StorageError, match=r"of .*shard0\.bin .*the file has 0 bytes now"):
+            list(batches)
+        state = loader.state_dict()
+        assert 4 <= state["batch"] < 200
+        numbered_source(tmp_path, [1000, 1000])  # restored
+        loader.load_state_dict(state)
+        rest = [row for batch in loader for row in rows_in(batch)]
+        assert rest == loader._order.rows(0, state["batch"] * 10, 2000 - state["batch"] * 10).tolist()
+
+
+@READINGS
+def test_a_file_that_vanishes_before_it_was_opened(source: FileSource, tmp_path: Path, reading: Any) -> None:
+    (tmp_path / "shard1.bin").unlink()
+    seen: list[int] = []
+    message = r"row 0 of .*shard1\.bin \(row 1000 of numbered\): it does not exist"
+    with (
+        DataLoader(source, 10, reading=reading, window=100 * 256) as loader,
+        pytest.raises(StorageError, match=message),
+    ):
+        collect(loader, seen)
+    assert seen == list(range(1000))
+
+
+@READINGS
+def test_a_file_that_may_not_be_read(source: FileSource, tmp_path: Path, reading: Any) -> None:
+    if os.geteuid() == 0:  # root may read everything, but not a directory
+        (tmp_path / "shard0.bin").unlink()
+        (tmp_path / "shard0.bin").mkdir()
+    else:
+        (tmp_path / "shard0.bin").chmod(0)
+    with DataLoader(source, 10, reading=reading) as loader, pytest.raises(StorageError, match=r"shard0\.bin"):
+        next(iter(loader))
+
+
+def test_no_data_at_all(tmp_path: Path) -> None:
+    with pytest.raises(StormError):
+        DataLoader(tmp_path / "nothing", 10)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StormError):
+        DataLoader(tmp_path / "folder", 10)
+
+
+@READINGS
+def test_a_loader_goes_on_after_an_error(source: FileSource, tmp_path: Path, reading: Any) -> None:
+    with DataLoader(source, 10, reading=reading, window=100 * 256) as loader:
+        content = (tmp_path / "shard1.bin").read_bytes()
+        os.truncate(tmp_path / "shard1.bin", 0)
+        with pytest.raises(StorageError):
+            list(loader)
+        (tmp_path / "shard1.bin").write_bytes(content)
+        loader.set_epoch(0)
+        assert [row for batch in loader for row in rows_in(batch)] == list(range(2000))
+
+
+@READINGS
+def test_ctrl_c_ends_at_once_and_the_loader_can_go_on(source: FileSource, reading: Any) -> None:
+    with DataLoader(source, 7, shuffle=True, reading=reading, window=100 * 256, epochs=10_000) as loader:
+        for _ in range(5):
+            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            begin = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                collect(loader, [])
+            assert time.monotonic() - begin < 5
+            timer.join()
+            state = loader.state_dict()
+            loader.load_state_dict(state)
+            for batch in loader:
+                first = state["batch"] * 7
+                wanted = loader._order.rows(state["epoch"], first, min(7, 2000 - first))
+                assert rows_in(batch) == wanted.tolist()
+                break
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the ``count``-th line of the loader's own code that runs."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, frame: FrameType, _event: str, _: object) -> TraceFunction | None:
+        ours = frame.f_code.co_filename.endswith(FILES)
+        return self.line if ours else None
+
+    def line(self, _frame: FrameType, event: str, _: object) -> TraceFunction:
+        if event == "line":
+            self.count -= 1
+            if self.count == 0:
+                raise KeyboardInterrupt
+        return self.line
+
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
+FILES = (
+    *(f"data/{name}.py" for name in ("rows_run", "delivery", "cached_reader", "window_reader", "file_windows")),
+    *(f"data/{name}.py" for name in ("descriptors", "warmer", "engine", "choice")),
+    "native/rows.py",
+)
+
+
+@READINGS
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside a finalizer
+def test_ctrl_c_between_any_two_lines(source: FileSource, reading: Any) -> None:
+    tracer = sys.gettrace()
+    for count in range(1, 1500, 61):
+        with DataLoader(source, 100, shuffle=True, reading=reading, window=200 * 256) as loader:
+            next(iter(loader))
+            loader.set_epoch(0)
+            try:
+                sys.settrace(Interrupt(count))
+                collect(loader, [])
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(tracer)
+            state = loader.state_dict()
+            loader.load_state_dict(state)
+            at = state["epoch"] * 2000 + state["batch"] * 100
+            wanted = loader._order.rows(0, at, 2000 - at).tolist() if at < 2000 else []
+            assert [row for batch in loader for row in rows_in(batch)] == wanted
+
+
+@READINGS
+def test_a_file_that_was_put_back_is_read(source: FileSource, tmp_path: Path, reading: Any) -> None:
+    with DataLoader(source, 10, reading=reading, window=100 * 256) as loader:
+        (tmp_path / "copy").write_bytes((tmp_path / "shard1.bin").read_bytes())
+        os.truncate(tmp_path / "shard1.bin", 0)
+        with pytest.raises(StorageError):
+            list(loader)
+        (tmp_path / "copy").replace(tmp_path / "shard1.bin")  # another file under the same name
+        loader.set_epoch(0)
+        assert [row for batch in loader for row in rows_in(batch)] == list(range(2000))
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import numpy as np
+from stormtorch.data.loader import DataLoader
+loader = DataLoader({path!r}, 4, shuffle=True, epochs=10**6, reading={reading!r}, window=100_000)
+print("ready", flush=True)
+for batch in loader:
+    pass
+"""
+
+
+def test_a_process_ends_by_ctrl_c(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((5000, 64), dtype=np.float32))
+    codes = [INTERRUPTED.format(path=str(tmp_path / "x.npy"), reading=reading) for reading in ("cached", "direct")]
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for code in codes  # at once: most of their time is imports
+    ]
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    for child in children:
+        child.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    for child in children:
+        _, errors = child.communicate(timeout=30)
+        assert time.monotonic() - begin < 10
+        assert "KeyboardInterrupt" in errors
+        assert child.returncode != 0
+
+
+def test_threads_end_when_the_loop_raises(source: FileSource) -> None:
+    loader = DataLoader(source, 10)
+    with pytest.raises(AttributeError):  # None holds no rows
+        collect(loader, None)  # type: ignore[arg-type]
+    del loader

@@ -1,0 +1,474 @@
+"""The loader as a user meets it: loops, epochs, devices, transforms, memory that is the user's, threads that end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from stormtorch.core.errors import SettingError, StorageError, StormError
+from stormtorch.core.sizes import MiB
+from stormtorch.data.buffers import Buffers
+from stormtorch.data.delivery import LaneDelivery
+from stormtorch.data.loader import DataLoader
+from stormtorch.data.source import Field, FileSource
+from stormtorch.data.transforms import Cast, Normalise
+from stormtorch.memory.ledger import Ledger
+
+from .made import numbered, numbered_source, rows_in
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> FileSource:
+    return numbered_source(tmp_path, [70, 30])
+
+
+def rows_of(loader: DataLoader) -> list[int]:
+    return [row for batch in loader for row in rows_in(batch)]
+
+
+@pytest.mark.parametrize("reading", ["cached", "direct"])
+def test_a_loop_gives_every_row_on_the_device(source: FileSource, device: torch.device, reading: str) -> None:
+    with DataLoader(source, 16, shuffle=True, device=device, reading=reading) as loader:  # type: ignore[arg-type]
+        batches = list(loader)
+        assert [len(batch) for batch in batches] == [16] * 6 + [4]
+        assert len(loader) == 7
+        assert all(batch.device == loader.device and batch.dtype == torch.float32 for batch in batches)
+        assert sorted(row for batch in batches for row in rows_in(batch)) == list(range(100))
+
+
+def test_npy_files_by_their_path(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", numbered(50, 8))
+    np.save(tmp_path / "y.npy", np.arange(50))
+    with DataLoader(tmp_path / "x.npy", 20) as loader:
+        assert rows_of(loader) == list(range(50))
+    with DataLoader({"x": tmp_path / "x.npy", "y": tmp_path / "y.npy"}, 20, shuffle=True) as loader:
+        for batch in loader:
+            assert rows_in(batch["x"]) == batch["y"].tolist()
+
+
+def test_epochs_are_shuffled_anew_and_chosen(source: FileSource) -> None:
+    with DataLoader(source, 10, shuffle=True) as loader:
+        first, second = rows_of(loader), rows_of(loader)
+        assert first != second
+        assert loader.epoch == 2
+        loader.set_epoch(0)
+        assert rows_of(loader) == first
+        assert rows_of(loader) == second
+    with DataLoader(source, 10, shuffle=True, epochs=2) as loader:
+        assert len(loader) == 20
+        assert rows_of(loader) == first + second
+        assert loader.epoch == 2
+    with DataLoader(source, 10, shuffle=True, seed=1) as loader:
+        assert rows_of(loader) != first
+
+
+def test_a_loop_that_was_left_is_over(source: FileSource) -> None:
+    with DataLoader(source, 10, shuffle=True) as loader:
+        epochs = [rows_of(loader) for _ in range(3)]
+        loader.set_epoch(0)
+        for batch in loader:
+            assert rows_in(batch) == epochs[0][:10]
+            break
+        assert loader.epoch == 0
+        assert rows_of(loader) == epochs[1], "the next loop begins with the next epoch"
+        with pytest.raises(ZeroDivisionError):
+            rows_of(Failing(loader))  # type: ignore[arg-type]
+        assert loader.epoch == 2
+        loader.set_epoch(2)
+        assert rows_of(loader) == epochs[2]
+
+
+class Failing:
+    """A loop whose body fails in the fourth batch."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number, batch in enumerate(self.loader):
+            1 / (number - 3)
+            yield batch
+
+
+def test_an_older_loop_is_told(source: FileSource) -> None:
+    with DataLoader(source, 10) as loader:
+        older = iter(loader)
+        next(older)
+        assert len(list(loader)) == 10
+        with pytest.raises(StormError, match="another one over the same loader has begun"):
+            next(older)
+
+
+def test_batches_are_the_users(tmp_path: Path) -> None:
+    """Memory is used again only when the user has let go of it, and then it is."""
+    source = numbered_source(tmp_path, [4000], 256)  # batches of 100 KiB and more are recycled
+    with DataLoader(source, 100, shuffle=True, epochs=2) as loader:
+        kept = list(loader)
+        assert sorted(row for batch in kept for row in rows_in(batch)) == sorted(2 * list(range(4000)))
+        assert len({batch.data_ptr() for batch in kept}) == 80
+        del kept
+        places = set()
+        for batch in loader:
+            batch.fill_(-1)
+            places.add(batch.data_ptr())
+        assert len(places) <= 20, "memory that came back is used again"
+        view = None
+        for number, batch in enumerate(loader):
+            if number == 3:
+                view, wanted = batch[5:7, 1:], batch[5:7, 1:].clone()
+        assert view is not None
+        assert torch.equal(view, wanted), "a part that was kept keeps its memory"
+    assert torch.equal(view, wanted)
+
+
+def test_a_batch_may_be_saved_by_itself(tmp_path: Path) -> None:
+    source = numbered_source(tmp_path, [400], 256)
+    with DataLoader(source, 100) as loader:
+        batch = next(iter(loader))
+        assert batch.untyped_storage().nbytes() == batch.nbytes
+        assert not batch.is_inference()
+        assert not batch.requires_grad
+
+
+def test_read_ahead_in_inference_mode_is_for_any_mode(tmp_path: Path) -> None:
+    source = numbered_source(tmp_path, [400], 256)
+    with DataLoader(source, 100) as loader:
+        batches = iter(loader)
+        with torch.inference_mode():
+            next(batches)
+        assert not next(batches).is_inference()
+
+
+def test_close_lets_go_of_memory_that_waits(tmp_path: Path) -> None:
+    source = numbered_source(tmp_path, [4000], 256)
+    loader = DataLoader(source, 100)
+    for batch in loader:
+        del batch
+    gone: deque[object] = deque()
+    waiting = [weakref.ref(pages, gone.append) for pages in loader._engine._delivery._buffers[0]._all]  # type: ignore[union-attr]
+    loader.close()
+    assert waiting
+    assert len(gone) == len(waiting)
+
+
+def test_pages_count_as_used_while_any_tensor_is_there() -> None:
+    buffers = Buffers(Field(name="x", dtype=torch.float32, shape=(1 << 16,)), 1)
+    buffers.most = 1
+    held = buffers.take(1)
+    place = held.data_ptr()
+    array = held.numpy()
+    del held
+    other = buffers.take(1)
+    assert other.data_ptr() != place, "numpy holds it"
+    del array, other
+    again = buffers.take(1)
+    place = again.data_ptr()
+    del again
+    assert buffers.take(1).data_ptr() == place
+
+
+def test_drop_last_and_ranks(source: FileSource) -> None:
+    with DataLoader(source, 16, drop_last=True) as loader:
+        assert [len(batch) for batch in loader] == [16] * 6
+    ranks = [DataLoader(source, 16, shuffle=True, rank=rank, world=3) for rank in range(3)]
+    rows = [rows_of(loader) for loader in ranks]
+    assert [len(found) for found in rows] == [34] * 3
+    assert set().union(*rows) == set(range(100))
+    for loader in ranks:
+        loader.close()
+
+
+def test_several_loaders_at_once(source: FileSource) -> None:
+    loaders = [DataLoader(source, 9, shuffle=True, seed=seed) for seed in range(4)]
+    wanted = [rows_of(loader) for loader in loaders]
+    for loader in loaders:
+        loader.set_epoch(0)
+    found: list[list[int]] = [[] for _ in loaders]
+    for batches in zip(*loaders, strict=True):
+        for number, batch in enumerate(batches):
+            found[number] += rows_in(batch)
+    assert found == wanted
+    for loader in loaders:
+        loader.close()
+
+
+def test_transforms_run_on_the_device(tmp_path: Path, device: torch.device) -> None:
+    np.save(tmp_path / "image.npy", np.arange(40 * 3 * 4, dtype=np.uint8).reshape(40, 3, 4))
+    np.save(tmp_path / "tokens.npy", np.arange(40, dtype=np.uint16))
+    files = {"image": tmp_path / "image.npy", "tokens": tmp_path / "tokens.npy"}
+    transform: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "image": Normalise((1.0, 2.0, 3.0), 2.0),
+        "tokens": Cast(torch.int64),
+    }
+    with DataLoader(files, 40, device=device, transform=transform) as loader:
+        batch = next(iter(loader))
+    plain = torch.from_numpy(np.load(tmp_path / "image.npy")).float()
+    wanted = (plain - torch.tensor([1.0, 2.0, 3.0])[:, None]) / 2
+    assert torch.equal(batch["image"].cpu(), wanted)
+    assert batch["tokens"].tolist() == list(range(40))
+    assert batch["tokens"].dtype == torch.int64
+    assert batch["tokens"].device.type == device.type
+    with DataLoader(files["image"], 40, device=device, transform=lambda images: (images.sum(), len(images))) as loader:
+        assert next(iter(loader))[1] == 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, r"batch_size=0 .* at least 1"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"nan": "warn"}, "Accepted: 'allow', 'error'"),
+        ({"workers": 0}, "workers=0"),
+        ({"reading": "mmap"}, "reading='mmap'"),
+        ({"shuffle": 3}, "shuffle=3"),
+        ({"window": "8G"}, "window='8G'"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"transform": {"z": Cast(torch.int64)}}, "'z', which is no field. The fields are: x"),
+        ({"transform": 3}, "transform=3 cannot be called"),
+        ({"batch_size": 200, "drop_last": True}, r"has 100 rows, which fill no batch: batch_size=200"),
+        ({"batch_size": 60, "drop_last": True, "world": 2}, r"fill no batch: batch_size=60, world=2"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(source: FileSource, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        DataLoader(source, **settings)  # type: ignore[arg-type]
+
+
+def test_a_batch_larger_than_the_data_is_all_of_it(source: FileSource) -> None:
+    with DataLoader(source, 1000) as loader:
+        assert rows_of(loader) == list(range(100))
+        assert len(loader) == 1
+
+
+def test_nan_is_found_with_its_row(tmp_path: Path) -> None:
+    data = np.ones((100, 8), dtype=np.float32)
+    data[3, 3] = np.inf
+    data[42, 7] = np.nan
+    np.save(tmp_path / "x.npy", data)
+    np.save(tmp_path / "y.npy", np.arange(100))
+    files = {"y": tmp_path / "y.npy", "x": tmp_path / "x.npy"}
+    with DataLoader(files, 10, nan="error") as loader:
+        with pytest.raises(StorageError, match=r"NaN in field 'x' of row 42 of .*x\.npy .*nan='allow'"):
+            list(loader)
+        assert loader.state_dict()["batch"] == 4, "infinities are numbers, and batches before it are good"
+    with DataLoader(files, 10) as loader:
+        assert len(list(loader)) == 10
+
+
+def test_the_report_says_what_happened(source: FileSource) -> None:
+    with DataLoader(source, 10, shuffle=True) as loader:
+        assert loader.report().samples == 0
+        list(loader)
+        report = loader.report()
+        assert (report.samples, report.bytes) == (100, 100 * 64 * 4)
+        assert report.reading == "cached"
+        assert "RAM free" in report.reason
+        assert report.samples_per_s > 0
+        assert report.ring_bytes > 0
+        assert report.depth >= 1
+        assert "100 samples" in str(report)
+        assert "cached" in repr(loader)
+
+
+def standing() -> tuple[int, int, int]:
+    gc.collect()
+    process = psutil.Process()
+    until = time.monotonic() + 2
+    count = process.num_threads()
+    while time.monotonic() < until and (now := process.num_threads()) != count:  # they end a little after their join
+        count = now
+    return threading.active_count(), process.num_threads(), len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("reading", ["cached", "direct"])
+def test_nothing_is_left_however_a_loader_ends(source: FileSource, device: torch.device, reading: str) -> None:
+    def use(how: str) -> None:
+        loader = DataLoader(source, 10, shuffle=True, device=device, reading=reading)  # type: ignore[arg-type]
+        for _ in islice(loader, 3):
+            pass
+        if how == "close":
+            loader.close()
+            loader.close()
+        elif how == "again":
+            assert len(list(loader)) == 10
+            loader.close()
+            assert len(list(loader)) == 10, "a later loop opens everything anew"
+            loader.close()
+
+    for _ in range(3):
+        use("close")
+    time.sleep(0.05)
+    before = standing()
+    for how in ("close", "again", "drop") * 5:
+        use(how)
+    time.sleep(0.05)
+    assert standing() == before
+
+
+def own_bytes() -> int:
+    """Memory of this process that is not the page cache's, which a map of a file shows."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    source = numbered_source(tmp_path, [20_000], 1024)  # 80 MB
+    for reading in ("cached", "direct"):
+        with DataLoader(
+            source,
+            64,
+            shuffle=True,
+            reading=reading,
+            window="8MiB",
+            ram="64MiB",
+        ) as loader:
+            for _ in range(2):  # in which the depth is found
+                for _ in loader:
+                    pass
+            before = own_bytes()
+            for _ in range(4):
+                for _ in loader:
+                    pass
+            assert own_bytes() - before < 20 * MiB, "320 MB went through"
+            assert loader.report().ring_bytes <= 64 * MiB
+
+
+def test_a_forked_child_reads_by_itself(source: FileSource) -> None:
+    with DataLoader(source, 10, shuffle=True) as loader:
+        wanted = rows_of(loader)
+        loader.set_epoch(0)
+        running = iter(loader)
+        next(running)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads here; that is the test
+            child = os.fork()
+        if child == 0:
+            outcome = 1
+            try:
+                try:
+                    next(running)
+                except StormError as error:
+                    outcome = 2 if "fork" in str(error) else 3
+                loader.set_epoch(0)
+                if outcome == 2 and rows_of(loader) == wanted:
+                    outcome = 0
+            finally:
+                os._exit(outcome)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert [row for batch in running for row in rows_in(batch)] == wanted[10:]
+
+
+class Squares(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"row": torch.tensor(row), "square": torch.full((3,), row * row)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_torch_dataset(workers: int, device: torch.device) -> None:
+    with DataLoader(Squares(), 8, shuffle=True, workers=workers, device=device) as loader:
+        assert len(loader) == 7
+        seen = []
+        for batch in loader:
+            seen += batch["row"].tolist()
+            assert batch["square"].device.type == device.type
+            assert torch.equal(batch["square"][:, 0], batch["row"] ** 2)
+        assert sorted(seen) == list(range(50))
+        assert seen == loader._order.rows(0, 0, 50).tolist()
+        state = None
+        for number, _ in enumerate(loader):
+            if number == 2:
+                state = loader.state_dict()
+                break
+        assert state is not None
+    with DataLoader(Squares(), 8, shuffle=True, workers=0, device=device) as other:
+        other.load_state_dict(state)
+        rest = [row for batch in other for row in batch["row"].tolist()]
+        assert rest == other._order.rows(1, 24, 26).tolist()
+
+
+class Measured(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"row": torch.tensor(row), "x": torch.full((2, 2), float("nan") if row == 13 else 1.0)}
+
+
+def test_settings_hold_for_a_torch_dataset_too(device: torch.device) -> None:
+    with DataLoader(Measured(), 4, shuffle=True, workers=0, nan="error", device=device) as loader:
+        with pytest.raises(StorageError, match=r"NaN in item 13 of Measured\. .*nan='allow'"):
+            list(loader)
+        assert loader.state_dict()["batch"] == loader._order.rows(0, 0, 20).tolist().index(13) // 4
+    with DataLoader(Measured(), 4, workers=0, transform={"row": Cast(torch.float64)}, device=device) as loader:
+        batch = next(iter(loader))
+        assert batch["row"].dtype == torch.float64
+        assert batch["x"].dtype == torch.float32
+    with pytest.raises(SettingError, match=r"'z', which is no field\. The fields of Measured are: row, x"):
+        list(DataLoader(Measured(), 4, workers=0, transform={"z": Cast(torch.float64)}))
+    pairs = torch.utils.data.TensorDataset(torch.arange(3), torch.arange(3))
+    with pytest.raises(SettingError, match="batches of TensorDataset are lists without names"):
+        list(DataLoader(pairs, 2, workers=0, transform={"z": Cast(torch.float64)}))
+    with pytest.raises(SettingError, match="transform=3 cannot be called"):
+        DataLoader(Measured(), transform=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reading", ["cached", "direct"])
+def test_copies_that_take_their_time(tmp_path: Path, reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to a GPU with the CPU in its role, and a lane that is late: a missing wait would be a wrong number."""
+
+    def delivery(device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger) -> LaneDelivery:
+        return LaneDelivery(device, fields, batch_rows, ledger, delay=lambda: time.sleep(0.001))
+
+    monkeypatch.setattr("stormtorch.data.engine.open_delivery", delivery)
+    source = numbered_source(tmp_path, [500, 77])
+    with DataLoader(source, 10, shuffle=True, reading=reading, epochs=2) as loader:  # type: ignore[arg-type]
+        batches = list(loader)
+        wanted = [row for epoch in (0, 1) for row in loader._order.rows(epoch, 0, 577).tolist()]
+        assert [row for batch in batches for row in rows_in(batch)] == wanted
+        for _ in islice(loader, 5):
+            pass
+        assert len(rows_of(loader)) == 2 * 577
+        loader._engine._ledger.check()  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+def test_device_memory_is_never_used_too_early(tmp_path: Path) -> None:
+    """The user's stream is made slow; batches that were freed, kept or used on another stream hold what was read."""
+    source = numbered_source(tmp_path, [3000], 1024)
+    side = torch.cuda.Stream()
+    sums, wanted = [], []
+    with DataLoader(source, 50, shuffle=True, device="cuda", epochs=2) as loader:
+        order = loader._order
+        for number, batch in enumerate(loader):
+            torch.cuda._sleep(2_000_000)
+            noise = torch.empty_like(batch).fill_(-1)
+            if number % 3 == 0:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    sums.append(batch[:, 0].double().sum())
+                batch.record_stream(side)
+            else:
+                sums.append(batch[:, 0].double().sum())
+            del noise
+            epoch, at = divmod(number, 60)
+            wanted.append(float(order.rows(epoch, at * 50, 50).sum()))
+    torch.cuda.synchronize()
+    assert [float(value) for value in sums] == wanted
