@@ -31,8 +31,9 @@ def numbered_source(folder: Path, shards: list[int], width: int = 64, *, header:
 
 def rows_in(batch: torch.Tensor) -> list[int]:
     """The numbers of the rows of a batch of a numbered source; fails if any byte is not as it was made."""
+    batch = batch.cpu()
     found = batch[:, 0].round().to(torch.int64)
     wanted = found[:, None].float() + torch.arange(batch.shape[1]) / 1024
-    assert torch.equal(batch.cpu(), wanted)
+    assert torch.equal(batch, wanted)
     rows: list[int] = found.tolist()
     return rows

@@ -67,6 +67,25 @@ def test_what_travels_is_not_everybody_elses() -> None:
     assert rooms[0] == rooms[1]
 
 
+def test_what_came_early_is_part_of_the_rise() -> None:
+    """The last block of backward has all that it needs there already: its own rise would look smaller than others'."""
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    levels.begin()
+    for _ in range(3):
+        levels.hold("block", "parts", 0)
+    device.take(SAVED)  # of the first block, fetched ahead from the beginning on
+    levels.reach(3, SAVED)
+    for position in (2, 1, 0):
+        levels.reach(position, SAVED)
+        more = SAVED if position else 0
+        device.take(more + WORK)
+        device.take(-more - WORK)
+    device.take(-SAVED)
+    levels.begin()
+    assert levels.rises("block", saved_bytes=2 * SAVED, gain_bytes=0).parts == SAVED + WORK
+
+
 def test_without_notes_the_peak_decides() -> None:
     device = Device()
     levels = Levels(lambda: device.allocated, lambda: device.peak)

@@ -6,7 +6,8 @@ which is when the gradient of its output is there, and the peak with it.
 
     level    what is allocated when backward reaches the block
     base     the level, less what the blocks up to this one held and what was travelling: everybody else's
-    rise     what comes on top of the level until backward has left the block; it depends on the way the block was run
+    rise     what comes on top of the level until backward has left the block; it depends on the way the block was run.
+             What was travelling and is used up by then, with nothing after it, came on top too: it was early
 
 Torch's peak is never reset, it belongs to the user. So what it shows of a block may be another's, and is an upper bound
 only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all."""
@@ -45,6 +46,8 @@ class _Pass:
     levels: dict[int, int] = field(default_factory=dict)
     bases: dict[int, int] = field(default_factory=dict)
     tops: dict[int, int] = field(default_factory=dict)  # the peak when backward had left the block
+    travelling: dict[int, int] = field(default_factory=dict)
+    early: dict[int, int] = field(default_factory=dict)  # how much less was travelling when backward had left the block
     last: int | None = None
 
 
@@ -54,7 +57,7 @@ class Levels:
     def __init__(self, allocated: Callable[[], int], peak: Callable[[], int]) -> None:
         self._allocated, self._peak = allocated, peak
         self._now = _Pass()
-        self.bases: dict[int, int] = {}  # of the last pass that came by
+        self.bases: dict[int, int] = {}  # the highest: gradients may stay from one pass to the next
         self.seen: dict[tuple[Hashable, Way], int] = {}  # rises
         self.end_rise: int | None = None  # from the end of forward to the first block of backward: the loss
 
@@ -64,14 +67,16 @@ class Levels:
 
     def begin(self) -> None:
         """A pass begins; the one before is over."""
-        self._close_last()
+        self._close_last(0)
         past, self._now = self._now, _Pass()
-        self.bases.update(past.bases)
+        for position, base in past.bases.items():
+            self.bases[position] = max(base, self.bases.get(position, base))
         for position, top in past.tops.items():
             rise = top - past.levels[position]
             if position == len(past.blocks):
                 self.end_rise = min(rise, rise if self.end_rise is None else self.end_rise)
             else:
+                rise += past.early[position]
                 key = past.blocks[position].kind, past.blocks[position].way
                 self.seen[key] = min(rise, self.seen.get(key, rise))
 
@@ -83,15 +88,18 @@ class Levels:
         """Backward has come to a block, or to the end of forward; ``travelling_bytes`` are on the device and ours."""
         if position > len(self._now.blocks) or position in self._now.levels:
             return
-        self._close_last()
+        self._close_last(travelling_bytes)
         level, held = self._allocated(), [block.held for block in self._now.blocks]
         self._now.levels[position] = level
         self._now.bases[position] = level - sum(held[: position + 1]) - travelling_bytes
+        self._now.travelling[position] = travelling_bytes
         self._now.last = position
 
-    def _close_last(self) -> None:
-        if self._now.last is not None:
-            self._now.tops[self._now.last] = self._peak()
+    def _close_last(self, travelling_bytes: int) -> None:
+        last = self._now.last
+        if last is not None:
+            self._now.tops[last] = self._peak()
+            self._now.early[last] = max(0, self._now.travelling[last] - travelling_bytes)
             self._now.last = None
 
     def rooms(self, limit_bytes: int, count: int, held: Sequence[int]) -> list[int]:
