@@ -104,3 +104,19 @@ def test_more_gradients_are_seen_in_the_next_pass() -> None:
     train(device, levels, [10] * 4)
     levels.begin()
     assert levels.rooms(5000, 4, [10] * 4) == [room - 300 for room in before]
+
+
+def test_forgetting_in_the_middle_of_a_pass() -> None:
+    """What was learned before is gone; this pass is noted as if nothing had happened."""
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    train(device, levels, [10] * 4)
+    levels.begin()
+    levels.hold("block", "whole", 10)
+    levels.forget()
+    levels.hold("block", "whole", 10)
+    device.take(20)
+    levels.reach(2, 0)
+    levels.reach(1, 0)
+    levels.begin()
+    assert levels.bases == {2: WEIGHTS, 1: WEIGHTS}

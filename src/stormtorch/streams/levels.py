@@ -62,8 +62,8 @@ class Levels:
         self.end_rise: int | None = None  # from the end of forward to the first block of backward: the loss
 
     def forget(self) -> None:
-        """Inputs are larger now."""
-        self._now, self.bases, self.seen, self.end_rise = _Pass(), {}, {}, None
+        """Inputs are larger now. The pass that runs goes on."""
+        self.bases, self.seen, self.end_rise = {}, {}, None
 
     def begin(self) -> None:
         """A pass begins; the one before is over."""
