@@ -124,7 +124,8 @@ def test_batches_are_the_users(tmp_path: Path) -> None:
         for batch in loader:
             batch.fill_(-1)
             places.add(batch.data_ptr())
-        assert len(places) <= 20, "memory that came back is used again"
+        most = loader.report().depth + 4  # under load more is read ahead
+        assert len(places) <= most < 80, "memory that came back is used again"
         view = None
         for number, batch in enumerate(loader):
             if number == 3:
