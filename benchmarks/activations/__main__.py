@@ -13,6 +13,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.about import machine
+
 from .cases import GROUPS, OURS, SEARCHED, Planned, tiny
 from .results import Row, text_of, write
 from .runner import Runner
@@ -66,16 +68,10 @@ def _all(plan: list[Planned], options: argparse.Namespace) -> int:
             else:
                 rows.append(runner.at_peak(planned, rows))
             write(rows, about, options.out)  # after every case: a run that is cut short leaves what it has
-    about = {"machine": _machine(), **about}
+    about = {"machine": machine(), **about}
     write(rows, about, options.out)
     print(text_of(rows, about))
     return int(any(row.result.failed and row.result.case.method in OURS for row in rows))
-
-
-def _machine() -> str:
-    from benchmarks.micro.rows import machine  # imports torch, which must not hold the GPU while the cases run
-
-    return machine()
 
 
 if __name__ == "__main__":

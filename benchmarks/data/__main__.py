@@ -11,18 +11,19 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.about import commit, machine
+
 from stormtorch.core.errors import SettingError
 from stormtorch.core.sizes import parse_bytes
 
 from .cases import PEERS, Case, package_of
-from .isolation import ROOT, run_isolated
+from .isolation import run_isolated
 from .made import make
 from .plan import GROUPS, Machine, cases_of
 from .results import Result, ours_failed, text_of, write
@@ -72,7 +73,7 @@ def main() -> int:
 
 def _all(options: argparse.Namespace, pythons: dict[str, str]) -> int:
     results: list[Result] = []
-    about = {"commit": options.commit or _commit(), "command": " ".join(["benchmarks.data", *sys.argv[1:]])}
+    about = {"commit": options.commit or commit(), "command": " ".join(["benchmarks.data", *sys.argv[1:]])}
     end_s = time.monotonic() + (options.budget or float("inf"))
     with tempfile.TemporaryDirectory(prefix="storm_data_", dir=options.scratch) as name:
         scratch = Path(name)
@@ -91,7 +92,7 @@ def _all(options: argparse.Namespace, pythons: dict[str, str]) -> int:
             shutil.rmtree(folder)
         if not results:
             raise ValueError("no case is left of these groups, peers and methods")
-        about = {"machine": _machine(), **about}
+        about = {"machine": machine(), **about}
         print(text_of(results, about))
         if options.out is not None:
             write(results, about, options.out)
@@ -141,20 +142,6 @@ class _Runner:
         case = replace(case, limit_s=min(case.limit_s, left_s))
         file = self.folder / f"{self.count}.json"
         return run_isolated(case, python=python, file=file, log=self.log, prepare=prepare)
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _machine() -> str:
-    from benchmarks.micro.rows import machine  # imports torch, which must not hold the GPU while the cases run
-
-    return machine()
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.about import ROOT
+
 from .cases import Case
 from .results import Result
-
-ROOT = Path(__file__).parents[2]
 
 
 def run_isolated(case: Case, *, python: str, file: Path, log: Path, prepare: bool = False) -> Result:

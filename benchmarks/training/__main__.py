@@ -11,19 +11,18 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import ROOT, commit, machine
+
 from .cases import FORM, STEPS, Case, parse
 from .isolation import ready_file, run_isolated
 from .packages import NEEDED_BY, put_on_path
 from .results import Result, text_of, write
-
-ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
@@ -65,7 +64,7 @@ def _with(case: Case, options: argparse.Namespace) -> Case:
 
 def _all(cases: list[Case], options: argparse.Namespace) -> int:
     results: list[Result] = []
-    about = {"commit": options.commit or _commit(), "command": " ".join(["benchmarks.training", *sys.argv[1:]])}
+    about = {"commit": options.commit or commit(), "command": " ".join(["benchmarks.training", *sys.argv[1:]])}
     traced = next((case for case in cases if case.method == "storm"), None) if options.trace else None
     with tempfile.TemporaryDirectory() as folder:
         log = options.out.with_suffix(".log") if options.out else Path(folder) / "log"
@@ -82,7 +81,7 @@ def _all(cases: list[Case], options: argparse.Namespace) -> int:
             print(said, file=sys.stderr, flush=True)
             if options.out is not None:  # after every case: a run that is cut short leaves what it has
                 write(results, about, options.out)
-    about = {"machine": _machine(), **about}
+    about = {"machine": machine(), **about}
     print(text_of(results, about))
     if options.out is not None:
         write(results, about, options.out)
@@ -110,20 +109,6 @@ def _store(result: Result, file: Path) -> None:
     part = file.with_suffix(".part")
     part.write_text(json.dumps(fields))
     part.replace(file)
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _machine() -> str:
-    from benchmarks.micro.rows import machine  # imports torch, which must not hold the GPU while the cases run
-
-    return machine()
 
 
 if __name__ == "__main__":

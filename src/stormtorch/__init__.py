@@ -39,6 +39,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Names that need torch are imported when they are asked for: `storm --help` answers without it."""
+    if name == "data":
+        return importlib.import_module(".data", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

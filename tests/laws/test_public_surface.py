@@ -35,6 +35,11 @@ def test_public_names() -> None:
     assert all(hasattr(stormtorch, name) for name in PUBLIC_NAMES)
 
 
+def test_sources_are_found_without_an_import_of_their_own() -> None:
+    code = "import stormtorch as storm; storm.data.tokens, storm.data.raw, storm.data.Cast"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_every_error_is_a_storm_error() -> None:
     for name in PUBLIC_NAMES:
         if name.endswith("Error") or name == "OutOfBudget":
