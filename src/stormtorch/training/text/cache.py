@@ -1,0 +1,86 @@
+"""A directory of prepared arrays: written beside and renamed, and swept of what dead processes have left.
+
+Who writes holds a lock on the directory it writes into. The kernel lets go of it when the process ends, however it
+ends; so a directory that can be locked belongs to nobody, also where process numbers are used again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...core.sizes import MiB
+
+_DIGESTS = "digests.json"
+
+
+@contextmanager
+def being_written(cache: Path, name: str) -> Iterator[Path]:
+    """A directory to write into, which becomes ``cache/name`` when the block ends well, and nothing otherwise."""
+    directory = cache / f".{name}.writing-{os.getpid()}-{secrets.token_hex(4)}"
+    directory.mkdir()
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory
+        os.fsync(lock)
+        try:
+            directory.rename(cache / name)
+        except OSError:
+            if not (cache / name).is_dir():  # else another process has made the same meanwhile
+                raise
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def sweep(cache: Path) -> None:
+    """Remove what processes that are dead have left half-written."""
+    for directory in cache.glob(".*.writing-*"):
+        try:
+            lock = os.open(directory, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(lock)
+
+
+def digest_of(files: Sequence[Path], cache: Path) -> list[str]:
+    """A hash of each file's content. Reads a file once, and then again when its size or time has changed."""
+    store = cache / _DIGESTS
+    try:
+        known = json.loads(store.read_bytes())
+    except (OSError, ValueError):
+        known = {}
+    found: dict[str, list[object]] = {}
+    for file in files:
+        status = file.stat()
+        mark = [status.st_size, status.st_mtime_ns, status.st_ino]
+        before = known.get(str(file.resolve()))
+        digest = before[-1] if isinstance(before, list) and before[:-1] == mark else _content_digest(file)
+        found[str(file.resolve())] = [*mark, digest]
+    if any(known.get(name) != value for name, value in found.items()):
+        beside = store.with_name(f".{_DIGESTS}-{os.getpid()}-{secrets.token_hex(4)}")
+        beside.write_text(json.dumps(known | found))
+        beside.replace(store)
+    return [str(found[str(file.resolve())][-1]) for file in files]
+
+
+def _content_digest(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb", buffering=0) as stream:
+        while piece := stream.read(8 * MiB):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,154 @@
+"""Records to documents: which text, and which parts of it are to be learnt.
+
+Three formats, told apart by the first record: ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` and
+``{"messages": [...]}``. Text may also be a list of token numbers, for those who have tokenised already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...core.errors import SettingError, StorageError
+from .chat import ChatTemplate
+from .records import Record
+
+Format = Literal["auto", "text", "chat", "completion"]
+FORMATS = ("auto", "text", "chat", "completion")
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """``learn`` holds spans of characters, or of tokens where ``content`` is tokens; None is all of it.
+
+    ``opening`` asks for the special tokens that the tokenizer puts around a text, ``ending`` for the end token behind
+    it. ``last`` is False for a piece that more of the same document follows.
+    """
+
+    place: str
+    content: str | Sequence[int]
+    learn: tuple[Span, ...] | None
+    opening: bool = True
+    ending: bool = True
+    last: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How records are understood: a format that is settled, and where the text is."""
+
+    format: Literal["text", "chat", "completion"]
+    completions_only: bool
+    text_field: str
+    template: ChatTemplate | None = None  # for chats
+
+    def document(self, record: Record) -> Document:
+        """Raises StorageError with the place of the record if it is not what the format says."""
+        if isinstance(record.content, str):
+            if self.format != "text":
+                raise StorageError(
+                    f"{record.place}: plain text, where the data is of format {self.format!r}. Give JSON lines, "
+                    "or train on text alone: --format text."
+                )
+            return Document(
+                place=record.place,
+                content=record.content,
+                learn=None,
+                opening=record.first,
+                ending=record.last,
+                last=record.last,
+            )
+        if self.format == "text":
+            content = _content(record, record.content, self.text_field)
+            return Document(place=record.place, content=content, learn=None)
+        if self.format == "completion":
+            return self._completion(record, record.content)
+        return self._chat(record, record.content)
+
+    def _completion(self, record: Record, found: dict[str, Any]) -> Document:
+        prompt = _content(record, found, "prompt", empty=True)
+        completion = _content(record, found, "completion")
+        both: str | Sequence[int]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            both = prompt + completion
+        elif not isinstance(prompt, str) and not isinstance(completion, str):
+            both = [*prompt, *completion]
+        else:
+            raise StorageError(f"{record.place}: one of 'prompt' and 'completion' is text, the other tokens.")
+        learn = ((len(prompt), len(both)),) if self.completions_only else None
+        return Document(place=record.place, content=both, learn=learn)
+
+    def _chat(self, record: Record, found: dict[str, Any]) -> Document:
+        if self.text_field not in found:
+            raise _missing(record, found, self.text_field)
+        assert self.template is not None
+        text, spans = self.template.render(
+            record.place, found[self.text_field], tools=found.get("tools"), spans=self.completions_only
+        )
+        learn = tuple(spans) if self.completions_only else None
+        # The template says how a conversation begins and ends; whatever else was added would be seen in training only.
+        return Document(place=record.place, content=text, learn=learn, opening=False, ending=False)
+
+
+def settle(
+    first: Record, *, format: str, completions_only: bool | None, text_field: str | None, tokenizer: Any
+) -> Reading:
+    """How to read data that begins with ``first``. Raises SettingError where the settings contradict it."""
+    if format not in FORMATS:
+        raise SettingError(f"--format {format} is not accepted. Accepted: {', '.join(FORMATS)}.")
+    kind = _detected(first, text_field) if format == "auto" else format
+    if kind == "text" and completions_only:
+        raise SettingError(
+            "--completions-only means nothing for text, which has no prompts. Leave it out, or give records with "
+            "'prompt' and 'completion', or 'messages'."
+        )
+    only = kind != "text" if completions_only is None else completions_only
+    if kind == "chat":
+        template = ChatTemplate(tokenizer)
+        return Reading(format="chat", completions_only=only, text_field=text_field or "messages", template=template)
+    if kind == "completion":
+        return Reading(format="completion", completions_only=only, text_field="")
+    return Reading(format="text", completions_only=False, text_field=text_field or "text")
+
+
+def _detected(first: Record, text_field: str | None) -> str:
+    found = first.content
+    if isinstance(found, str):
+        return "text"
+    if text_field is not None and text_field in found:
+        value = found[text_field]
+        return "chat" if isinstance(value, list) and any(isinstance(item, dict) for item in value) else "text"
+    if text_field is None:
+        if "messages" in found:
+            return "chat"
+        if "prompt" in found and "completion" in found:
+            return "completion"
+        if "text" in found:
+            return "text"
+    raise _missing(first, found, text_field or "text")
+
+
+def _content(record: Record, found: dict[str, Any], name: str, *, empty: bool = False) -> str | Sequence[int]:
+    value = found.get(name)
+    if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
+        if not value and not empty:
+            raise StorageError(
+                f"{record.place}: field {name!r} is empty. Give it something to learn, or remove the line."
+            )
+        return value
+    if name not in found:
+        raise _missing(record, found, name)
+    raise StorageError(
+        f"{record.place}: field {name!r} is neither a text nor a list of token numbers but {type(value).__name__}. "
+        "Correct it."
+    )
+
+
+def _missing(record: Record, found: dict[str, Any], name: str) -> StorageError:
+    there = ", ".join(map(repr, list(found)[:8])) or "nothing"
+    return StorageError(
+        f"{record.place}: no field {name!r}, there is {there}. Accepted: 'text', 'prompt' with 'completion', or "
+        "'messages'; another name of the text's field by --text-field."
+    )

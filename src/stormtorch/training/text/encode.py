@@ -1,0 +1,176 @@
+"""Documents to tokens and labels, by a tokenizer of transformers.
+
+Prompt and answer are tokenised as one text, and each token is asked which characters it stands for: tokenised apart,
+many tokenizers would put a space before the answer, or miss the token that spans the border. A token that holds any
+character to be learnt is learnt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.errors import SettingError, StorageError
+from .documents import Document, Span
+
+IGNORED = -100  # the label of a token that is not to be learnt, as torch's cross_entropy has it
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
+
+Ids = npt.NDArray[np.int32]
+
+
+class Encoder:
+    """Encodes documents with ``tokenizer``, which may be None where all documents are tokens already."""
+
+    def __init__(self, tokenizer: Any, *, vocabulary: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._offsets = bool(getattr(tokenizer, "is_fast", False))
+        self.largest = -1  # of the tokens seen
+
+    @property
+    def padding(self) -> int:
+        """What fills a row behind a document; nobody learns it, and causal attention never sees it."""
+        for name in ("pad_token_id", "eos_token_id"):
+            found = getattr(self._tokenizer, name, None)
+            if isinstance(found, int):
+                return found
+        return 0
+
+    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Ids, Ids]]:
+        """Each document with its tokens and labels, in order. Tokenises some at a time, on all cores."""
+        for batch in _batched(documents):
+            encoded = self._tokens(batch)
+            for document, (ids, learn) in zip(batch, encoded, strict=True):
+                self._check(document, ids)
+                yield document, ids, np.where(learn, ids, np.int32(IGNORED))
+
+    def identity(self) -> str:
+        """A hash of all that decides which tokens a text becomes."""
+        if self._tokenizer is None:
+            return "none"
+        if self._offsets:
+            made = json.loads(self._tokenizer.backend_tokenizer.to_str())
+            made |= {"truncation": None, "padding": None}  # set anew in each call
+        else:
+            made = {"class": type(self._tokenizer).__name__, "vocabulary": self._tokenizer.get_vocab()}
+        made["ends"] = [self._tokenizer.eos_token_id, self.padding]
+        made["template"] = getattr(self._tokenizer, "chat_template", None)
+        return hashlib.blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def _tokens(self, batch: Sequence[Document]) -> list[tuple[Ids, npt.NDArray[np.bool_]]]:
+        found: list[tuple[Ids, npt.NDArray[np.bool_]] | None] = [None] * len(batch)
+        for opening in (True, False):
+            chosen = [
+                at
+                for at, document in enumerate(batch)
+                if isinstance(document.content, str) and document.opening is opening
+            ]
+            texts = [batch[at] for at in chosen]
+            for at, made in zip(chosen, self._texts(texts, opening=opening) if texts else (), strict=True):
+                found[at] = made
+        return [_given(document) if made is None else made for document, made in zip(batch, found, strict=True)]
+
+    def _texts(self, documents: Sequence[Document], *, opening: bool) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
+        if self._tokenizer is None:
+            raise SettingError(f"{documents[0].place}: text, and no tokenizer is there. Name one: --tokenizer PATH.")
+        masked = self._offsets and any(document.learn is not None for document in documents)
+        made = self._call([str(document.content) for document in documents], opening, offsets=masked)
+        for at, document in enumerate(documents):
+            ids = made["input_ids"][at]
+            if document.learn is None:
+                learn = np.ones(len(ids), dtype=np.bool_)
+            elif masked:
+                learn = _within(np.array(made["offset_mapping"][at], dtype=np.int64).reshape(-1, 2), document.learn)
+            else:
+                learn = self._by_prefixes(document, ids, opening)
+            if document.ending and (not ids or ids[-1] != self._end()):
+                ids, learn = [*ids, self._end()], np.append(learn, True)
+            elif document.ending:
+                learn[-1] = True  # the tokenizer has put the end token there itself
+            yield np.array(ids, dtype=np.int32), learn
+
+    def _by_prefixes(self, document: Document, ids: Sequence[int], opening: bool) -> npt.NDArray[np.bool_]:
+        """For a tokenizer that cannot say which characters a token stands for: by how many tokens a prefix has."""
+        learn = np.zeros(len(ids), dtype=np.bool_)
+        for start, end in document.learn or ():
+            text = str(document.content)
+            heads = self._call([text[:start], text[:end]], opening, offsets=False)["input_ids"]
+            first, last = (_common(head, ids) for head in heads)
+            learn[first : len(ids) if end == len(text) else last] = True
+        return learn
+
+    def _call(self, texts: list[str], opening: bool, *, offsets: bool) -> Any:
+        extra = {"return_offsets_mapping": True} if offsets else {}
+        return self._tokenizer(
+            texts, add_special_tokens=opening, return_attention_mask=False, truncation=False, verbose=False, **extra
+        )
+
+    def _end(self) -> int:
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise SettingError(
+                "The tokenizer names no token that ends a document. Say it in its tokenizer_config.json: eos_token."
+            )
+        return int(end)
+
+    def _check(self, document: Document, ids: Ids) -> None:
+        largest = int(ids.max(initial=-1))
+        self.largest = max(self.largest, largest)
+        if self._vocabulary is not None and largest >= self._vocabulary:
+            raise beyond_vocabulary(document.place, largest, self._vocabulary, self._tokenizer)
+        if ids.min(initial=0) < 0:
+            raise StorageError(f"{document.place}: token {int(ids.min())} is below 0. Correct it.")
+
+
+def beyond_vocabulary(place: str, token: int, vocabulary: int, tokenizer: Any) -> SettingError:
+    size = "" if tokenizer is None else f", the tokenizer has {len(tokenizer)}"
+    return SettingError(
+        f"{place}: token {token} is beyond the model's vocabulary of {vocabulary}{size}. Use the tokenizer that the "
+        "model was made with: --tokenizer PATH."
+    )
+
+
+def _given(document: Document) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """Tokens from the user: taken as they are, with nothing put around them."""
+    try:
+        ids = np.array(document.content, dtype=np.int32)
+    except OverflowError as error:
+        raise StorageError(f"{document.place}: a token is beyond 32 bits. Correct it.") from error
+    learn = np.full(len(ids), document.learn is None)
+    for start, end in document.learn or ():
+        learn[start:end] = True
+    return ids, learn
+
+
+def _within(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    learn = np.zeros(len(offsets), dtype=np.bool_)
+    for start, end in spans:
+        learn |= (ends > start) & (starts < end) & (ends > starts)
+    return learn
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    for at, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return at
+    return min(len(one), len(other))
+
+
+def _batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.content)
+        if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

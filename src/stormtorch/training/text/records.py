@@ -1,0 +1,140 @@
+"""The lines of data files, each with its place, so that whatever is wrong with one can be said with file and line.
+
+JSON lines hold one object each. A plain text file is one document, however long, and comes in pieces that end with a
+line: a book in RAM as a whole would be the first thing to break the bound on memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import SettingError, StorageError, StormError
+from ...core.sizes import MiB, format_bytes
+from ...data.paths import file_size, natural_order
+from ...memory.file_calls import storage_error
+
+JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
+PLAIN_TEXT = frozenset({".txt", ".text", ".md"})
+LINE_LIMIT_BYTES = 256 * MiB
+_PIECE_CHARACTERS = 1 << 20
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """An object of a JSON-lines file, or a piece of a plain text; ``last`` if nothing of the document follows."""
+
+    place: str
+    content: dict[str, Any] | str
+    first: bool = True
+    last: bool = True
+
+
+def data_files(paths: Sequence[Path | str]) -> list[Path]:
+    """The files that ``paths`` mean, in order: themselves, or what a directory holds of JSON lines and text."""
+    if not paths:
+        raise SettingError("No data was named. Name a file of JSON lines or text: --data data.jsonl.")
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            kinds = JSON_LINES | PLAIN_TEXT - {".md"}  # a README beside the data is no data unless it is named
+            inside = sorted((file for file in path.iterdir() if file.suffix.lower() in kinds), key=natural_order)
+            if not inside:
+                raise SettingError(f"{path} holds no data. Accepted: {_accepted()}.")
+            files += inside
+        elif not path.exists():
+            raise SettingError(f"{path} does not exist. Name a file of JSON lines or text, or a directory of such.")
+        elif path.suffix.lower() not in JSON_LINES | PLAIN_TEXT:
+            raise SettingError(f"{path} is neither JSON lines nor text by its name. Accepted: {_accepted()}.")
+        else:
+            files.append(path)
+    for file in files:
+        if not file_size(file):
+            raise StorageError(f"{file} is empty. Write it again, or leave it out.")
+    return files
+
+
+def is_plain_text(path: Path) -> bool:
+    return path.suffix.lower() in PLAIN_TEXT
+
+
+def records(path: Path, progress: Progress | None = None) -> Iterator[Record]:
+    """What ``path`` holds, in order. Lines with nothing in them are no records."""
+    return _pieces(path, progress) if is_plain_text(path) else _objects(path, progress)
+
+
+def _objects(path: Path, progress: Progress | None) -> Iterator[Record]:
+    for number, line in _lines(path, progress):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise StorageError(f"{place}: no JSON ({error}). Each line is one JSON object; correct it.") from error
+        if not isinstance(found, dict):
+            raise StorageError(f"{place}: a JSON {_kind(found)} and no object. Each line is one JSON object.")
+        yield Record(place=place, content=found)
+
+
+def _pieces(path: Path, progress: Progress | None) -> Iterator[Record]:
+    """One piece behind, since only at the end it is known which was the last."""
+    held: Record | None = None
+    lines: list[str] = []
+    size, first_line, number = 0, 1, 0
+    for number, line in _lines(path, progress):
+        lines.append(line)
+        size += len(line)
+        if size >= _PIECE_CHARACTERS:
+            if held is not None:
+                yield held
+            held = Record(
+                place=f"{path}, from line {first_line}", content="".join(lines), first=first_line == 1, last=False
+            )
+            lines, size, first_line = [], 0, number + 1
+    if lines:
+        if held is not None:
+            yield held
+        held = Record(place=f"{path}, from line {first_line}", content="".join(lines), first=first_line == 1)
+    if held is not None:
+        yield Record(place=held.place, content=held.content, first=held.first)
+
+
+def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, str]]:
+    try:
+        with path.open("rb", buffering=MiB) as file:
+            number = 0
+            while line := file.readline(LINE_LIMIT_BYTES + 1):
+                number += 1
+                if len(line) > LINE_LIMIT_BYTES:
+                    raise StorageError(
+                        f"{path}, line {number}: longer than {format_bytes(LINE_LIMIT_BYTES)}, the most that a line "
+                        "may have. Break it into lines."
+                    )
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise StorageError(
+                        f"{path}, line {number}: not UTF-8 at byte {error.start} of the line. Convert it to UTF-8."
+                    ) from error
+                yield number, text
+                if progress is not None:
+                    progress(len(line))
+    except OSError as error:
+        if isinstance(error, StormError):
+            raise
+        raise storage_error(f"read {path}", error) from error
+
+
+def _kind(found: object) -> str:
+    names = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+    return names.get(type(found), type(found).__name__)
+
+
+def _accepted() -> str:
+    return f"{', '.join(sorted(JSON_LINES))} (one object in each line), {', '.join(sorted(PLAIN_TEXT))}"

@@ -1,0 +1,112 @@
+"""Rows of tokens and labels, written to two ``.npy`` files as they come.
+
+Packed, documents follow each other without gaps and are cut wherever a row ends; only the last row is filled up.
+Otherwise each document is a row, cut or filled up. A row in which nothing is to be learnt is left out: its mean loss
+would be zero divided by zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from .encode import IGNORED, Ids
+
+_HEADER_BYTES = 128
+_BUFFER_TOKENS = 1 << 18
+
+
+class RowWriter:
+    """Writes ``input_ids.npy`` and ``labels.npy`` into ``directory``; complete after ``close``."""
+
+    def __init__(self, directory: Path, *, sequence: int, packing: bool, padding: int) -> None:
+        self._sequence, self._packing, self._padding = sequence, packing, padding
+        self._paths = [directory / f"{name}.npy" for name in ("input_ids", "labels")]
+        self._files = [path.open("wb") for path in self._paths]
+        for file in self._files:
+            file.write(bytes(_HEADER_BYTES))  # the real one when the number of rows is known
+        self._capacity = max(_BUFFER_TOKENS // sequence, 1)
+        self._buffer = np.empty((2, self._capacity * sequence), dtype="<i4")
+        self._filled = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.rows = self.tokens = self.trained_tokens = self.empty_rows = self.cut_documents = 0
+
+    def add(self, ids: Ids, labels: Ids) -> None:
+        """Append a document, or a piece of one."""
+        if not self._packing:
+            self.cut_documents += len(ids) > self._sequence
+            ids, labels = ids[: self._sequence], labels[: self._sequence]
+        at = 0
+        while at < len(ids):
+            count = min(self._buffer.shape[1] - self._filled, len(ids) - at)
+            self._buffer[0, self._filled : self._filled + count] = ids[at : at + count]
+            self._buffer[1, self._filled : self._filled + count] = labels[at : at + count]
+            self._filled += count
+            self.tokens += count
+            at += count
+            if self._filled == self._buffer.shape[1]:
+                self._flush()
+        if not self._packing:
+            self._fill_up()
+
+    def close(self) -> str:
+        """Write what is left and the headers, to the disk; returns a hash of all that was written."""
+        self._fill_up()
+        self._flush()
+        for file in self._files:
+            file.seek(0)
+            file.write(_header(self.rows, self._sequence))
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self._digest.update(_header(self.rows, self._sequence))
+        return self._digest.hexdigest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            file.close()
+
+    def _fill_up(self) -> None:
+        """End the row that was begun."""
+        missing = -self._filled % self._sequence
+        if missing:
+            self._buffer[0, self._filled : self._filled + missing] = self._padding
+            self._buffer[1, self._filled : self._filled + missing] = IGNORED
+            self._filled += missing
+        if self._filled == self._buffer.shape[1]:
+            self._flush()
+
+    def _flush(self) -> None:
+        rows = self._buffer[:, : self._filled].reshape(2, -1, self._sequence)
+        trained = (rows[1, :, 1:] != IGNORED).sum(axis=1)  # the first token of a row is predicted by nothing
+        kept = trained > 0
+        self.empty_rows += int((~kept).sum())
+        self.trained_tokens += int(trained.sum())
+        self.rows += int(kept.sum())
+        for file, part in zip(self._files, rows, strict=True):
+            data = np.ascontiguousarray(part[kept])
+            file.write(data.data)
+            self._digest.update(data.data)
+        self._filled = 0
+
+
+def array_bytes(rows: int, sequence: int) -> int:
+    """The size of a complete file."""
+    return _HEADER_BYTES + rows * sequence * 4
+
+
+def _header(rows: int, sequence: int) -> bytes:
+    """Of an .npy file of version 1.0. numpy's own varies in length with the number of rows, which is known last."""
+    words = f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({rows}, {sequence}), }}"
+    text = words.ljust(_HEADER_BYTES - 11) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("ascii")
