@@ -74,15 +74,14 @@ class ChatTemplate:
     def _marked_spans(self, place: str, messages: Messages, tools: Any) -> list[tuple[int, int]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        marks: Any
-        _, marks = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[messages],
             tools=tools,
             chat_template=self._tokenizer.get_chat_template(None, tools),
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
         )
-        spans = [(int(start), int(end)) for start, end in marks[0] if end > start]
+        spans = [(int(start), int(end)) for start, end in rendered[1][0] if end > start]
         if not spans:
             raise StorageError(f"{place}: the chat template marks nothing in it as the assistant's. Remove the line.")
         return spans
