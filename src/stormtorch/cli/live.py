@@ -1,0 +1,82 @@
+"""A run on the screen: a line that redraws itself on a terminal, a line now and then anywhere else."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+from ..core.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from ..training.watch import Status
+
+_REDRAW_S = 0.2
+
+
+class Live:
+    """Says, warns and shows; what is said stands above the line that is redrawn."""
+
+    def __init__(
+        self,
+        *,
+        out: TextIO | None = None,
+        errors: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._out = sys.stdout if out is None else out
+        self._errors = sys.stderr if errors is None else errors
+        self._terminal = self._out.isatty()
+        self._clock, self._drawn_s = clock, float("-inf")
+        self._drawn = False
+
+    def say(self, line: str) -> None:
+        self._clear()
+        print(line, file=self._out, flush=True)
+
+    def warn(self, line: str) -> None:
+        self._clear()
+        print(f"storm train: {line}", file=self._errors, flush=True)
+
+    def show(self, status: Status) -> None:
+        now = self._clock()
+        if self._terminal and (now - self._drawn_s >= _REDRAW_S or status.step == status.total):
+            width = shutil.get_terminal_size().columns
+            print(f"\r{status_line(status)[: width - 1]}\x1b[K", end="", file=self._out, flush=True)
+            self._drawn_s, self._drawn = now, True
+
+    def log(self, status: Status) -> None:
+        if not self._terminal:
+            print(status_line(status), file=self._out, flush=True)
+
+    def close(self) -> None:
+        """Leave the last state of the line, and begin a new one."""
+        if self._drawn:
+            print(file=self._out, flush=True)
+            self._drawn = False
+
+    def _clear(self) -> None:
+        if self._drawn:
+            print("\r\x1b[K", end="", file=self._out, flush=True)
+            self._drawn = False
+
+
+def status_line(status: Status) -> str:
+    """Progress, time left, loss, speed, memory against its budgets."""
+    loss = f"{status.loss:.4f}" if status.loss is not None else "-"
+    speed = f"{status.tokens_per_s:,.0f}" if status.tokens_per_s is not None else "-"
+    return (
+        f"step {status.step}/{status.total}  ETA {_time(status.left_s)}  loss {loss}  {speed} tokens/s  "
+        f"VRAM {format_bytes(status.vram_bytes)} of {format_bytes(status.vram_limit_bytes)}  "
+        f"RAM {format_bytes(status.ram_bytes)} of {format_bytes(status.ram_limit_bytes)}"
+    )
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

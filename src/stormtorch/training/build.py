@@ -1,0 +1,88 @@
+"""The model of a run: which kind it is, how it is built, how a batch becomes its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from . import hf_model
+from .lora import add_adapters
+from .own_model import Loss, make_model, own_loss
+from .settings import TrainSettings, is_callable_name
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A model that is ready to be streamed.
+
+    ``weights``: the directory whose files are to be read into it afterwards; None where its values are there.
+    """
+
+    model: nn.Module
+    loss: Loss
+    weights: Path | None
+    by_tokens: bool  # whether the loss is a mean over the tokens that are to be learnt
+    origin: str  # where its values come from, for the user
+    write_configs: Callable[[Path], None]
+    opening: Callable[[str], str]  # how to open a checkpoint of it, in one line
+
+
+def build(settings: TrainSettings, *, values: bool) -> Built:
+    """Build the model; without ``values`` a checkpoint follows, so none are made where that saves time."""
+    assert settings.model is not None
+    if is_callable_name(settings.model):
+        model = make_model(settings.model, DTYPES.get(settings.dtype))
+        return Built(
+            model=model,
+            loss=own_loss(settings.loss),
+            weights=None,
+            by_tokens=False,
+            origin=f"as {settings.model} made it",
+            write_configs=lambda folder: hf_model.write_configs(model, folder),
+            opening=lambda path: f"Open it: stormtorch.checkpoint.load_weights(model, {path!r})",
+        )
+    return _build_hf(Path(settings.model), settings, values=values or settings.lora_rank > 0)
+
+
+def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
+    dtype = DTYPES.get(settings.dtype, torch.bfloat16)
+    config = hf_model.read_config(path)
+    weights: Path | None = None
+    if not values:
+        model, origin = hf_model.build_empty(config, dtype), "from the checkpoint"
+    elif not hf_model.has_weights(path):
+        model, origin = hf_model.build_random(config, dtype), f"random, seed {settings.seed}"
+    else:
+        model = hf_model.build_empty(config, dtype)
+        reason = hf_model.why_not_direct(model, path)
+        if reason is None:
+            weights, origin = path, f"read from {path} straight into their homes"
+        else:
+            model = hf_model.build_in_ram(path, dtype)
+            origin = f"loaded by transformers, then moved: {reason}"
+    base = model
+    if settings.lora_rank:
+        model = add_adapters(model, settings)
+    return Built(
+        model=model,
+        loss=hf_model.hf_loss,
+        weights=weights,
+        by_tokens=True,
+        origin=origin,
+        write_configs=lambda folder: None if settings.lora_rank else hf_model.write_configs(base, folder),
+        opening=_opening_adapters if settings.lora_rank else _opening,
+    )
+
+
+def _opening(path: str) -> str:
+    return f"Open it: transformers.AutoModelForCausalLM.from_pretrained({path!r})"
+
+
+def _opening_adapters(path: str) -> str:
+    return f"Open it: peft.AutoPeftModelForCausalLM.from_pretrained({path!r})"

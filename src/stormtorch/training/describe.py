@@ -1,0 +1,56 @@
+"""What a run is, before it begins: what goes where, and why."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..api import Session
+from ..core.sizes import format_bytes
+from ..core.tags import Tier
+from .schedule import warmup_steps
+from .settings import TrainSettings
+
+
+def describe_model(model: nn.Module, origin: str) -> str:
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    size = sum(parameter.nbytes for parameter in parameters)
+    dtypes = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
+    share = "all of them trained" if trained == count else f"{trained:,} of them trained"
+    return (
+        f"model      {type(model).__name__}: {count:,} parameters, {share}; {format_bytes(size)} ({dtypes}), {origin}"
+    )
+
+
+def describe_schedule(settings: TrainSettings, total: int, rows: int) -> str:
+    batch = settings.batch * settings.accumulate
+    passes = total * batch / rows
+    warmup = warmup_steps(settings, total)
+    return (
+        f"schedule   {total} steps of {batch} rows ({batch * settings.sequence:,} tokens), {passes:.2f} passes "
+        f"over the data; lr {settings.lr:g}, {settings.schedule}, {warmup} steps of warm-up; {settings.optimizer}, "
+        f"{f'clipped at {settings.clip:g}' if settings.clip else 'not clipped'}"
+    )
+
+
+def describe_placement(session: Session) -> list[str]:
+    """Each tier with its budget, and what lies there already."""
+    lines = []
+    budgets, ledger = session.ledger.budgets, session.ledger
+    placement = session.placement
+    device, host = budgets[Tier.DEVICE], budgets[Tier.HOST]
+    lines.append(
+        f"device     {session.device}, at most {device}: {format_bytes(placement.pool_bytes)} for weights and "
+        f"gradients on their way ({placement.reason})"
+    )
+    held = ", ".join(
+        f"{line.tag.value} {format_bytes(line.used_bytes)}"
+        for line in ledger.balances()
+        if line.tier is Tier.HOST and line.used_bytes
+    )
+    lines.append(f"RAM        at most {host}: {held}")
+    reason = session.saving.reason if session.saving is not None else ""
+    if reason:
+        lines.append(f"activations {reason}")
+    return lines

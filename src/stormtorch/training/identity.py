@@ -1,0 +1,86 @@
+"""What decides the numbers of a run. A checkpoint carries it; a run that resumes must have the same.
+
+Placement (vram, ram, device, step, activations) is not in it: where something is computed never changes a result. Nor
+is how often something is saved, logged or evaluated. The data is, by its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import CheckpointError, SettingError
+from .schedule import warmup_steps
+from .settings import TrainSettings, is_callable_name
+
+RUN_FILE = Path("storm") / "run.json"
+_SETTINGS = (
+    "sequence",
+    "batch",
+    "accumulate",
+    "optimizer",
+    "lr",
+    "schedule",
+    "weight_decay",
+    "betas",
+    "eps",
+    "clip",
+    "seed",
+    "loss",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_targets",
+)
+
+
+def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any]:
+    """By name, as JSON holds it."""
+    found = {name: value for name, value in settings.as_mapping().items() if name in _SETTINGS}
+    own = is_callable_name(settings.model)
+    found["dtype"] = settings.dtype if own or settings.dtype != "auto" else "bf16"
+    if own:
+        found["model"] = settings.model
+    if settings.schedule != "constant":
+        found["steps in all"] = total  # which the learning rate depends on
+    found["warm-up steps"] = warmup_steps(settings, total)
+    found["data (its tokens)"] = data
+    return found
+
+
+def write_run_file(folder: Path, *, step: int, made_with: dict[str, Any], settings: TrainSettings) -> None:
+    path = folder / RUN_FILE
+    path.parent.mkdir(exist_ok=True)
+    content = {"step": step, "identity": made_with, "settings": settings.as_mapping()}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_run_file(checkpoint: Path) -> tuple[int, dict[str, Any]]:
+    """Step and identity of the run that made a checkpoint."""
+    path = checkpoint / RUN_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return int(content["step"]), dict(content["identity"])
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{checkpoint} was not made by storm train: it has no {RUN_FILE}. Open it as --model, in a new --output."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}). Take another checkpoint.") from None
+
+
+def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises SettingError with one line for each difference."""
+    names = list(dict.fromkeys([*then, *now]))
+    different = [name for name in names if then.get(name) != now.get(name)]
+    if different:
+        lines = [f"  {name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now" for name in different]
+        raise SettingError(
+            f"{checkpoint} was made with settings that give other numbers. Make them as they were, or begin anew with "
+            "another --output:\n" + "\n".join(lines)
+        )
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)

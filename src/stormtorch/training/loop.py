@@ -1,0 +1,208 @@
+"""The loop: what happens in a step, and between two of them.
+
+It waits for nothing that the device computes, but keeps no more than two steps ahead of it: so much hides everything,
+and a Ctrl-C or a bad loss is noticed soon. Losses are looked at as they arrive. Before a checkpoint all of them are,
+and where no norm of the gradients was taken, the weights too: a poisoned state is never saved.
+
+Order between steps: evaluation and samples come before the save, so that whoever resumes from a checkpoint has
+everything that belongs to its step in the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..api import Session
+from ..core.tags import Tier
+from ..data.loader import DataLoader
+from .checkpoints import Checkpoints
+from .evaluation import evaluate
+from .finite import NotFinite, check_weights
+from .metrics import Metrics
+from .own_model import Batch, Loss
+from .pace import Pace
+from .readings import Reading, Readings
+from .sampling import sample
+from .schedule import learning_rate
+from .settings import TrainSettings
+from .step import forward_backward
+from .stopping import Stopping
+from .watch import Status, Watcher
+
+_AHEAD = 2  # steps that the host may be ahead of the device
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Everything that a run has. ``run`` trains from the step after ``done`` to ``total``."""
+
+    settings: TrainSettings
+    session: Session
+    model: nn.Module
+    loss: Loss
+    by_tokens: bool
+    optimizer: torch.optim.Optimizer
+    loader: DataLoader
+    eval_loader: DataLoader | None
+    tokenizer: Any
+    checkpoints: Checkpoints
+    metrics: Metrics
+    watcher: Watcher
+    stopping: Stopping
+    total: int
+    done: int = 0
+    _pace: Pace = field(default_factory=Pace, init=False)
+    _last: Reading | None = field(default=None, init=False)
+    _saved: bool = field(default=True, init=False)  # whether the last save went well
+
+    def __post_init__(self) -> None:
+        self._readings = Readings(self.session.device, self.session.ledger)
+
+    def run(self) -> bool:
+        """Train; whether the last step done is saved. Raises NotFinite. A signal ends it after the step that runs."""
+        batches: Iterator[Batch] = iter(self.loader)
+        try:
+            while self.done < self.total and self.stopping.signal is None:
+                self._step(self.done + 1, batches)
+                self.done += 1
+                self._between(last=self.done == self.total)
+            if self.stopping.signal is not None:
+                with self._pace.pause():
+                    self._note(self._readings.all())
+                    self._save(wait=True)
+            return self._saved
+        finally:
+            self._readings.close()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.settings.batch * self.settings.sequence * self.settings.accumulate
+
+    def _step(self, step: int, batches: Iterator[Batch]) -> None:
+        settings = self.settings
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step, self.total)
+        given = [next(batches) for _ in range(settings.accumulate)]
+        loss = forward_backward(self.model, self.loss, given, by_tokens=self.by_tokens)
+        norm = None
+        if settings.clip:
+            norm = self.session.clip_grad_norm_(settings.clip)
+        elif settings.on_nan == "skip":
+            norm = self.session.clip_grad_norm_(float("inf"))  # the norm alone
+        self._readings.put(step, loss, norm)
+        if settings.on_nan == "stop" or not self._skipped():
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._note(self._readings.all_but(_AHEAD))
+        self._pace.step_ended()
+        self.watcher.show(self._status(step))
+
+    def _skipped(self) -> bool:
+        """Wait for this step's numbers; whether its update is to be left out."""
+        skip = False
+        for reading in self._readings.all():
+            problem = reading.problem()
+            if problem is None:
+                self._record(reading)
+            else:
+                skip = True
+                self.watcher.warn(f"Step {reading.step} is skipped: {problem}.")
+                self._write("skip", reading.step, reason=problem)
+        return skip
+
+    def _between(self, *, last: bool) -> None:
+        settings, step = self.settings, self.done
+        self.checkpoints.poll()
+        with self._pace.pause():
+            if self.eval_loader is not None and _due(step, settings.eval_every, last):
+                self._evaluate()
+            if settings.sample_prompts and settings.sample_every and _due(step, settings.sample_every, last):
+                self._sample()
+            if _due(step, settings.save_every, last):
+                self._note(self._readings.all())
+                self._save(wait=last)
+
+    def _save(self, *, wait: bool) -> None:
+        step = self.done
+        if not self.settings.clip:
+            check_weights(self.model, step)
+        self._saved = self.checkpoints.save(step, {"loader": self.loader}, wait=wait)
+        self._write("save" if self._saved else "save failed", step)
+
+    def _evaluate(self) -> None:
+        assert self.eval_loader is not None
+        self.eval_loader.set_epoch(0)
+        loss = evaluate(self.model, self.loss, self.eval_loader, limit=self.settings.eval_batches)
+        self._write("evaluation", self.done, loss=loss if math.isfinite(loss) else None)
+        self.watcher.say(f"step {self.done}: loss {loss:.4f} on the evaluation data")
+
+    def _sample(self) -> None:
+        prompts = self.settings.sample_prompts or ()
+        texts = sample(
+            self.model, self.tokenizer, prompts, tokens=self.settings.sample_tokens, device=self.session.device
+        )
+        for prompt, text in zip(prompts, texts, strict=True):
+            self._write("sample", self.done, prompt=prompt, text=text)
+            self.watcher.say(f"step {self.done}: {prompt!r} -> {text!r}")
+
+    def _note(self, readings: list[Reading]) -> None:
+        """Look at numbers that have arrived; raises NotFinite at the first bad one."""
+        for reading in readings:
+            problem = reading.problem()
+            if problem is not None:
+                self._write("nan", reading.step, reason=problem)
+                good = self.checkpoints.last
+                kept = f"The last good checkpoint is {good}" if good is not None else "There is no checkpoint yet"
+                raise NotFinite(
+                    f"Step {reading.step}: {problem}. {kept}. Lower --lr, look at the data, or use --on-nan skip."
+                )
+            self._record(reading)
+
+    def _record(self, reading: Reading) -> None:
+        self._last = reading
+        if not (_due(reading.step, self.settings.log_every, reading.step == self.total) or reading.step == 1):
+            return
+        status = self._status(reading.step)
+        self._write(
+            "step",
+            reading.step,
+            loss=reading.loss,
+            grad_norm=reading.norm,
+            lr=learning_rate(self.settings, reading.step, self.total),
+            tokens=reading.step * self.tokens_per_step,
+            tokens_per_s=None if status.tokens_per_s is None else round(status.tokens_per_s, 1),
+            vram_bytes=status.vram_bytes,
+            ram_bytes=status.ram_bytes,
+        )
+        self.watcher.log(status)
+
+    def _write(self, kind: str, step: int, **values: Any) -> None:
+        problem = self.metrics.write(kind, step, **values)
+        if problem is not None:
+            self.watcher.warn(f"{problem} Training goes on without metrics.")
+
+    def _status(self, step: int) -> Status:
+        ledger, device = self.session.ledger, self.session.device
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        step_s = self._pace.step_s
+        return Status(
+            step=step,
+            total=self.total,
+            loss=None if self._last is None else self._last.loss,
+            tokens_per_s=None if not step_s else self.tokens_per_step / step_s,
+            left_s=None if step_s is None else step_s * (self.total - step),
+            vram_bytes=max(ledger.used_bytes(Tier.DEVICE), held),
+            vram_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes,
+            ram_bytes=ledger.used_bytes(Tier.HOST),
+            ram_limit_bytes=ledger.budgets[Tier.HOST].limit_bytes,
+        )
+
+
+def _due(step: int, every: int, last: bool) -> bool:
+    return last or (every > 0 and step % every == 0)

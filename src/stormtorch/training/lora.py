@@ -1,0 +1,43 @@
+"""Adapters through peft. They are put into a model that may hold no memory yet, and get their first values here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import SettingError
+from .extras import require
+from .settings import TrainSettings
+
+
+def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
+    """The model with adapters, the only parameters that train; torch's seed decides their first values."""
+    peft = require("peft", extra="hf", why="lora_rank")
+    targets: Any = list(settings.lora_targets) if settings.lora_targets is not None else "all-linear"
+    config = peft.LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha if settings.lora_alpha is not None else 2 * settings.lora_rank,
+        lora_dropout=settings.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise SettingError(f"lora_targets={targets!r} cannot be used: {str(error).splitlines()[0]}") from error
+    for module in adapted.modules():
+        if hasattr(module, "reset_lora_parameters"):
+            _give_values(module)
+    return adapted
+
+
+def _give_values(layer: Any) -> None:
+    """Peft puts adapters where the base weight lies, be it the meta device; there they have no values."""
+    for name in list(layer.lora_A):
+        parts = [layer.lora_A[name], layer.lora_B[name]]
+        if any(parameter.is_meta for part in parts for parameter in part.parameters()):
+            for part in parts:
+                part.to_empty(device=torch.device("cpu"))
+            layer.reset_lora_parameters(name, True)

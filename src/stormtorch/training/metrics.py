@@ -1,0 +1,92 @@
+"""``metrics.jsonl``: one JSON object per line, flushed as it is written; and TensorBoard beside it, where asked for.
+
+A run that goes on from a checkpoint first cuts the file back to that step: what was written after it happens again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from ..core.errors import StorageError
+from ..memory.file_calls import storage_error
+from .extras import require
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Leave out every line of a later step than ``step``, and a last one that was cut in two. Atomic."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
+            kept.append(line + "\n")
+    beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise storage_error(f"write {path}", error) from error
+
+
+class Metrics:
+    """Writes records: ``kind`` is step, evaluation, sample, save, resume, skip, nan or end; all have a ``step``."""
+
+    def __init__(self, path: Path, *, tensorboard: Path | None, purge_step: int) -> None:
+        try:
+            self._file: TextIO = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise storage_error(f"write {path}", error) from error
+        self._path = path
+        self._board: Any = None
+        self._full = False
+        if tensorboard is not None:
+            writers = require("torch.utils.tensorboard", extra="log", why="--tensorboard")
+            self._board = writers.SummaryWriter(str(tensorboard), purge_step=purge_step)
+
+    def write(self, kind: str, step: int, **values: Any) -> StorageError | None:
+        """Append one record. A full disk does not end a run: the error is returned, once."""
+        record = {"kind": kind, "step": step, **values, "time": round(time.time(), 3)}
+        problem = None
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._file.flush()
+            self._full = False
+        except OSError as error:
+            problem = None if self._full else storage_error(f"write {self._path}", error)
+            self._full = True
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+                elif isinstance(value, str):
+                    self._board.add_text(f"{kind}/{name}", value, step)
+            self._board.flush()
+        return problem
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # said when it was written
+            self._file.close()
+        if self._board is not None:
+            self._board.close()

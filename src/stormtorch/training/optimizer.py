@@ -1,0 +1,51 @@
+"""The optimizer that the settings name, with the options that it takes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import SettingError
+from .settings import TrainSettings
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """Over the parameters that train; decay is for matrices, so that norms and biases keep their scale."""
+    kind = _kind(settings.optimizer)
+    taken = inspect.signature(kind).parameters
+    options: dict[str, Any] = {"lr": settings.lr}
+    for name, value, without in (
+        ("betas", settings.betas, None),
+        ("eps", settings.eps, None),
+        ("weight_decay", settings.weight_decay, 0.0),
+    ):
+        if name in taken and value is not None:
+            options[name] = value
+        elif value != without:
+            raise SettingError(f"{name}={value!r}: torch.optim.{kind.__name__} has no {name}. Leave it out.")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise SettingError("Nothing is to be trained: no parameter of the model requires a gradient.")
+    if not settings.weight_decay:
+        return kind(trained, **options)
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    others = [parameter for parameter in trained if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return kind([group for group in groups if group["params"]], **options)
+
+
+def _kind(name: str) -> type[torch.optim.Optimizer]:
+    found = {
+        word.lower(): kind
+        for word, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if name.lower() not in found:
+        near = difflib.get_close_matches(name.lower(), found, n=3)
+        meant = f"Did you mean {' or '.join(near)}?" if near else f"Accepted: {', '.join(sorted(found))}."
+        raise SettingError(f"optimizer={name!r} is not in torch.optim. {meant}")
+    return found[name.lower()]

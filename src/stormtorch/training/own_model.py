@@ -1,0 +1,67 @@
+"""``module:callable``: models and losses of the user's own, found by name in the current directory or on the path."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import SettingError
+
+Batch = dict[str, torch.Tensor]
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+def find_callable(name: str, *, setting: str) -> Callable[..., Any]:
+    """What ``module:callable`` names; the current directory is searched too, as Python itself would."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise SettingError(f"{setting} {name!r} is no name of a callable. Accepted: module:callable.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SettingError(
+            f"{setting} {name}: cannot import {module_name} ({error}). Is it in this directory?"
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise SettingError(f"{setting} {name}: {module_name} has no callable {attribute!r}.")
+    return found  # type: ignore[no-any-return]  # callable() has told so
+
+
+def make_model(name: str, dtype: torch.dtype | None) -> nn.Module:
+    """Calls what ``name`` names, without arguments; ``dtype`` None leaves the model as it was built."""
+    model = find_callable(name, setting="--model")()
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"--model {name} returned a {type(model).__name__}. Accepted: an nn.Module.")
+    return model if dtype is None else model.to(dtype)
+
+
+def own_loss(name: str | None) -> Loss:
+    """How a batch becomes a loss: the model is called with the batch's fields, and its output asked for the loss."""
+    function = None if name is None else find_callable(name, setting="--loss")
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        output = model(**batch)
+        found = _loss_of(output) if function is None else function(output, batch)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            shown = f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            raise SettingError(
+                f"The loss is a {shown}. Accepted: a tensor with one number, as the output's .loss, as its entry "
+                "'loss', or from --loss module:callable(output, batch)."
+            )
+        return found
+
+    return loss
+
+
+def _loss_of(output: object) -> object:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

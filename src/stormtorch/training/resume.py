@@ -1,0 +1,63 @@
+"""Which checkpoint a run goes on from. It never begins anew in a folder that has checkpoints, without being told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..checkpoint.folder import all_complete, check_complete
+from ..core.errors import CheckpointError, SettingError, StorageError, WrongModel
+from .identity import read_run_file
+from .run_folder import RunFolder
+from .settings import TrainSettings
+
+
+def candidates(folder: RunFolder, settings: TrainSettings) -> list[Path]:
+    """Checkpoints to try, the best one first; none: the run begins with its first step."""
+    there = [path for path in sorted(folder.checkpoints.iterdir()) if path.is_dir() and path.name.startswith("step-")]
+    if settings.resume == "never":
+        if there:
+            raise SettingError(
+                f"{folder.checkpoints} holds {len(there)} checkpoints, and --resume never would mix two runs. Use "
+                "another --output, or delete them."
+            )
+        return []
+    if settings.resume != "auto":
+        return [_named(Path(settings.resume), folder)]
+    found = all_complete(folder.checkpoints)
+    if there and not found:
+        raise CheckpointError(
+            f"None of the {len(there)} checkpoints in {folder.checkpoints} is complete. Nothing is begun anew over "
+            "them: use another --output, or delete them."
+        )
+    return found[::-1]
+
+
+def _named(path: Path, folder: RunFolder) -> Path:
+    check_complete(path)
+    step, _ = read_run_file(path)
+    later = [other for other in all_complete(folder.checkpoints) if read_run_file(other)[0] > step]
+    if later:
+        raise SettingError(
+            f"{later[-1]} is of a later step than --resume {path}, and would be taken for the newest. Delete it, or "
+            "use another --output."
+        )
+    return path
+
+
+def load_first_usable(
+    found: Sequence[Path], load: Callable[[Path], None], warn: Callable[[str], None], where: Path
+) -> Path:
+    """Load the first checkpoint that is whole. Says which were not; raises if none is."""
+    first: Exception | None = None
+    for path in found:
+        try:
+            load(path)
+            return path
+        except WrongModel:
+            raise  # an older one is of the same model
+        except (CheckpointError, StorageError) as error:
+            first = first or error
+            if path != found[-1]:
+                warn(f"{error} The checkpoint before it is tried.")
+    raise CheckpointError(f"None of the {len(found)} checkpoints in {where} can be used: {first}") from first

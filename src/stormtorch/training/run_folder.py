@@ -1,0 +1,59 @@
+"""The folder of a run: ``checkpoints/step-00000100``, ``metrics.jsonl``, ``data/``. One process at a time writes it."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from ..checkpoint.folder import sweep
+from ..core.errors import SettingError
+from ..memory.file_calls import storage_error
+
+
+class RunFolder:
+    """Made if it is not there, and locked while entered; what killed processes have left is removed then."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.data = path / "data"
+        self.tensorboard = path / "tensorboard"
+        self._lock: TextIO | None = None
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def __enter__(self) -> Self:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w", encoding="utf-8")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._unlock()
+            raise SettingError(
+                f"Another storm train is running in {self.path}. Wait for it, or use --output."
+            ) from None
+        except OSError as error:
+            self._unlock()
+            raise storage_error(f"write to --output {self.path}", error) from error
+        try:
+            sweep(self.checkpoints)
+            for rest in self.path.glob(".metrics.jsonl.writing-*"):
+                rest.unlink(missing_ok=True)
+        except BaseException:
+            self._unlock()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

@@ -1,0 +1,37 @@
+"""What the model writes so far: greedy continuations of the user's prompts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import SettingError
+from .untouched import untouched
+
+
+def check_can_sample(model: nn.Module) -> None:
+    if not callable(getattr(model, "generate", None)):
+        raise SettingError(f"{type(model).__name__} has no generate(). Leave out --sample-every.")
+
+
+def sample(model: nn.Module, tokenizer: Any, prompts: Sequence[str], *, tokens: int, device: torch.device) -> list[str]:
+    """The continuation of each prompt, without the prompt. Changes nothing; random numbers are not used."""
+    found = []
+    generator: Any = model
+    with untouched(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that home and device differ is how streaming works
+        for prompt in prompts:
+            given = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64).to(device)
+            written = generator.generate(
+                input_ids=given,
+                attention_mask=torch.ones_like(given),
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            )
+            found.append(tokenizer.decode(written[0, given.shape[1] :], skip_special_tokens=True))
+    return found

@@ -1,0 +1,104 @@
+"""The rows of a run: text made tokens once, and loaders over them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import SettingError
+from ..data.loader import DataLoader
+from ..data.transforms import Cast
+from . import hf_model
+from .settings import TrainSettings, is_callable_name
+from .text import Prepared, prepare
+from .tokenizer import load_tokenizer
+from .watch import Watcher
+
+
+@dataclass(frozen=True)
+class TextData:
+    """What is trained on, and evaluated on where that is wanted; ``total`` is the number of optimizer steps."""
+
+    tokenizer: Any
+    rows: Prepared
+    eval_rows: Prepared | None
+    total: int
+
+    def loader(self, settings: TrainSettings, device: torch.device) -> DataLoader:
+        """Shuffled, for all steps of the run. What does not fill a batch waits for the next pass."""
+        per_epoch = self.rows.rows // settings.batch
+        epochs = math.ceil(self.total * settings.accumulate / per_epoch)
+        return _loader(self.rows, settings, device, shuffle=True, drop_last=True, epochs=epochs)
+
+    def eval_loader(self, settings: TrainSettings, device: torch.device) -> DataLoader | None:
+        """In order, once."""
+        if self.eval_rows is None:
+            return None
+        return _loader(self.eval_rows, settings, device, shuffle=False, drop_last=False, epochs=1)
+
+
+def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextData:
+    """Prepare the rows, or find them in ``cache``; says what they are."""
+    tokenizer = load_tokenizer(settings)
+    vocabulary = None
+    if not is_callable_name(settings.model):
+        vocabulary = hf_model.vocabulary(hf_model.read_config(Path(str(settings.model))))
+
+    def prepared(paths: tuple[str, ...]) -> Prepared:
+        return prepare(
+            paths,
+            tokenizer,
+            sequence=settings.sequence,
+            cache=cache,
+            packing=settings.packing,
+            format=settings.format,
+            completions_only=settings.completions_only,
+            text_field=settings.text_field,
+            vocabulary=vocabulary,
+        )
+
+    rows = prepared(settings.data)
+    watcher.say(f"data       {rows}")
+    eval_rows = None
+    if settings.eval_data is not None:
+        eval_rows = prepared(settings.eval_data)
+        watcher.say(f"evaluation {eval_rows}")
+    return TextData(tokenizer, rows, eval_rows, total_steps(settings, rows.rows))
+
+
+def total_steps(settings: TrainSettings, rows: int) -> int:
+    """Optimizer steps of the whole run."""
+    batches = rows // settings.batch
+    if batches == 0:
+        raise SettingError(
+            f"The data has {rows} rows of {settings.sequence} tokens, which fill no batch={settings.batch}. "
+            "Lower --batch or --sequence."
+        )
+    if settings.steps is not None:
+        return settings.steps
+    steps = int(settings.epochs * batches / settings.accumulate)
+    if steps == 0:
+        raise SettingError(
+            f"epochs={settings.epochs:g} of {batches} batches make no step of accumulate={settings.accumulate}. "
+            "Raise --epochs, or lower --accumulate."
+        )
+    return steps
+
+
+def _loader(
+    rows: Prepared, settings: TrainSettings, device: torch.device, *, shuffle: bool, drop_last: bool, epochs: int
+) -> DataLoader:
+    return DataLoader(
+        {name: str(path) for name, path in rows.arrays.items()},
+        settings.batch,
+        shuffle=shuffle,
+        seed=settings.seed,
+        device=device,
+        drop_last=drop_last,
+        epochs=epochs,
+        transform=dict.fromkeys(rows.arrays, Cast(torch.int64)),
+    )

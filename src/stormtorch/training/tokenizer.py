@@ -1,0 +1,29 @@
+"""The tokenizer of a run: that of the model's directory, or the one the user names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import SettingError
+from .extras import require
+from .settings import TrainSettings
+
+
+def load_tokenizer(settings: TrainSettings) -> Any:
+    """A tokenizer of transformers, from a directory or a ``tokenizer.json``."""
+    given = settings.tokenizer if settings.tokenizer is not None else settings.model
+    assert given is not None
+    path = Path(given)
+    transformers = require("transformers", extra="hf", why="Reading text")
+    if settings.tokenizer is None and not path.is_dir():
+        raise SettingError(f"--model {given} has no tokenizer with it. Say --tokenizer PATH.")
+    if not path.exists():
+        raise SettingError(f"--tokenizer {given} does not exist. Name a tokenizer's directory, or a tokenizer.json.")
+    try:
+        if path.is_file():
+            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SettingError(f"No tokenizer can be read from {path}: {reason}. Say --tokenizer PATH.") from error
