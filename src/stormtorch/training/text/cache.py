@@ -81,6 +81,6 @@ def digest_of(files: Sequence[Path], cache: Path) -> list[str]:
 def _content_digest(file: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     with file.open("rb", buffering=0) as stream:
-        while piece := stream.read(8 * MiB):
+        while piece := stream.read(MiB):
             digest.update(piece)
     return digest.hexdigest()
