@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from .checkpoint.saver import Saver
 from .core.errors import SettingError, StormError
 from .core.tags import Tag, Tier
 from .memory.flags import Flags
@@ -30,6 +31,7 @@ from .streams.adam_home import AdamHome
 from .streams.arrangement import Surroundings, open_saving
 from .streams.attach import Attachment
 from .streams.device_states import kept_bytes
+from .streams.durable import Durable
 from .streams.grad_home import GradHome
 from .streams.gradients import GradientStream
 from .streams.meta import give_substance
@@ -39,6 +41,7 @@ from .streams.partition import Partition, partition
 from .streams.placement import Placement, place
 from .streams.saving import Saving
 from .streams.settings import Settings, Trial
+from .streams.still import Still
 from .streams.torch_step import is_separable
 from .streams.unit import Unit
 from .tuning import Tuning
@@ -210,6 +213,20 @@ class Session:
             parameter.data = parameter.data.to(self.device)
         if optimizer is not None:
             self._take_over(optimizer, found, images, flags, settings, trial)
+        self._saver = self._open_saver(model)
+
+    def _open_saver(self, model: nn.Module) -> Saver:
+        self._attachment.durable = durable = Durable(
+            units=self.units,
+            parameters=self._parameters,
+            gradients=self._gradients,
+            attachment=self._attachment,
+            optimizer=self._optimizer,
+            adam=self._adam,
+            still=Still(self.ledger),
+            drain=self._drain,
+        )
+        return Saver(model, durable, lambda: 0 if self._optimizer is None else self._optimizer.steps)
 
     def _open_saving(self, model: nn.Module, found: Partition, mode: str, trial: Trial) -> None:
         around = Surroundings(
@@ -337,9 +354,35 @@ class Session:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def synchronize(self) -> None:
-        """Block until everything that was asked for is done: updates, loads, stores."""
+        """Block until everything that was asked for is done: updates, loads, stores, a save in the background."""
         self._check_open()
         self._drain()
+        self._saver.finish()
+
+    def save(
+        self,
+        directory: Path | str,
+        *,
+        also: Mapping[str, Any] | None = None,
+        files: Callable[[Path], None] | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Write a checkpoint: the model as ``from_pretrained`` opens it, and all that an exact resume needs.
+
+        ``directory`` appears when everything in it is on the disk. ``also``: more to keep, by name: what has a
+        ``state_dict`` (scheduler, loader, scaler), or plain data. ``files`` is called with the folder, to put others
+        beside the weights. With ``wait=False`` training may go on while it is written; what goes wrong then is raised
+        by the next ``save``, ``load``, ``synchronize`` or ``close``. See docs/checkpoints.md.
+        """
+        self._check_open()
+        self._saver.save(directory, also=also, files=files, wait=wait)
+
+    def load(self, directory: Path | str, *, also: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Restore what ``save`` has written, random numbers included; ``also`` gives the objects to fill, by name.
+
+        Returns what was saved as ``also`` and was not asked for here: plain data."""
+        self._check_open()
+        return self._saver.load(directory, also=also)
 
     def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
         """What was measured since the session began, as data; ``print`` it for a table. Waits for nothing."""
@@ -406,6 +449,8 @@ class Session:
         order = list(reversed(endings))
         if hasattr(self, "_attachment"):
             order.insert(0, self._before_end)
+        if hasattr(self, "_saver"):
+            order.insert(0, self._saver.finish)  # before home memory becomes the model's own
         if hasattr(self, "_attachment"):
             order.append(self._forget)
         for ending in order:

@@ -35,6 +35,14 @@ class StorageError(StormError, OSError):
         return type(self), self.args, {"errno": self.errno}
 
 
+class CheckpointError(StormError):
+    """A checkpoint, or a folder of weights, that cannot be used: incomplete, damaged, or not one; names the file."""
+
+
+class WrongModel(CheckpointError):
+    """Whole files, but for another model or optimizer: names, shapes or dtypes differ; the first few are listed."""
+
+
 class StaleGraph(StormError, RuntimeError):
     """A backward pass needs weights that are not those of its forward any more."""
 

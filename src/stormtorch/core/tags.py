@@ -25,4 +25,5 @@ class Tag(enum.Enum):
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
     DATA = "data"
+    CHECKPOINT = "checkpoint"  # copies of what a background save has not written yet, and training changes already
     STAGING = "staging"  # small rings and flag words that exist only so that bytes can move

@@ -100,6 +100,8 @@ class Attachment:
         self._parameters, self._gradients = parameters, gradients
         self.optimizer: OptimizerStream | None = None
         self.saving: Saving | None = None  # what becomes of activations; None: they are kept
+        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
+        self.durable: Any = None  # what of the session is saved and loaded, for load_weights
         self._passes = Passes()
         self._twins: dict[int, dict[int, torch.Tensor]] = {}  # unit -> place -> twin with a graph, for this pass
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
@@ -372,6 +374,8 @@ class Attachment:
     def before_write(self, place: Place, kind: str) -> None:
         if self.closed:
             return
+        if kind != "grad":
+            self.before_change(place.unit)
         if kind == "weight":
             last = self._parameters.residences[place.unit.index].last_load
             if last is not None:

@@ -72,6 +72,8 @@ class OptimizerStream:
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
         self.on_step: Callable[[], None] = lambda: None
+        self.masters = masters
+        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
         self._hooks: list[Any] = []
         self._group: dict[int, dict[str, Any]] = {}  # by parameter
         self._groups_key: tuple[int, ...] = ()
@@ -122,12 +124,15 @@ class OptimizerStream:
         for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (closure,) if closure else (), {})
         if self._adam is None and not is_separable(optimizer):
+            self.before_change(None)
             loss = as_is(optimizer, closure)
         else:
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            if self._mode != "backward":
+                self.before_change(None)  # here, where Ctrl-C ends the wait
             self._update_all()
         for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
             hook(optimizer, (closure,) if closure else (), {})
@@ -177,6 +182,7 @@ class OptimizerStream:
                     )
 
     def _update(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
+        self.before_change(home.unit)
         if self._adam is not None:
             if any(has_sparse_grad(place) for place in home.unit.trained):
                 raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
@@ -223,6 +229,7 @@ class OptimizerStream:
         if mine is None:
             return False
         self._heed_state(home.unit)
+        self.before_change(home.unit)
         if not self._adam.update_here(home, bucket, mine):
             return False
         self._note_change(home, mine)
@@ -312,6 +319,7 @@ class OptimizerStream:
                     home.steps[number] = int(state["step"])
                     continue
                 self.join(home.unit, states=True)
+                self.before_change(home.unit)
                 self._import_place(home, number, place, state or {})
 
     def _count_steps(self) -> None:
@@ -373,6 +381,7 @@ class OptimizerStream:
         if self._adam is None or self._released:
             return None
         self.join_all()
+        self.before_change(None)
         self._before_load = state_dict["state"]
         return {**state_dict, "state": {}}  # torch would cast the states to the parameters' dtype and device
 
@@ -386,6 +395,44 @@ class OptimizerStream:
             if id(parameter) not in self._place:
                 optimizer.state[parameter] = state
         self._import_state(states)
+
+    # --- for checkpoints
+
+    @locked
+    def settle(self) -> None:
+        """Block until home memory has the present weights and states, and what user code put into the state."""
+        self._heed_state()
+        self.join_all()
+
+    def master(self, place: Place) -> torch.Tensor | None:
+        """The master of a parameter that torch's own step updates, if it has one."""
+        return self._generic.master(place)
+
+    def new_master(self, place: Place) -> torch.Tensor | None:
+        """The same, made where there is none yet; None if the parameter needs none."""
+        return self._generic.new_master(place)
+
+    def forget_master(self, place: Place) -> None:
+        self._generic.forget_master(place)
+
+    @locked
+    def replace_states(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Make these the states. Where our own kernels run, moments and masters are in home memory already."""
+        self.optimizer.state.clear()
+        self._shown.clear()
+        if self._adam is not None:
+            for home in self._adam.homes:
+                for number, place in enumerate(home.unit.trained):
+                    state = states.pop(place.parameter, None)
+                    if state is None:
+                        self._import_place(home, number, place, {})
+                    else:
+                        home.steps[number] = int(state["step"])
+                        self._show_state(place)
+        for parameter, state in states.items():
+            self.optimizer.state[parameter] = state
+        self._states_seen.clear()
+        self._sort_state()
 
     # --- waiting and ending
 

@@ -89,6 +89,21 @@ class TorchStep:
                 image = place.parameter.data
                 stand_in.copy_(torch.where(stand_in.to(place.dtype) == image, stand_in, image.to(stand_in.dtype)))
 
+    def master(self, place: Place) -> torch.Tensor | None:
+        """The parameter's master, if it has one: made with its first update."""
+        stand_in = self._stand_ins.get(id(place.parameter))
+        return stand_in.detach() if stand_in is not None and stand_in.dtype != place.dtype else None
+
+    def new_master(self, place: Place) -> torch.Tensor | None:
+        """The same, made now from the weights if need be."""
+        if not (self._masters and place.is_split):
+            return None
+        return self._stand_in(place).detach()
+
+    def forget_master(self, place: Place) -> None:
+        """The next update makes a new one from the weights."""
+        self._stand_ins.pop(id(place.parameter), None)
+
     def _stand_in(self, place: Place) -> nn.Parameter:
         key = id(place.parameter)
         if key not in self._stand_ins:

@@ -1,0 +1,6 @@
+"""Checkpoints that survive anything: written beside and renamed, checked by sums, opened by ``from_pretrained``."""
+
+from .folder import all_complete, complete, newest, prune, sweep
+from .weights import load_weights
+
+__all__ = ["all_complete", "complete", "load_weights", "newest", "prune", "sweep"]

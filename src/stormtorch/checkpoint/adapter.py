@@ -1,0 +1,94 @@
+"""Models of PEFT: what is saved of them is the adapter, in PEFT's own form and under its own names.
+
+PEFT is asked which tensors those are, with the parameters themselves in the state dict, so that what comes back can be
+traced to home memory, written from there, and read into it again."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import CheckpointError
+from .names import names_of
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether ``model`` is PEFT's wrapper around another one."""
+    return all(hasattr(model, name) for name in ("peft_config", "get_base_model", "save_pretrained"))
+
+
+def adapter_files(model: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """By file, the adapters' tensors by the names that PEFT gives them: the model's own objects."""
+    from peft import get_peft_model_state_dict
+
+    own = names_of(model)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    covered: set[int] = set()
+    for adapter in model.peft_config:
+        everything = {name: own.tensors[first] for name, first in own.first.items()}
+        found = get_peft_model_state_dict(
+            model, state_dict=everything, adapter_name=adapter, save_embedding_layers=False
+        )
+        known = {id(tensor) for tensor in own.tensors.values()}
+        if not found or any(id(tensor) not in known for tensor in found.values()):
+            raise CheckpointError(
+                f"The adapter {adapter!r} ({type(model.peft_config[adapter]).__name__}) is not made of the "
+                "model's parameters alone. Save it with model.save_pretrained."
+            )
+        covered |= {id(tensor) for tensor in found.values()}
+        files[WEIGHTS if adapter == "default" else f"{adapter}/{WEIGHTS}"] = found
+    beside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+    if beside:
+        raise CheckpointError(
+            f"{beside[0]!r}{f' and {len(beside) - 1} more' if len(beside) > 1 else ''} are trained and not part of an "
+            "adapter: they would be lost. Freeze them, or name their modules in modules_to_save."
+        )
+    return files
+
+
+def write_configs(model: Any, folder: Path) -> None:
+    """``adapter_config.json`` of each adapter."""
+    for adapter, config in model.peft_config.items():
+        shown = copy.deepcopy(config)
+        shown.inference_mode = True  # as PEFT writes it: whoever opens it to train says so
+        if shown.base_model_name_or_path is None:
+            shown.base_model_name_or_path = getattr(getattr(model, "config", None), "name_or_path", None)
+        where = folder if adapter == "default" else folder / adapter
+        where.mkdir(exist_ok=True)
+        shown.save_pretrained(str(where))
+
+
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+
+
+def base_name(model: nn.Module, name: str) -> str:
+    """What a tensor of the model is called in the files of the base model."""
+    return _WRAPPED.sub("", name.removeprefix("base_model.model.")) if is_adapted(model) else name
+
+
+def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+    """By the name in the base model's files, the model's own names of the tensors that are made from it.
+
+    A module that PEFT has a copy of, to train it, is there twice."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(base_name(model, name), []).append(name)
+    return found
+
+
+def is_adapter_name(model: Any, name: str) -> bool:
+    """Whether a tensor belongs to an adapter and so to no base model's file."""
+    return is_adapted(model) and any(prefix in name for prefix in _prefixes(model))
+
+
+def _prefixes(model: Any) -> list[str]:
+    prefix = getattr(getattr(model, "base_model", None), "prefix", None)
+    return [str(prefix)] if prefix else ["lora_"]

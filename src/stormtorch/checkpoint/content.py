@@ -1,0 +1,190 @@
+"""What goes into a checkpoint: which tensors into which file, and the rest as one small file.
+
+Tensors are named by parameter: ``<name>`` among the weights, ``<name>.<key>`` among the optimizer's states. What an
+optimizer keeps as numbers, or in forms that safetensors has not, goes to ``storm/state.pt``, with everything else."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import SettingError
+from ..streams.durable import MASTER, Durable
+from ..streams.home import plain
+from ..streams.still import Piece
+from .adapter import adapter_files, is_adapted
+from .folder import STORM, describe_versions
+from .names import extra_states, names_of
+from .random_state import random_state
+from .tensor_files import NAMES, Shard, header_for, into_shards
+
+STATE = f"{STORM}/state.pt"
+OPTIMIZER = f"{STORM}/optimizer"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000  # as transformers cuts its files
+
+
+@dataclass
+class TensorFile:
+    """A file to write: its first bytes, and the pieces behind them."""
+
+    name: str
+    header: bytes
+    pieces: list[Piece]
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(piece.tensor.nbytes for piece in self.pieces)
+
+
+@dataclass
+class Content:
+    """Everything that one checkpoint holds, but for what others put beside it."""
+
+    step: int
+    files: list[TensorFile] = field(default_factory=list)
+    small: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files) + sum(len(data) for data in self.small.values())
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [piece for file in self.files for piece in file.pieces]
+
+
+def gather(model: nn.Module, durable: Durable, *, step: int, also: Mapping[str, Any]) -> Content:
+    """Look at everything as it is now. Copies nothing large; home memory must be settled."""
+    content = Content(step)
+    names = names_of(model)
+    if is_adapted(model):
+        for file, tensors in adapter_files(model).items():
+            _add(content, [Shard(file, list(tensors))], {name: _piece(durable, t, name) for name, t in tensors.items()})
+    else:
+        pieces = {name: _piece(durable, tensor, name) for name, tensor in names.tensors.items()}
+        shards = into_shards({name: piece.tensor.nbytes for name, piece in pieces.items()}, "model", SHARD_BYTES)
+        _add(content, shards, pieces)
+        if len(shards) > 1:
+            content.small[INDEX] = _index(shards, sum(piece.tensor.nbytes for piece in pieces.values()))
+    content.small[STATE] = _serialised(
+        {
+            "format": 1,
+            "step": step,
+            "optimizer": _optimizer(content, durable, names.tensors),
+            "random": random_state(),
+            "extra": extra_states(names),
+            "also": {
+                name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in also.items()
+            },
+            "versions": describe_versions(),
+        }
+    )
+    return content
+
+
+def _piece(durable: Durable, tensor: torch.Tensor, name: str) -> Piece:
+    unit = durable.unit_of(tensor)
+    found = plain(tensor).detach()
+    if found.layout is not torch.strided or found.dtype not in NAMES:
+        raise SettingError(
+            f"{name!r} cannot be saved: safetensors has no {found.dtype} tensors of layout {found.layout}."
+        )
+    return Piece(found, unit)
+
+
+def _add(content: Content, shards: list[Shard], pieces: Mapping[str, Piece]) -> None:
+    for shard in shards:
+        mine = [pieces[name] for name in shard.names]
+        header = header_for((name, piece.tensor) for name, piece in zip(shard.names, mine, strict=True))
+        content.files.append(TensorFile(shard.file, header, mine))
+
+
+def _index(shards: list[Shard], total: int) -> bytes:
+    weight_map = {name: shard.file for shard in shards for name in shard.names}
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """What the optimizer's parameters are called, by identity; those that the model has not, by their place."""
+    known = {id(tensor): name for name, tensor in names.items()}
+    return {
+        id(parameter): known.get(id(parameter), f"param_groups.{number}.{position}")
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+    }
+
+
+def _optimizer(content: Content, durable: Durable, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
+    """The optimizer's tensors to files of their own; returns the rest."""
+    optimizer = durable.optimizer
+    if optimizer is None:
+        return None
+    called = parameter_names(optimizer, tensors)
+    pieces: dict[str, Piece] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for parameter, state in durable.states():
+        name = called.get(id(parameter))
+        if name is None:
+            continue  # of a parameter that is in no group any more
+        numbers[name] = {}
+        for key, value in state.items():
+            if _has_file_form(key, value):
+                pieces[f"{name}.{key}"] = Piece(value.detach(), durable.unit_of(parameter))
+            else:
+                numbers[name][key] = value
+    shards = into_shards({name: piece.tensor.nbytes for name, piece in pieces.items()}, OPTIMIZER, SHARD_BYTES)
+    _add(content, shards, pieces)
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [called[id(p)] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return {
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "numbers": numbers,
+        "masters": any(name.endswith(f".{MASTER}") for name in pieces),
+    }
+
+
+def _has_file_form(key: str, value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.ndim > 0
+        and value.dtype in NAMES
+        and "." not in key
+    )
+
+
+def _serialised(state: dict[str, Any]) -> bytes:
+    """As ``torch.load`` reads it without running code; what it would not read is refused now, not when it is needed."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    data = buffer.getvalue()
+    try:
+        torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:
+        for name, value in state["also"].items():
+            one = io.BytesIO()
+            torch.save(value, one)
+            one.seek(0)
+            try:
+                torch.load(one, weights_only=True)
+            except Exception:
+                raise SettingError(
+                    f"also[{name!r}] cannot be saved: it holds objects that torch.load(weights_only=True) refuses. "
+                    "Give numbers, strings, tensors, and lists and dicts of them."
+                ) from error
+        raise
+    return data

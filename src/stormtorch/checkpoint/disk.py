@@ -1,0 +1,223 @@
+"""What checkpoints ask of the file system, in one replaceable object, and files with checksums.
+
+Tests exchange `CALLS` for one that fails, fills up, answers slowly or kills the process at a chosen call. Everything
+goes through the page cache: pieces of a model are neither aligned nor padded. What was written is forced to the disk
+every 256 MiB and then dropped from the cache, so that a save neither floods it nor ends in one long wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import CheckpointError, StorageError
+from ..core.sizes import MiB, format_bytes
+from ..memory.file_calls import storage_error
+
+CHUNK = 8 * MiB
+_SYNC_EVERY = 256 * MiB
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(one: str, other: str) -> None:
+    """Swap two names in one step. Raises OSError where the system cannot."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if library.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), one)
+
+
+def _pwrite(fd: int, view: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [view], offset)
+
+
+def _pread(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)
+
+
+def _free(directory: str) -> int:
+    return shutil.disk_usage(directory).free
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskCalls:
+    """Everything that is asked of the kernel. Only tests replace a member."""
+
+    mkdir: Callable[[str], None] = os.mkdir
+    open: Callable[[str, int, int], int] = os.open
+    write: Callable[[int, memoryview, int], int] = _pwrite
+    read: Callable[[int, memoryview, int], int] = _pread
+    sync: Callable[[int], None] = os.fsync
+    rename: Callable[[str, str], None] = os.rename
+    exchange: Callable[[str, str], None] = _exchange
+    remove: Callable[[str], None] = shutil.rmtree
+    free_bytes: Callable[[str], int] = _free
+
+
+CALLS = DiskCalls()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the manifest says of a file."""
+
+    size: int
+    crc: int
+
+
+class Stopped(Exception):
+    """Somebody does not want the rest any more. Never leaves the package."""
+
+
+class FileWriter:
+    """A new file, written from the front, with its checksum."""
+
+    def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
+        self.path, self._stop = path, stop
+        self._size = self._crc = self._synced = 0
+        try:
+            self._fd = CALLS.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise storage_error(f"create {path}", error) from error
+
+    def write(self, data: memoryview | bytes) -> None:
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), CHUNK):
+            self._write_chunk(view[at : at + CHUNK])
+
+    def _write_chunk(self, chunk: memoryview) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise Stopped
+        self._crc = zlib.crc32(chunk, self._crc)
+        try:
+            while len(chunk):
+                written = CALLS.write(self._fd, chunk, self._size)
+                if written <= 0:
+                    raise OSError(errno.EIO, "nothing was written")
+                self._size += written
+                chunk = chunk[written:]
+            if self._size - self._synced >= _SYNC_EVERY:
+                self._sync()
+        except OSError as error:
+            raise self._failed("write", error) from error
+
+    def _sync(self) -> None:
+        CALLS.sync(self._fd)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._fd, self._synced, self._size - self._synced, os.POSIX_FADV_DONTNEED)
+        self._synced = self._size
+
+    def finish(self) -> Record:
+        """Force everything to the disk and close."""
+        try:
+            self._sync()
+        except OSError as error:
+            raise self._failed("sync", error) from error
+        finally:
+            self.close()
+        return Record(self._size, self._crc)
+
+    def close(self) -> None:
+        """Close, whether or not all is written. Safe to call twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _failed(self, what: str, error: OSError) -> StorageError:
+        with contextlib.suppress(OSError):
+            numbers = (
+                f"{format_bytes(self._size)} written, {format_bytes(CALLS.free_bytes(str(self.path.parent)))} free"
+            )
+            return storage_error(f"{what} {self.path}", error, numbers=numbers)
+        return storage_error(f"{what} {self.path}", error)
+
+
+def write_file(path: Path, data: bytes) -> Record:
+    """A new small file, on the disk when this returns."""
+    with contextlib.closing(FileWriter(path)) as file:
+        file.write(data)
+        return file.finish()
+
+
+def sync_file(path: Path) -> Record:
+    """Force a file that somebody else has written to the disk; what the manifest says of it."""
+    with reading(path) as fd, _in_words(f"sync {path}"):
+        CALLS.sync(fd)
+        data = memoryview(bytearray(os.fstat(fd).st_size))
+        read_exactly(fd, data, 0, path)
+        return Record(len(data), zlib.crc32(data))
+
+
+def sync_folder(path: Path) -> None:
+    """Force the names in a folder to the disk."""
+    with _in_words(f"sync the folder {path}"):
+        fd = CALLS.open(str(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0)
+        try:
+            CALLS.sync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """A descriptor of ``path``, to read."""
+    try:
+        fd = CALLS.open(str(path), os.O_RDONLY | os.O_CLOEXEC, 0)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing. Copy it there, or take another folder.") from None
+    except OSError as error:
+        raise storage_error(f"open {path}", error) from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
+    """Fill ``view`` from ``offset``; a file that ends before is damaged."""
+    while len(view):
+        try:
+            count = CALLS.read(fd, view, offset)
+        except OSError as error:
+            raise storage_error(f"read {path}", error, numbers=f"{len(view)} bytes at {offset}") from error
+        if count <= 0:
+            raise CheckpointError(f"{path} is truncated: it ends at byte {offset}. Copy it again, or take another one.")
+        view, offset = view[count:], offset + count
+
+
+def read_whole(path: Path, *, limit: int | None = None) -> bytearray:
+    """A small file, or its first ``limit`` bytes."""
+    with reading(path) as fd:
+        size = os.fstat(fd).st_size
+        data = bytearray(size if limit is None else min(size, limit))
+        read_exactly(fd, memoryview(data), 0, path)
+        return data
+
+
+def check(path: Path, found: Record, expected: Record) -> None:
+    """Raise unless the file is the one that was written."""
+    if found != expected:
+        raise CheckpointError(
+            f"{path} is damaged: checksum {found.crc:08x} of {found.size} bytes, the manifest says {expected.crc:08x} "
+            f"of {expected.size}. Take another checkpoint."
+        )
+
+
+@contextlib.contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(what, error) from error

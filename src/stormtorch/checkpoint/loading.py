@@ -1,0 +1,234 @@
+"""Puts a checkpoint back: checked against the model before anything changes, then read straight into home memory."""
+
+from __future__ import annotations
+
+import io
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import CheckpointError, SettingError, WrongModel
+from ..streams.durable import Durable
+from ..streams.home import plain
+from . import disk
+from .adapter import WEIGHTS, adapter_files, is_adapted
+from .content import OPTIMIZER, STATE, parameter_names
+from .disk import Record
+from .folder import Manifest, check_complete
+from .names import Names, compare, names_of
+from .random_state import set_random_state
+from .tensor_files import Entry, Filling, fill, read_header
+from .threads import Task, run_all
+
+_FIXED = ("amsgrad", "capturable", "differentiable")  # what decides which arithmetic a session has begun with
+
+
+@dataclass(frozen=True)
+class Loaded:
+    step: int
+    rest: dict[str, Any]  # what was saved as ``also`` and had no object to go to
+
+
+def load_into(
+    model: nn.Module,
+    durable: Durable,
+    directory: Path,
+    also: Mapping[str, Any],
+    begin: Callable[[Path], None],
+) -> Loaded:
+    """Restore everything. ``begin`` is called when all is checked that can be, before the first change."""
+    manifest = check_complete(directory)
+    state = _read_state(directory, manifest)
+    _check_also(directory, also, state["also"])
+    names = names_of(model)
+    jobs = _weights(model, names, directory, manifest)
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    if durable.optimizer is not None:
+        jobs += _states(durable, names, directory, manifest, state["optimizer"], states)
+    begin(directory)
+    with torch.no_grad(), durable.rewriting(model.parameters(), with_states=durable.optimizer is not None):
+        read_all(jobs)
+    if durable.optimizer is not None:
+        with torch.no_grad():
+            durable.install(states)
+        _set_groups(durable.optimizer, state["optimizer"]["groups"])
+    durable.forget_gradients()
+    for name, value in state["extra"].items():
+        names.modules_with_extra[name].set_extra_state(value)
+    rest = dict(state["also"])
+    for name, target in also.items():
+        target.load_state_dict(rest.pop(name))
+    set_random_state(state["random"])  # last: what came before may have drawn some
+    return Loaded(int(state["step"]), rest)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file to read, and where its tensors go."""
+
+    path: Path
+    fillings: list[Filling]
+    expected: Record | None
+
+
+def read_all(jobs: list[Job]) -> None:
+    """Read files, several at a time. Blocks."""
+
+    def task_for(job: Job) -> Task:
+        def task(stop: threading.Event) -> None:
+            with torch.no_grad():
+                fill(job.path, job.fillings, expected=job.expected, stop=stop)
+
+        return task
+
+    run_all([task_for(job) for job in jobs])
+
+
+def _read_state(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    if STATE not in manifest.files:
+        raise CheckpointError(f"{directory} has no {STATE}. Take another checkpoint.")
+    data = disk.read_whole(directory / STATE)
+    disk.check(directory / STATE, Record(len(data), zlib.crc32(data)), manifest.files[STATE])
+    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    return state
+
+
+def _check_also(directory: Path, wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for name, target in wanted.items():
+        if not hasattr(target, "load_state_dict"):
+            raise SettingError(f"also[{name!r}] has no load_state_dict. Plain data that was saved is returned by load.")
+        if name not in saved:
+            raise CheckpointError(f"{directory} holds nothing for also[{name!r}]. It has {sorted(saved) or 'nothing'}.")
+
+
+def _weights(model: nn.Module, names: Names, directory: Path, manifest: Manifest) -> list[Job]:
+    if is_adapted(model):
+        wanted_by_file = adapter_files(model)
+        if not any(name.endswith(WEIGHTS) for name in manifest.files):
+            raise WrongModel(
+                f"{directory} holds a whole model, no adapter. Load it into the base model with load_weights."
+            )
+    else:
+        wanted_by_file = {"": names.tensors}
+        if any(name.endswith(WEIGHTS) for name in manifest.files):
+            raise WrongModel(f"{directory} holds an adapter of PEFT. Build the model with get_peft_model first.")
+    jobs = []
+    for file, wanted in wanted_by_file.items():
+        files = [file] if file else [f for f in manifest.files if f.endswith(".safetensors") and "/" not in f]
+        headers = {name: read_header(directory / name) for name in files if name in manifest.files}
+        found = {name: entry for header in headers.values() for name, entry in header.items()}
+        compare(found, wanted, str(directory), dtypes=True)
+        for name, header in headers.items():
+            fillings = [Filling(entry, plain(wanted[key]).detach()) for key, entry in header.items()]
+            jobs.append(Job(directory / name, fillings, manifest.files[name]))
+    return jobs
+
+
+def _states(
+    durable: Durable,
+    names: Names,
+    directory: Path,
+    manifest: Manifest,
+    saved: dict[str, Any] | None,
+    states: dict[nn.Parameter, dict[str, Any]],
+) -> list[Job]:
+    """The jobs that fill the optimizer's states, which are put into ``states``."""
+    optimizer = durable.optimizer
+    assert optimizer is not None
+    _check_optimizer(durable, optimizer, names, directory, saved)
+    assert saved is not None
+    called = parameter_names(optimizer, names.tensors)
+    parameters = {called[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    headers = {
+        name: read_header(directory / name)
+        for name in manifest.files
+        if name.startswith(OPTIMIZER) and name.endswith(".safetensors")
+    }
+    forms: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    for header in headers.values():
+        for full, entry in header.items():
+            name, key = full.rsplit(".", 1)
+            forms.setdefault(name, {})[key] = (torch.Size(entry.shape), entry.dtype)
+    for name in saved["numbers"]:
+        parameter = parameters[name]
+        try:
+            rooms = durable.room_for(parameter, forms.get(name, {}))
+        except TypeError as error:
+            raise WrongModel(
+                f"{directory} has {error.args[0]!r} of {name!r} in another shape or dtype than is kept here."
+            ) from None
+        states[parameter] = {**saved["numbers"][name], **rooms}
+    jobs = []
+    for file, header in headers.items():
+        jobs.append(
+            Job(
+                directory / file,
+                [_filling(e, full, parameters, states) for full, e in header.items()],
+                manifest.files[file],
+            )
+        )
+    return jobs
+
+
+def _filling(
+    entry: Entry, full: str, parameters: Mapping[str, nn.Parameter], states: Mapping[nn.Parameter, dict[str, Any]]
+) -> Filling:
+    name, key = full.rsplit(".", 1)
+    return Filling(entry, states[parameters[name]][key])
+
+
+def _check_optimizer(
+    durable: Durable, optimizer: torch.optim.Optimizer, names: Names, directory: Path, saved: dict[str, Any] | None
+) -> None:
+    here = type(optimizer).__name__
+    if saved is None:
+        raise WrongModel(
+            f"{directory} holds no state of an optimizer: it was saved from a session without one. Take the weights "
+            "alone with load_weights."
+        )
+    if saved["class"] != here:
+        raise WrongModel(
+            f"{directory} was saved with {saved['class']}, this session has {here}. Build the same optimizer."
+        )
+    if saved["masters"] and not durable.has_masters:
+        raise WrongModel(f"{directory} was saved with fp32 masters. Give master_dtype=torch.float32 to storm.stream.")
+    called = parameter_names(optimizer, names.tensors)
+    groups = [[called[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    for number, (mine, theirs) in enumerate(zip(groups, [group["params"] for group in saved["groups"]], strict=False)):
+        if mine != theirs:
+            where = next(
+                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
+            )
+            raise WrongModel(
+                f"{directory}: parameter group {number} held {len(theirs)} parameters and here holds {len(mine)}; the "
+                f"first difference is number {where}. Build the optimizer as it was when saving."
+            )
+    if len(groups) != len(saved["groups"]):
+        raise WrongModel(
+            f"{directory} has {len(saved['groups'])} parameter groups, the optimizer here has {len(groups)}."
+        )
+    for group, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key in _FIXED:
+            if group.get(key) != theirs.get(key):
+                raise WrongModel(
+                    f"{directory} was saved with {key}={theirs.get(key)}, the optimizer here has "
+                    f"{key}={group.get(key)}. Build the same optimizer."
+                )
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """In place: schedulers hold these very dictionaries."""
+    for group, theirs in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in theirs.items():
+            if key == "params":
+                continue
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(torch.as_tensor(value))
+            else:
+                group[key] = value

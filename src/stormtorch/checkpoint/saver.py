@@ -1,0 +1,99 @@
+"""`Session.save` and `Session.load`: what they do, and in which order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..core.errors import OutOfBudget, StormError
+from ..core.notices import say_once
+from ..streams.durable import Durable
+from . import adapter, folder, pretrained
+from .content import gather
+from .folder import Draft
+from .loading import load_into
+from .writing import Writing, check_space
+
+Directory = Path | str | os.PathLike[str]
+
+
+class Saver:
+    """Saves and loads one session's model and optimizer; knows the save that is under way."""
+
+    def __init__(self, model: nn.Module, durable: Durable, count_steps: Callable[[], int]) -> None:
+        self._model, self._durable, self._count_steps = model, durable, count_steps
+        self._steps_before = 0
+        self._writing: Writing | None = None
+        self._damaged: str | None = None  # the checkpoint of which only a part was loaded
+
+    def save(
+        self,
+        directory: Directory,
+        *,
+        also: Mapping[str, Any] | None,
+        files: Callable[[Path], None] | None,
+        wait: bool,
+    ) -> None:
+        self.finish()
+        if self._damaged is not None:
+            raise StormError(f"Cannot save: only a part of {self._damaged} was loaded. Load a whole checkpoint first.")
+        durable = self._durable
+        if durable.has_unused_gradients:
+            say_once(
+                "A checkpoint holds no gradients, and there are some that no step has used: a run that is resumed from "
+                "it goes on without them. Save after optimizer.step()."
+            )
+        durable.settle()
+        content = gather(self._model, durable, step=self.steps, also=also or {})
+        folder.sweep(Path(directory).absolute().parent)
+        draft = Draft(Path(directory))
+        try:
+            check_space(content, draft.path)
+            if adapter.is_adapted(self._model):
+                adapter.write_configs(self._model, draft.path)
+            else:
+                pretrained.write_configs(self._model, draft.path)
+            if files is not None:
+                files(draft.path)
+            pieces = content.pieces
+            if not wait:
+                try:
+                    durable.still.copy_loose(pieces)
+                except OutOfBudget:
+                    wait = True
+            writing = Writing(content, draft, durable.still)
+            durable.still.hold(pieces)
+        except BaseException:
+            durable.still.release()
+            draft.discard()
+            raise
+        self._writing = writing
+        writing.start()
+        if wait:
+            self.finish()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, those before the checkpoint that was loaded included."""
+        return self._steps_before + self._count_steps()
+
+    def load(self, directory: Directory, *, also: Mapping[str, Any] | None) -> dict[str, Any]:
+        self.finish()
+        path = Path(directory)
+        loaded = load_into(self._model, self._durable, path, also or {}, self._begin_changing)
+        self._damaged = None
+        self._steps_before = loaded.step - self._count_steps()
+        return loaded.rest
+
+    def _begin_changing(self, path: Path) -> None:
+        self._damaged = str(path)
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if there is one, and raise what went wrong with it."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()

@@ -1,0 +1,221 @@
+"""safetensors files: 8 bytes (the header's length, little endian), a JSON header, the tensors' bytes.
+
+Written and read here and not by the library, which wants all tensors of a file in memory to write it, and maps it to
+read it. Here bytes go straight from home memory to the file, and from the file to home memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import CheckpointError
+from . import disk
+from .disk import CHUNK, Record, Stopped
+
+NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_HEADER_LIMIT = 100_000_000  # the format's own
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file; ``start`` counts from the file's first byte."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def header_for(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """The first bytes of a file that holds these, one behind the other."""
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors:
+        content[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """What the file holds, by name, in the order of its bytes. Raises CheckpointError if it is not whole."""
+    with disk.reading(path) as fd:
+        size = os.fstat(fd).st_size
+        head = bytearray(8)
+        if size < 8:
+            raise _damaged(path, f"{size} bytes do not hold a header")
+        disk.read_exactly(fd, memoryview(head), 0, path)
+        (length,) = struct.unpack("<Q", head)
+        if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
+            raise _damaged(path, f"its {size} bytes do not hold a header of {length}")
+        text = bytearray(length)
+        disk.read_exactly(fd, memoryview(text), 8, path)
+    try:
+        content = json.loads(text)
+        content.pop("__metadata__", None)
+        entries = {name: _entry(path, name, value, 8 + length, size) for name, value in content.items()}
+    except (ValueError, AttributeError) as error:
+        raise _damaged(path, f"its header is not readable: {error}") from None
+    return dict(sorted(entries.items(), key=lambda item: item[1].start))
+
+
+def _entry(path: Path, name: str, value: Any, base: int, size: int) -> Entry:
+    try:
+        dtype, shape = value["dtype"], tuple(int(length) for length in value["shape"])
+        first, last = (int(offset) for offset in value["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(path, f"the entry of {name!r} is not readable") from None
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{path}: {name!r} has dtype {dtype}. Accepted: {', '.join(_DTYPES)}.")
+    needed = math.prod(shape) * _DTYPES[dtype].itemsize
+    if last - first != needed:
+        raise _damaged(path, f"{name!r} of shape {shape} needs {needed} bytes and has {last - first}")
+    if base + last > size:
+        raise CheckpointError(
+            f"{path} is truncated: {name!r} ends at byte {base + last}, the file at {size}. Copy it again."
+        )
+    return Entry(_DTYPES[dtype], shape, base + first, needed)
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is no whole safetensors file ({why}). Copy or write it again.")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    assert tensor.is_contiguous()
+    if not tensor.numel():
+        return memoryview(b"")
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A tensor of a file and the memory that it goes to; None: it is read for the checksum alone."""
+
+    entry: Entry
+    target: torch.Tensor | None
+
+
+def fill(
+    path: Path, fillings: Sequence[Filling], *, expected: Record | None = None, stop: threading.Event | None = None
+) -> None:
+    """Read tensors into memory that exists: straight where it is laid out as the file is, else by pieces.
+
+    With ``expected`` every byte is read and compared with the checksum. Blocks."""
+    with disk.reading(path) as fd:
+        source = _Source(fd, path, stop, sums=expected is not None)
+        for filling in sorted(fillings, key=lambda filling: filling.entry.start):
+            source.skip_to(filling.entry.start)
+            source.fill(filling)
+        if expected is not None:
+            size = os.fstat(fd).st_size
+            source.skip_to(size)
+            disk.check(path, Record(size, source.crc), expected)
+
+
+class _Source:
+    """A file that is read from the front."""
+
+    def __init__(self, fd: int, path: Path, stop: threading.Event | None, *, sums: bool) -> None:
+        self._fd, self._path, self._stop, self._sums = fd, path, stop, sums
+        self._at = self.crc = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, view: memoryview) -> None:
+        for at in range(0, len(view), CHUNK):
+            if self._stop is not None and self._stop.is_set():
+                raise Stopped
+            chunk = view[at : at + CHUNK]
+            disk.read_exactly(self._fd, chunk, self._at, self._path)
+            self._at += len(chunk)
+            if self._sums:
+                self.crc = zlib.crc32(chunk, self.crc)
+
+    def skip_to(self, at: int) -> None:
+        if not self._sums:
+            self._at = at
+        while self._at < at:
+            self.read(bytes_of(self._staging(min(CHUNK, at - self._at), torch.uint8)))
+
+    def fill(self, filling: Filling) -> None:
+        entry, target = filling.entry, filling.target
+        if target is None:
+            self.skip_to(entry.start + entry.size)
+        elif target.is_contiguous() and target.device.type == "cpu" and target.dtype == entry.dtype:
+            self.read(bytes_of(target))
+        elif target.is_contiguous():
+            flat, step = target.view(-1), CHUNK // entry.dtype.itemsize
+            for at in range(0, flat.numel(), step):
+                part = flat[at : at + step]
+                staging = self._staging(part.numel(), entry.dtype)
+                self.read(bytes_of(staging))
+                part.copy_(staging)
+        else:
+            whole = torch.empty(entry.shape, dtype=entry.dtype)
+            self.read(bytes_of(whole))
+            target.copy_(whole)
+
+    def _staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self._scratch.numel():
+            self._scratch = torch.empty(CHUNK, dtype=torch.uint8)
+        return self._scratch[: count * dtype.itemsize].view(dtype)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of a set, and the names of what it holds."""
+
+    file: str
+    names: list[str]
+
+
+def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> list[Shard]:
+    """Which tensors share a file, in order: as many as fit ``limit_bytes``, at least one."""
+    groups: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not groups or size > room:
+            groups.append([])
+            room = limit_bytes
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return [Shard(f"{stem}.safetensors", groups[0])]
+    count = len(groups)
+    return [Shard(f"{stem}-{i:05d}-of-{count:05d}.safetensors", names) for i, names in enumerate(groups, 1)]

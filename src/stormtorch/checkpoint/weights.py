@@ -1,0 +1,116 @@
+"""`load_weights`: a folder of safetensors, as transformers writes them, straight into a model, streamed or not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..core.errors import CheckpointError, WrongModel
+from ..streams.durable import durable_of
+from ..streams.home import plain
+from . import disk
+from .adapter import base_name, base_names, is_adapter_name
+from .content import INDEX
+from .folder import MANIFEST, STORM, read_manifest
+from .loading import Job, read_all
+from .names import compare, names_of
+from .tensor_files import Entry, Filling, read_header
+
+SINGLE = "model.safetensors"
+
+
+def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> list[str]:
+    """Fill the model's parameters and buffers from the safetensors in ``directory``; returns the names loaded.
+
+    One file or several with an index. Bytes go straight into the memory that the parameters have, home memory if the
+    model is streamed; where dtypes differ they are converted piece by piece. Every name must be there, of tied ones one
+    of them, and no other; nothing is changed otherwise. Blocks. Masters follow the weights, moments stay as they are.
+    """
+    path = Path(directory)
+    names = names_of(model)
+    empty = [name for name, tensor in names.tensors.items() if tensor.is_meta]
+    if empty:
+        raise WrongModel(
+            f"{empty[0]!r}{f' and {len(empty) - 1} more' if len(empty) > 1 else ''} have no memory (device meta). "
+            "Stream the model first, or build it on the CPU."
+        )
+    files = _files(path)
+    headers = {file: read_header(path / file) for file in files}
+    places = base_names(model, names.tensors)
+    alias = {base_name(model, name): base_name(model, first) for name, first in names.first.items()}
+    found: dict[str, Entry] = {}
+    where: dict[str, tuple[str, Entry]] = {}
+    for file, header in headers.items():
+        for name, entry in header.items():
+            if name in names.passing and name not in places:
+                continue
+            known = name if name in places else alias.get(name, name)
+            if known in found and known != name:
+                continue  # a tied weight that is there under both names
+            found[known] = entry
+            where[known] = (file, entry)
+    wanted = {name: names.tensors[mine[0]] for name, mine in places.items()}
+    for name in [name for name in wanted if name not in found and is_adapter_name(model, name)]:
+        del wanted[name]
+    compare(found, wanted, str(path), dtypes=False)
+    fillings: dict[str, list[Filling]] = {file: [] for file in files}
+    for name, (file, entry) in where.items():
+        fillings[file].append(Filling(entry, plain(wanted[name]).detach()))
+    sums = read_manifest(path).files if (path / STORM / MANIFEST).is_file() else {}
+    jobs = [Job(path / file, mine, sums.get(file)) for file, mine in fillings.items()]
+    touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
+    parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]
+    durable = durable_of(model)
+    if durable is None:
+        _fill(jobs, wanted, places, names.tensors)
+        torch.autograd.graph.increment_version(parameters)
+    else:
+        with durable.rewriting(parameters, with_states=False):
+            _fill(jobs, wanted, places, names.tensors)
+    return sorted(wanted)
+
+
+def _fill(
+    jobs: list[Job],
+    wanted: dict[str, torch.Tensor],
+    places: dict[str, list[str]],
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    with torch.no_grad():
+        read_all(jobs)
+        for name, tensor in wanted.items():
+            for other in places[name][1:]:
+                plain(tensors[other]).copy_(plain(tensor))
+
+
+def _files(path: Path) -> list[str]:
+    """The names of the safetensors files that hold the model."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder. Name one with {SINGLE} or {INDEX} in it.")
+    if (path / INDEX).is_file():
+        try:
+            index = json.loads(disk.read_whole(path / INDEX))
+            files = sorted({str(file) for file in index["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path / INDEX} is damaged ({error}). Copy it again.") from None
+        missing = [file for file in files if not (path / file).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{path / missing[0]} is missing: {len(missing)} of the {len(files)} files that {INDEX} names are not "
+                "there. Copy them too."
+            )
+        return files
+    if (path / SINGLE).is_file():
+        return [SINGLE]
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if len(others) == 1:
+        return others
+    raise CheckpointError(
+        f"{path} holds no {SINGLE} and no {INDEX}"
+        f"{f', but {len(others)} other safetensors files such as {others[0]}' if others else ''}. Name a folder of "
+        "weights."
+    )

@@ -1,0 +1,200 @@
+"""What of a session outlives it: weights, the optimizer's states and masters, where each lies, how others get there.
+
+`settle` brings home memory up to date; after it, and until the next change that `Still` announces, plain reads of it
+are right. `rewriting` is the other way round: nothing reads or writes home memory meanwhile, and afterwards every copy
+on the device counts as stale. The numbers are written by others, straight into the tensors that are named here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adam import AdamStream
+from .attach import Attachment
+from .gradients import GradientStream
+from .home import plain
+from .optimizer import OptimizerStream
+from .parameters import ParameterStream
+from .still import Still
+from .torch_private import without_torch_function
+from .unit import Place, Unit
+
+MASTER = "master"
+
+
+class Durable:
+    """A session's home memory, seen as what is saved and loaded."""
+
+    def __init__(
+        self,
+        *,
+        units: list[Unit],
+        parameters: ParameterStream,
+        gradients: GradientStream,
+        attachment: Attachment,
+        optimizer: OptimizerStream | None,
+        adam: AdamStream | None,
+        still: Still,
+        drain: Callable[[], None],
+    ) -> None:
+        """``drain`` blocks until all that was asked for is done."""
+        self._units, self._parameters, self._gradients, self._drain = units, parameters, gradients, drain
+        self._attachment, self._optimizer, self._adam, self.still = attachment, optimizer, adam, still
+        self._place = {id(place.parameter): place for unit in units for place in unit.places}
+        attachment.before_change = self._before_change
+        if optimizer is not None:
+            optimizer.before_change = self._before_change
+
+    def _before_change(self, unit: Unit | None) -> None:
+        self.still.before_change(None if unit is None else unit.index)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return None if self._optimizer is None else self._optimizer.optimizer
+
+    @property
+    def has_masters(self) -> bool:
+        return self._optimizer is not None and self._optimizer.masters
+
+    @property
+    def has_unused_gradients(self) -> bool:
+        """Whether a backward has left gradients that no step has used."""
+        return any(residence.outdated for residence in self._parameters.residences)
+
+    def unit_of(self, tensor: torch.Tensor) -> int | None:
+        """The index of the unit whose home memory a parameter is in; None for what is not streamed."""
+        place = self._place.get(id(tensor))
+        return None if place is None else place.unit.index
+
+    # --- saving
+
+    def settle(self) -> None:
+        """Block until home memory has everything: weights, states, also those that are kept on the device."""
+        if self._optimizer is not None:
+            self._optimizer.settle()
+        self._drain()
+        if self._attachment.device.type == "cuda":
+            torch.cuda.synchronize(self._attachment.device)  # what is not streamed, and computed on whatever stream
+
+    def states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """The optimizer's state of each parameter that has one, as it lies; with the masters, where there are any."""
+        if self._optimizer is None:
+            return
+        for parameter, state in self._optimizer.optimizer.state.items():
+            shown = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            place = self._place.get(id(parameter))
+            if place is not None and place.trained:
+                if self._adam is not None:
+                    home = self._adam.homes[place.unit.index]
+                    shown["step"] = torch.tensor(float(home.steps[home.unit.trained.index(place)]))
+                else:
+                    master = self._optimizer.master(place)
+                    if master is not None:
+                        shown[MASTER] = master
+            yield parameter, shown
+
+    # --- loading
+
+    @contextlib.contextmanager
+    def rewriting(self, parameters: Iterable[nn.Parameter], *, with_states: bool) -> Iterator[None]:
+        """Within this, home memory of these may be written. With ``with_states``, by somebody who writes masters too;
+        otherwise they become what the new weights are."""
+        places = [self._place[id(p)] for p in parameters if id(p) in self._place]
+        self._begin(places)
+        try:
+            yield
+        finally:
+            self._end(places, with_states)
+
+    def _begin(self, places: list[Place]) -> None:
+        self.settle()
+        for index in {place.unit.index for place in places}:
+            self.still.before_change(index)
+            last_load = self._parameters.residences[index].last_load
+            if last_load is not None:
+                last_load.synchronize()
+
+    def _end(self, places: list[Place], with_states: bool) -> None:
+        for unit in {place.unit.index: place.unit for place in places}.values():
+            self._parameters.changed(unit, by_step=False)
+        with without_torch_function():
+            torch.autograd.graph.increment_version([place.parameter for place in places])
+        if self._optimizer is not None and not with_states:
+            for place in places:
+                self.reset_master(place)
+
+    def reset_master(self, place: Place) -> None:
+        """The master is what the weight is."""
+        assert self._optimizer is not None
+        if self._adam is not None and place.trained:
+            master = self._adam.homes[place.unit.index].master(place)
+            if master is not None:
+                if place.dtype == torch.bfloat16:
+                    master.zero_()
+                else:
+                    master.copy_(plain(place.parameter).detach())
+        else:
+            self._optimizer.forget_master(place)
+
+    def room_for(self, parameter: nn.Parameter, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
+        """Tensors for the state of a parameter, to be filled: those that exist where they fit, else new ones."""
+        assert self._optimizer is not None
+        place = self._place.get(id(parameter))
+        mine = self._homes_of(place) if place is not None else {}
+        found: dict[str, Any] = {}
+        present = self._optimizer.optimizer.state.get(parameter, {})
+        for key, (shape, dtype) in shapes.items():
+            room = mine.get(key)
+            if room is None and key == MASTER and place is not None and self._adam is None:
+                room = self._optimizer.new_master(place)
+            if room is None:
+                room = present.get(key)
+                room = plain(room) if isinstance(room, torch.Tensor) else None
+            if room is None or room.shape != shape or room.dtype != dtype:
+                if key in mine:
+                    raise TypeError(key)
+                device = "cpu" if place is not None else parameter.device
+                room = torch.empty(shape, dtype=dtype).to(device)
+            found[key] = room
+        return found
+
+    def _homes_of(self, place: Place) -> dict[str, torch.Tensor]:
+        """The tensors of home memory that belong to a parameter's state; none where torch keeps it."""
+        if self._adam is None or not place.trained:
+            return {}
+        home = self._adam.homes[place.unit.index]
+        mine = {name: home.moment(name, place) for name in ("exp_avg", "exp_avg_sq")}
+        master = home.master(place)
+        return mine if master is None else {**mine, MASTER: master}
+
+    def install(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Make these the optimizer's states, all of them. Their tensors are those of ``room_for``, filled."""
+        assert self._optimizer is not None
+        for unit in self._units:
+            for place in unit.trained:
+                if MASTER not in states.get(place.parameter, {}):
+                    self.reset_master(place)
+        if self._adam is None:
+            states = {p: {key: v for key, v in state.items() if key != MASTER} for p, state in states.items()}
+        self._optimizer.replace_states(dict(states))
+
+    def forget_gradients(self) -> None:
+        """They belong to other weights."""
+        self._gradients.clear()
+        if self._optimizer is not None:
+            self._optimizer.forget_factor()
+            self._optimizer.optimizer.zero_grad(set_to_none=True)
+
+
+def durable_of(model: nn.Module) -> Durable | None:
+    """That of the session that streams ``model``, if one does."""
+    for parameter in model.parameters():
+        access = getattr(parameter, "_storm", (None,))[0]
+        if isinstance(access, Attachment) and not access.closed:
+            durable: Durable | None = access.durable
+            return durable
+    return None
