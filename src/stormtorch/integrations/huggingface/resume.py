@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.notices import say_once
-from ...streams.home import HomeView, joined, plain
+from ...streams.durable import MASTER, durable_of
+from ...streams.home import HomeView
 
 
 def newest_complete(directory: str | Path) -> Path | None:
@@ -39,37 +40,44 @@ def newest_complete(directory: str | Path) -> Path | None:
     return None
 
 
-def save_optimizer(directory: str | Path, optimizer: Any, scheduler: Any) -> None:
-    """Write both states as the trainer does, straight from where they live."""
-    state = _pytree.tree_map_only(HomeView, _own_storage, optimizer.state_dict())
-    torch.save(state, Path(directory) / OPTIMIZER_NAME)
+def save_optimizer(directory: str | Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    """Write both states as the trainer does, straight from where they live, and masters that torch knows nothing of."""
+    content = optimizer.state_dict()
+    durable = durable_of(model)
+    if durable is not None:
+        number = {id(parameter): number for number, parameter in enumerate(_numbered(optimizer))}
+        for parameter, held in durable.states():
+            state = content["state"].get(number.get(id(parameter)))
+            if state is not None and MASTER in held and MASTER not in state:
+                content["state"][number[id(parameter)]] = {**state, MASTER: held[MASTER]}
+    torch.save(content, Path(directory) / OPTIMIZER_NAME)
     torch.save(scheduler.state_dict(), Path(directory) / SCHEDULER_NAME)
 
 
-def load_optimizer(directory: str | Path, optimizer: Any, scheduler: Any) -> bool:
-    """Read both states, the larger one through the page cache; False if they are not both there.
+def load_optimizer(directory: str | Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    """Read both states, the larger one through the page cache; does nothing if they are not both there.
 
-    The trainer would read the whole file into RAM first, beside the memory that it is for.
+    The trainer would read the whole file into RAM first, beside the memory that it is for; and torch would round the
+    states of bf16 models to bf16, where they are not ours.
     """
     files = [Path(directory) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
     if not all(file.is_file() for file in files):
-        return False
-    optimizer.load_state_dict(torch.load(files[0], map_location="cpu", weights_only=True, mmap=True))
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, HomeView):
-                state[name] = value.clone()  # still the file's memory: it must not follow what happens to the file
+        return
+    content = torch.load(files[0], map_location="cpu", weights_only=True, mmap=True)
+    optimizer.load_state_dict(content)
+    durable = durable_of(model)
+    for number, parameter in enumerate(_numbered(optimizer)):
+        for name, saved in content["state"].get(number, {}).items():
+            state = optimizer.state[parameter]
+            if not isinstance(saved, torch.Tensor) or isinstance(state.get(name), HomeView):
+                continue
+            if name != MASTER:
+                state[name] = saved.to(state[name].device, copy=True)  # what is read lazily must not follow its file
+            elif state.pop(MASTER, None) is not None and durable is not None:
+                durable.room_for(parameter, {MASTER: (saved.shape, saved.dtype)})[MASTER].copy_(saved)
     scheduler.load_state_dict(torch.load(files[1], weights_only=True))
-    return True
 
 
-def _own_storage(view: HomeView) -> torch.Tensor:
-    """The same memory as a storage that begins and ends with the tensor.
-
-    ``torch.save`` writes whole storages, and refuses one that is seen in two dtypes; home memory is one for all states.
-    """
-    tensor = plain(joined(view))
-    if not tensor.numel() or not tensor.is_contiguous():
-        return tensor.clone()
-    flat = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
-    return flat.view(tensor.dtype).view(tensor.shape)
+def _numbered(optimizer: Any) -> list[nn.Parameter]:
+    """The parameters in the order in which ``state_dict`` counts them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -120,11 +120,11 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
     # --- checkpoints
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        resume.save_optimizer(output_dir, self.optimizer, self.lr_scheduler)
+        resume.save_optimizer(output_dir, self.model, self.optimizer, self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            resume.load_optimizer(checkpoint, self.optimizer, self.lr_scheduler)
+            resume.load_optimizer(checkpoint, self.model, self.optimizer, self.lr_scheduler)
 
     # --- inside
 
