@@ -1,23 +1,37 @@
 """``storm demo``: a small language model is trained with less device memory than its weights need.
 
-It reads STORM's own source text, first in plain PyTorch, then streamed, and compares the two.
+It runs ``storm train`` on a bundled corpus (what STORM's own files say of themselves), and beside it the loop that
+anybody would write with torch and transformers; then it compares every loss and every weight, and the device memory
+with the budget. Where transformers is missing, demo_module.py does the same with a module of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import shutil
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
-    from torch import nn
 
-_WIDTH, _LAYERS, _HEADS, _CONTEXT, _BATCH = 128, 8, 4, 64, 8
-_SYMBOLS = 256  # bytes
+    from ..training.settings import TrainSettings
+
+_BUNDLED = Path(__file__).parent.parent / "demo_data"
+# A GPU would have nothing to do with the bundled shape, and its libraries take more than such a budget by themselves.
+_GPU_SHAPE: dict[str, float] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "initializer_range": 0.02,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,103 +41,190 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    import copy
-
-    import torch
-
-    from ..api import stream
     from ..core.errors import SettingError
-    from ..core.sizes import format_bytes, parse_bytes
-    from ..core.tags import Tier
-    from ..memory import limits
-    from ..native.library import describe
 
     if options.steps < 2:
         raise SettingError(f"--steps {options.steps} cannot be meant. Accepted: 2 or more.")
+    missing = [name for name in ("transformers", "tokenizers") if importlib.util.find_spec(name) is None]
+    if missing:
+        from . import demo_module
+
+        print(f"{missing[0]} is not installed (pip install 'stormtorch[hf]'): a module of our own is trained instead.")
+        return demo_module.run(options)
+    with tempfile.TemporaryDirectory(prefix="storm-demo-") as folder:
+        return _run(options, Path(folder))
+
+
+def _run(options: argparse.Namespace, folder: Path) -> int:
+    import torch
+
+    from ..core.sizes import format_bytes, parse_bytes
+    from ..memory import limits
+    from ..native.library import describe
+
     gpu = torch.cuda.is_available()
     device = limits.usable_device(("cuda" if gpu else "cpu") if options.device == "auto" else options.device)
-    torch.manual_seed(0)
-    plain = _model()
-    streamed = copy.deepcopy(plain)
-    size = sum(parameter.nbytes for parameter in plain.parameters())
-    vram = size // 2 if options.vram == "auto" else parse_bytes(options.vram, setting="--vram")
+    vram = None if options.vram == "auto" else parse_bytes(options.vram, setting="--vram")
+    model = _write_model(folder / "model", on_gpu=device.type == "cuda")
+    size = _weight_bytes(model)
+    settings = _settings(model, folder, device, size // 2 if vram is None else vram, options.steps)
     print(f"{device}: {describe()}")
-    print(f"model    {format_bytes(size)} of weights, device budget {format_bytes(vram)}, {options.steps} steps")
-
-    plain.to(device)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, fused=True)
-    expected, seconds = _train(plain, optimizer, device, options.steps)
-    print(f"plain    loss {expected[0]:.3f} -> {expected[-1]:.3f} in {seconds:.1f} s")
-
-    optimizer = torch.optim.AdamW(streamed.parameters(), lr=3e-3, fused=True)
-    with stream(streamed, optimizer, vram=vram, device=device) as session:
-        losses, seconds = _train(streamed, optimizer, device, options.steps)
-        session.synchronize()
-        report, peak = session.report(), session.ledger.peak_bytes(Tier.DEVICE)
-    print(f"streamed loss {losses[0]:.3f} -> {losses[-1]:.3f} in {seconds:.1f} s, never more than {format_bytes(peak)}")
+    print(
+        f"model    {format_bytes(size)} of weights, device budget {format_bytes(int(settings.vram))}, "
+        f"{options.steps} steps"
+    )
+    print("plain    torch, transformers and a loop ...", flush=True)
+    plain = _train_plain(settings, device)
+    print(f"streamed storm train --model {model} --data {settings.data[0]} --vram {settings.vram} ...")
+    print(flush=True)
+    streamed, peak = _train_streamed(settings)
+    if streamed is None:
+        return 1
     print()
-    print(report)
-    print()
-    apart = max(abs(a - b) / abs(a) for a, b in zip(expected, losses, strict=True))
-    same = all(torch.equal(a.cpu(), b) for a, b in zip(plain.parameters(), streamed.parameters(), strict=True))
-    if losses == expected and same:
+    return _compare(plain, streamed, peak, int(settings.vram))
+
+
+@dataclass(frozen=True)
+class _Run:
+    losses: list[float]
+    weights: list[torch.Tensor]
+    seconds: float
+
+
+def _compare(plain: _Run, streamed: _Run, peak_bytes: int, vram_bytes: int) -> int:
+    import torch
+
+    from ..core.sizes import format_bytes
+
+    falls, held = streamed.losses[-1] < streamed.losses[0], peak_bytes <= vram_bytes
+    apart = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, streamed.losses, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(plain.weights, streamed.weights, strict=True))
+    print(f"plain    loss {plain.losses[0]:.3f} -> {plain.losses[-1]:.3f} in {plain.seconds:.1f} s")
+    print(
+        f"streamed loss {streamed.losses[0]:.3f} -> {streamed.losses[-1]:.3f} in {streamed.seconds:.1f} s, all in all"
+    )
+    print(f"The loss {'falls' if falls else 'does not fall'}.")
+    print(f"The budget {'held' if held else 'was broken'}: {format_bytes(peak_bytes)} of {format_bytes(vram_bytes)}.")
+    if plain.losses == streamed.losses and same:
         print("Every loss and every weight equals plain PyTorch's, bit for bit.")
     else:
         print(f"Losses differ from plain PyTorch's by at most {apart:.1e} of their value (another AdamW kernel).")
-    right = apart < 1e-2 and peak <= vram and losses[-1] < losses[0]
+    right = apart < 1e-2 and held and falls
     if not right:
         print("That is not right: please report it.")
     return int(not right)
 
 
-def _model() -> nn.Module:
+def _write_model(folder: Path, *, on_gpu: bool) -> Path:
+    """A directory as a model of transformers has it, without weights: they are random."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(_BUNDLED / name, folder / name)
+    config = json.loads((_BUNDLED / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | (_GPU_SHAPE if on_gpu else {})))
+    return folder
+
+
+def _settings(model: Path, folder: Path, device: torch.device, vram: int, steps: int) -> TrainSettings:
+    from ..training.settings import TrainSettings
+
+    return TrainSettings(
+        model=str(model),
+        data=(str(_BUNDLED / "corpus.jsonl"),),
+        output=str(folder / "run"),
+        device=str(device),
+        vram=str(vram),
+        dtype="fp32",
+        sequence=128,
+        batch=4,
+        steps=steps,
+        lr=3e-3 if device.type == "cpu" else 3e-4,
+        schedule="constant",
+        warmup=0,
+        save_every=0,
+        log_every=1,
+    )
+
+
+def _new_model(directory: Path, *, seed: int = 0) -> Any:
     import torch
-    from torch import nn
 
-    class Language(nn.Module):
-        """Predicts the next byte."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.place = nn.Embedding(_SYMBOLS, _WIDTH), nn.Embedding(_CONTEXT, _WIDTH)
-            self.blocks = nn.ModuleList(
-                nn.TransformerEncoderLayer(
-                    _WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
-                )
-                for _ in range(_LAYERS)
-            )
-            self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _SYMBOLS)
-
-        def forward(self, symbols: torch.Tensor) -> torch.Tensor:
-            length = symbols.shape[1]
-            mask = nn.Transformer.generate_square_subsequent_mask(length, device=symbols.device)
-            x = self.embed(symbols) + self.place(torch.arange(length, device=symbols.device))
-            for block in self.blocks:
-                x = block(x, src_mask=mask, is_causal=True)
-            logits: torch.Tensor = self.head(self.norm(x))
-            return logits
-
-    return Language()
+    transformers: Any = importlib.import_module("transformers")
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.from_pretrained(str(directory))
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _train(
-    model: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer, device: torch.device, steps: int
-) -> tuple[list[float], float]:
-    """An ordinary training loop; returns the losses and the seconds."""
+def _weight_bytes(directory: Path) -> int:
     import torch
-    from torch.nn import functional
 
-    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.parent.rglob("*.py")))
-    text = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
-    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        return sum(parameter.nbytes for parameter in _new_model(directory).parameters())
+
+
+def _train_plain(settings: TrainSettings, device: torch.device) -> _Run:
+    """The same training as anybody would write it; only the rows and their order are ours."""
+    import torch
+    import transformers
+
+    from ..data.loader import DataLoader
+    from ..training.optimizer import make_optimizer
+    from ..training.text import prepare
+
+    assert settings.model is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model)
+    cache = Path(settings.output) / "data"
+    rows = prepare(settings.data, tokenizer, sequence=settings.sequence, cache=cache)
+    model = _new_model(Path(settings.model), seed=settings.seed).to(device).train()
+    optimizer = make_optimizer(model, settings)  # an ordinary torch.optim.AdamW, and nobody streams it
     losses, start_s = [], time.perf_counter()
-    for _ in range(steps):
-        starts = torch.randint(len(text) - _CONTEXT - 1, (_BATCH,), generator=generator).tolist()
-        batch = torch.stack([text[start : start + _CONTEXT + 1] for start in starts]).to(device)
-        logits = model(batch[:, :-1])
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [float(loss) for loss in losses], time.perf_counter() - start_s
+    with DataLoader(rows.arrays, settings.batch, shuffle=True, device=device, drop_last=True, epochs=999) as loader:
+        for _, batch in zip(range(settings.steps or 0), loader, strict=False):
+            loss = model(input_ids=batch["input_ids"].long(), labels=batch["labels"].long(), use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    numbers = [float(loss) for loss in losses]
+    seconds = time.perf_counter() - start_s
+    return _Run(numbers, [parameter.detach().cpu() for parameter in model.parameters()], seconds)
+
+
+def _train_streamed(settings: TrainSettings) -> tuple[_Run | None, int]:
+    """``storm train``, watched: losses from its metrics, weights from its checkpoint, and the most device memory."""
+    import torch
+
+    from ..training.run import train
+    from ..training.watch import Status
+    from .live import Live
+
+    class Watching(Live):
+        peak_bytes = 0
+
+        def show(self, status: Status) -> None:
+            self.peak_bytes = max(self.peak_bytes, status.vram_bytes)
+            super().show(status)
+
+        def log(self, status: Status) -> None:
+            if status.step % 5 == 0 or status.step == 1:
+                super().log(status)
+
+    transformers: Any = importlib.import_module("transformers")
+    on_gpu = settings.device.startswith("cuda")
+    before = torch.cuda.memory_allocated(settings.device) if on_gpu else 0
+    live, start_s = Watching(), time.perf_counter()
+    try:
+        if train(settings, live):
+            return None, live.peak_bytes
+    finally:
+        live.close()
+    seconds = time.perf_counter() - start_s
+    if on_gpu:  # with activations; on the CPU device, whose memory is RAM, those of torch cannot be told apart
+        live.peak_bytes = max(live.peak_bytes, torch.cuda.max_memory_allocated(settings.device) - before)
+    lines = (Path(settings.output) / "metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "step"]
+    [checkpoint] = (Path(settings.output) / "checkpoints").glob("step-*")
+    transformers.utils.logging.disable_progress_bar()
+    trained = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32)
+    return _Run(losses, [parameter.detach() for parameter in trained.parameters()], seconds), live.peak_bytes

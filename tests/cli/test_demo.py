@@ -1,0 +1,64 @@
+"""``storm demo``: what it shows, that it notices when it is not so, and what it does without transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stormtorch
+from stormtorch.cli.main import main
+
+DATA = Path(stormtorch.__file__).parent / "demo_data"
+
+
+def test_it_trains_within_its_budget_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["demo", "--device", "cpu", "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "13.9 MiB of weights, device budget 6.9 MiB, 3 steps" in out
+    assert "storm train --model" in out
+    assert "The loss falls." in out
+    assert "The budget held: 6.9 MiB of 6.9 MiB." in out
+    assert "equals plain PyTorch's, bit for bit" in out or "Losses differ from plain PyTorch's by at most" in out
+    assert "That is not right" not in out
+
+
+def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("stormtorch.memory.cpu_lanes.CpuLane.copy", lambda *_: None)  # a link that moves nothing
+    assert main(["demo", "--device", "cpu", "--steps", "2"]) != 0
+    shown = capsys.readouterr()
+    assert "That is not right" in shown.out or "not finite" in shown.err
+
+
+def test_without_transformers_a_module_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+
+    def missing(name: str, package: str | None = None) -> Any:
+        return None if name == "transformers" else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    assert main(["demo", "--device", "cpu", "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "transformers is not installed (pip install 'stormtorch[hf]')" in out
+    assert "device budget 3.2 MiB" in out
+    assert "plain PyTorch's" in out
+
+
+def test_the_corpus_and_its_tokenizer() -> None:
+    """Every byte of every document comes back."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(DATA))
+    texts = [json.loads(line)["text"] for line in (DATA / "corpus.jsonl").read_text().splitlines()]
+    assert 40_000 < sum(len(text.encode()) for text in texts) < 80_000
+    for text in [*texts, bytes(range(32, 127)).decode(), "ä€🎉\x00\x7f"]:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == list(text.encode())
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id == 256 == len(tokenizer) - 1
