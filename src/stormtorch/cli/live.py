@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from ..core.sizes import format_bytes
+from .progress import Progress
 
 if TYPE_CHECKING:
     from ..training.watch import Status
@@ -31,6 +32,7 @@ class Live:
         self._terminal = self._out.isatty()
         self._clock, self._drawn_s = clock, float("-inf")
         self._drawn = False
+        self._progress: Progress | None = None
 
     def say(self, line: str) -> None:
         self._clear()
@@ -39,6 +41,17 @@ class Live:
     def warn(self, line: str) -> None:
         self._clear()
         print(f"storm train: {line}", file=self._errors, flush=True)
+
+    def reading(self, total_bytes: int) -> Callable[[int], None]:
+        """A bar that appears with the first piece: text that was made tokens before is not read again."""
+
+
+        def read(count: int) -> None:
+            if self._progress is None:
+                self._progress = Progress(total_bytes, stream=self._errors)
+            self._progress(count)
+
+        return read
 
     def show(self, status: Status) -> None:
         now = self._clock()
@@ -53,11 +66,18 @@ class Live:
 
     def close(self) -> None:
         """Leave the last state of the line, and begin a new one."""
+        self._end_progress()
         if self._drawn:
             print(file=self._out, flush=True)
             self._drawn = False
 
+    def _end_progress(self) -> None:
+        if self._progress is not None and self._errors.isatty():
+            self._progress.close()
+        self._progress = None
+
     def _clear(self) -> None:
+        self._end_progress()
         if self._drawn:
             print("\r\x1b[K", end="", file=self._out, flush=True)
             self._drawn = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..api import Session
+from ..core.budget import Budget
 from ..core.sizes import format_bytes
 from ..core.tags import Tier
 from .schedule import warmup_steps
@@ -41,7 +42,7 @@ def describe_placement(session: Session) -> list[str]:
     placement = session.placement
     device, host = budgets[Tier.DEVICE], budgets[Tier.HOST]
     lines.append(
-        f"device     {session.device}, at most {device}: {format_bytes(placement.pool_bytes)} for weights and "
+        f"device     {session.device}, {_limit(device)}: {format_bytes(placement.pool_bytes)} for weights and "
         f"gradients on their way ({placement.reason})"
     )
     held = ", ".join(
@@ -49,8 +50,13 @@ def describe_placement(session: Session) -> list[str]:
         for line in ledger.balances()
         if line.tier is Tier.HOST and line.used_bytes
     )
-    lines.append(f"RAM        at most {host}: {held}")
+    lines.append(f"RAM        {_limit(host)}: {held}")
     reason = session.saving.reason if session.saving is not None else ""
     if reason:
         lines.append(f"activations {reason}")
     return lines
+
+
+def _limit(budget: Budget) -> str:
+    because = f", {budget.reason}" if budget.reason else ""
+    return f"at most {format_bytes(budget.limit_bytes)} ({budget.given}{because})"

@@ -99,8 +99,8 @@ class Loop:
         if settings.on_nan == "stop" or not self._skipped():
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self._note(self._readings.all_but(_AHEAD))
         self._pace.step_ended()
+        self._note(self._readings.all_but(_AHEAD))
         self.watcher.show(self._status(step))
 
     def _skipped(self) -> bool:

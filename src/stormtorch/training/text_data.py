@@ -11,10 +11,11 @@ import torch
 
 from ..core.errors import SettingError
 from ..data.loader import DataLoader
+from ..data.paths import file_size
 from ..data.transforms import Cast
 from . import hf_model
 from .settings import TrainSettings, is_callable_name
-from .text import Prepared, prepare
+from .text import Prepared, data_files, prepare
 from .tokenizer import load_tokenizer
 from .watch import Watcher
 
@@ -59,6 +60,7 @@ def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextDat
             completions_only=settings.completions_only,
             text_field=settings.text_field,
             vocabulary=vocabulary,
+            progress=watcher.reading(sum(file_size(path) for path in data_files(paths))),
         )
 
     rows = prepared(settings.data)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import SettingError
+from ..core.errors import SettingError, StormError
+from ..data.text_tokens import TextTokenizer
 from .extras import require
 from .settings import TrainSettings
 
@@ -21,9 +22,21 @@ def load_tokenizer(settings: TrainSettings) -> Any:
     if not path.exists():
         raise SettingError(f"--tokenizer {given} does not exist. Name a tokenizer's directory, or a tokenizer.json.")
     try:
-        if path.is_file():
-            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        if path.is_file() and not (path.parent / "tokenizer_config.json").is_file():
+            return _bare(transformers, path)
+        folder = path.parent if path.is_file() else path
+        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except StormError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SettingError(f"No tokenizer can be read from {path}: {reason}. Say --tokenizer PATH.") from error
+
+
+def _bare(transformers: Any, file: Path) -> Any:
+    """A ``tokenizer.json`` without a configuration: what ends a document is known by its usual names."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+    end = TextTokenizer(file).end
+    if end is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    return tokenizer

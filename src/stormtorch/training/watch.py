@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,9 @@ class Watcher(Protocol):
 
     def warn(self, line: str) -> None:
         """Something that went wrong and does not end the run."""
+
+    def reading(self, total_bytes: int) -> Callable[[int], None]:
+        """Text of that many bytes is about to be read; what is returned is told of each piece."""
 
     def show(self, status: Status) -> None:
         """After every step; ``log`` says which of them deserve a line."""

@@ -1,0 +1,166 @@
+"""Law: a run that goes on from a checkpoint gives the numbers of one that was never stopped; else it refuses in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormtorch.core.errors import CheckpointError, SettingError
+from stormtorch.training.settings import TrainSettings
+
+from .tiny import Quiet, checkpoint, losses, records, run, settings, steps_saved, write_model, write_text
+
+pytest.importorskip("transformers")
+
+
+def stop_after(step: int, number: signal.Signals = signal.SIGTERM) -> Quiet:
+    """Sends the signal to this process when ``step`` has been shown."""
+    return Quiet(lambda at: signal.raise_signal(number) if at == step else None)
+
+
+def elsewhere(chosen: TrainSettings, name: str, **changes: Any) -> TrainSettings:
+    return dataclasses.replace(chosen, output=str(Path(chosen.output).parent / name), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"accumulate": 2},
+        {"dtype": "bf16", "optimizer": "adafactor", "clip": 0},
+        {"lora_rank": 2, "lora_dropout": 0.1},
+    ],
+    ids=["accumulate", "bf16", "lora"],
+)
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = str(write_model(tmp_path / "model", attention_dropout=0.1))
+    whole = settings(tmp_path, model=model, **changes)
+    assert run(whole) == 0
+    broken = elsewhere(whole, "broken")
+    watcher = stop_after(3)
+    assert run(broken, watcher) == 143
+    assert "Stopping" in watcher.warned[0]
+    assert steps_saved(broken) == [3]
+    assert run(broken, stop_after(6, signal.SIGINT)) == 130
+    assert run(broken) == 0
+    assert losses(broken) == losses(whole)
+    assert [record["step"] for record in records(broken, "resume")] == [3, 6]
+    weights = "adapter_model.safetensors" if whole.lora_rank else "model.safetensors"
+    assert (checkpoint(broken, 8) / weights).read_bytes() == (checkpoint(whole, 8) / weights).read_bytes()
+
+
+def test_going_on_elsewhere_in_memory(tmp_path: Path) -> None:
+    """Budgets, the step's mode and the intervals of saving and logging change no number, so they may change."""
+    whole = settings(tmp_path)
+    assert run(whole) == 0
+    broken = elsewhere(whole, "broken", vram="200KiB")
+    assert run(broken, stop_after(5)) == 143
+    assert run(dataclasses.replace(broken, vram="auto", step="serial", save_every=1, keep=3)) == 0
+    assert losses(broken) == losses(whole)
+    assert steps_saved(broken) == [6, 7, 8]
+
+
+def test_what_happened_after_the_checkpoint_is_written_once(tmp_path: Path) -> None:
+    """A kill leaves metrics of steps that no checkpoint has, and half a line."""
+    chosen = settings(tmp_path, save_every=3)
+    assert run(chosen, stop_after(3)) == 143
+    with (Path(chosen.output) / "metrics.jsonl").open("a") as file:
+        for step in (4, 5):
+            file.write(json.dumps({"kind": "step", "step": step, "loss": 0.0}) + "\n")
+        file.write('{"kind": "step", "st')
+    assert run(chosen) == 0
+    found = losses(chosen)
+    assert list(found) == list(range(1, 9))
+    assert 0.0 not in found.values()
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, save_every=2, keep=3)
+    assert run(chosen) == 0
+    expected = losses(chosen)
+    file = checkpoint(chosen, 8) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    watcher = Quiet()
+    assert run(chosen, watcher) == 0
+    assert len(watcher.warned) == 1
+    assert "step-00000008" in watcher.warned[0]
+    assert "The checkpoint before it is tried" in watcher.warned[0]
+    assert losses(chosen) == expected
+    assert [record["step"] for record in records(chosen, "resume")] == [6]
+
+
+def test_it_never_begins_anew_over_checkpoints(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, steps=2)
+    assert run(chosen) == 0
+    with pytest.raises(SettingError, match=r"--resume never would mix two runs"):
+        run(dataclasses.replace(chosen, resume="never"))
+    (checkpoint(chosen, 2) / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="None of the 1 checkpoints .* is complete"):
+        run(chosen)
+    assert losses(chosen).keys() == {1, 2}
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, steps=2)
+    assert run(chosen) == 0
+    before = losses(chosen)
+    watcher = Quiet()
+    assert run(chosen, watcher) == 0
+    assert any("2 of 2 steps are done" in line for line in watcher.said)
+    assert losses(chosen) == before
+
+
+def test_other_numbers_are_refused_one_line_each(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, steps=2)
+    assert run(chosen) == 0
+    other = write_text(tmp_path / "other.jsonl", documents=30)
+    with pytest.raises(SettingError) as caught:
+        run(dataclasses.replace(chosen, lr=2e-3, seed=7, data=(str(other),)))
+    lines = str(caught.value).splitlines()
+    assert "step-00000002 was made with settings that give other numbers" in lines[0]
+    assert lines[1:3] == ["  lr: 0.001 then, 0.002 now", "  seed: 0 then, 7 now"]
+    assert lines[3].startswith("  data (its tokens): ")
+    assert len(lines) == 4
+
+
+def test_more_steps_are_another_schedule_unless_it_is_constant(tmp_path: Path) -> None:
+    falling = settings(tmp_path, steps=2)
+    assert run(falling) == 0
+    with pytest.raises(SettingError, match="steps in all: 2 then, 4 now"):
+        run(dataclasses.replace(falling, steps=4))
+    level = elsewhere(falling, "level", schedule="constant", warmup=0)
+    assert run(level) == 0
+    assert run(dataclasses.replace(level, steps=4)) == 0
+    assert losses(level).keys() == {1, 2, 3, 4}
+
+
+def test_from_a_named_checkpoint(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, save_every=3, keep=3)
+    assert run(chosen) == 0
+    with pytest.raises(SettingError, match="step-00000008 is of a later step"):
+        run(dataclasses.replace(chosen, resume=str(checkpoint(chosen, 3))))
+    branch = elsewhere(chosen, "branch", resume=str(checkpoint(chosen, 3)))
+    assert run(branch) == 0
+    assert losses(branch) == {step: loss for step, loss in losses(chosen).items() if step > 3}
+    with pytest.raises(CheckpointError, match="no checkpoint of STORM"):
+        run(elsewhere(chosen, "third", resume=str(tmp_path / "model")))
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, steps=2)
+    second: list[str] = []
+
+    def begin_another(step: int) -> None:
+        if step == 1:
+            with pytest.raises(SettingError) as caught:
+                run(chosen)
+            second.append(str(caught.value))
+
+    assert run(chosen, Quiet(begin_another)) == 0
+    assert "Another storm train is running" in second[0]
