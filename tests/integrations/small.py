@@ -10,12 +10,14 @@ from torch.utils.data import Dataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
+
+from stormtorch.integrations.huggingface import StormTrainer
 
 VOCABULARY = 97
 SHAPE: dict[str, Any] = {
@@ -28,17 +30,20 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 VRAM = 240 * 1024  # for 290 KiB of weights in fp32, and for their gradients
+BOTH: list[tuple[Any, dict[str, Any]]] = [(Trainer, {}), (StormTrainer, {"storm": {"vram": VRAM}})]
 
 
-def llama(dtype: torch.dtype = torch.float32, **config: Any) -> PreTrainedModel:
+def llama(dtype: torch.dtype = torch.float32, **config: Any) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **config})).to(dtype)  # type: ignore[arg-type]  # torch's stubs
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **config}))  # type: ignore[no-untyped-call]  # theirs
+    return model.to(dtype)
 
 
-def qwen(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def qwen(dtype: torch.dtype = torch.float32) -> Any:
     """With biases in attention and tied embeddings, unlike Llama."""
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)).to(dtype)  # type: ignore[arg-type]
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))  # type: ignore[no-untyped-call]
+    return model.to(dtype)
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):

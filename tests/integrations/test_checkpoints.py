@@ -19,20 +19,25 @@ from transformers import AutoModelForCausalLM, Trainer
 from stormtorch.integrations.huggingface import StormTrainer
 from stormtorch.integrations.huggingface.resume import newest_complete
 
-from .small import VRAM, Rows, StopAt, arguments, assert_same, llama, logged, qwen, weights
+from .small import BOTH, VRAM, Rows, StopAt, arguments, assert_same, llama, logged, qwen, weights
 
-SAVING = {"save_strategy": "steps", "save_steps": 2}
+SAVING: dict[str, Any] = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 5,
+}
 
 
 def trainer_of(
-    kind: type[Trainer], folder: Path, *, make: Any = llama, callbacks: Any = None, storm: Any = None, **changed: Any
+    kind: Any, folder: Path, *, make: Any = llama, callbacks: Any = None, storm: Any = None, **changed: Any
 ) -> Any:
     more = {"storm": storm or {"vram": "400KiB"}} if issubclass(kind, StormTrainer) else {}
     args = arguments(folder, **{**SAVING, **changed})
     return kind(model=make(), args=args, train_dataset=Rows(), callbacks=callbacks, **more)
 
 
-def interrupted(kind: type[Trainer], folder: Path, **more: Any) -> None:
+def interrupted(kind: Any, folder: Path, **more: Any) -> None:
     """A run that stopped after its third step, with a checkpoint of its second."""
     trainer = trainer_of(kind, folder, callbacks=[StopAt(3)], **more)
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -52,13 +57,13 @@ def adapted() -> Any:
     ("make", "changed"),
     [
         (llama, {}),
-        (qwen, {"optim": "sgd", "optim_args": "momentum=0.9"}),
+        (lambda: qwen(torch.bfloat16), {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 1e-3}),
         (lambda: llama(torch.bfloat16), {"learning_rate": 1e-5}),
         (lambda: llama(torch.bfloat16), {"optim": "adafactor"}),
         (lambda: llama(attention_dropout=0.2), {"bf16": True}),
         (adapted, {"learning_rate": 1e-2}),
     ],
-    ids=["fp32", "sgd", "masters", "adafactor", "autocast-dropout", "adapters"],
+    ids=["fp32", "masters-of-sgd", "masters", "adafactor", "autocast-dropout", "adapters"],
 )
 def test_resume_is_bit_for_bit(make: Any, changed: dict[str, Any], tmp_path: Path) -> None:
     whole = trainer_of(StormTrainer, tmp_path / "whole", make=make, **changed)
@@ -125,8 +130,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         "learning_rate": 0.3,
     }
     runs = []
-    for kind in (Trainer, StormTrainer):
-        more = {"storm": {"vram": VRAM}} if kind is StormTrainer else {}
+    for kind, more in BOTH:
         args = arguments(tmp_path / kind.__name__, **{**SAVING, **changed})
         trainer = kind(model=llama(), args=args, train_dataset=Rows(), eval_dataset=Rows(8), **more)
         trainer.train()

@@ -13,12 +13,12 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
 from stormtorch.integrations.huggingface import StormTrainer, storm_trainer
 from stormtorch.streams.home import HomeParameter
 
-from .small import VRAM, Rows, StopAt, arguments, assert_same, common, llama, logged, qwen, weights
+from .small import BOTH, VRAM, Rows, StopAt, arguments, assert_same, common, llama, logged, qwen, weights
 
 
 def both(
@@ -42,7 +42,7 @@ def both(
 
 
 @pytest.mark.parametrize("make", [llama, qwen])
-def test_accumulation_clipping_and_evaluation(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+def test_accumulation_clipping_and_evaluation(make: Callable[[], Any], tmp_path: Path) -> None:
     _, streamed = both(tmp_path, make, eval_strategy="steps", eval_steps=3, weight_decay=0.1)
     assert any(entry["grad_norm"] > 1.0 for entry in logged(streamed) if "grad_norm" in entry), "nothing was clipped"
     report = streamed.storm_report
@@ -60,7 +60,7 @@ def test_accumulation_clipping_and_evaluation(make: Callable[[], PreTrainedModel
         {"optim": "adafactor", "neftune_noise_alpha": 5.0},
         {"optim": "sgd", "per_device_train_batch_size": 3},
     ],
-    ids=lambda changed: "-".join(changed),
+    ids="-".join,
 )
 def test_settings_of_the_trainer(changed: dict[str, Any], tmp_path: Path) -> None:
     _, streamed = both(tmp_path, llama, **changed)
@@ -81,7 +81,8 @@ def test_without_accumulation_and_clipping(dtype: torch.dtype, storm: dict[str, 
     STORM adds up bf16 micro-batches, and takes their norm, in fp32.
     """
     runs = []
-    for kind, more in ((Trainer, {}), (StormTrainer, {"storm": storm})):
+    both_kinds: list[tuple[Any, dict[str, Any]]] = [(Trainer, {}), (StormTrainer, {"storm": storm})]
+    for kind, more in both_kinds:
         args = arguments(tmp_path, gradient_accumulation_steps=1, max_grad_norm=0.0, max_steps=6)
         trainer = kind(model=llama(dtype), args=args, train_dataset=Rows(), **more)
         trainer.train()
@@ -103,7 +104,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 def test_an_optimizer_and_a_schedule_of_the_users_own(tmp_path: Path) -> None:
     runs = []
-    for kind, more in ((Trainer, {}), (StormTrainer, {"storm": {"vram": VRAM}})):
+    for kind, more in BOTH:
         model = llama()
         optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -122,8 +123,8 @@ def test_other_trainers_and_classes_of_the_users_own(tmp_path: Path) -> None:
             return (loss[0] / 2, *loss[1:]) if isinstance(loss, tuple) else loss / 2
 
     runs = []
-    for kind, more in ((Halved, {}), (storm_trainer(Halved), {"storm": {"vram": VRAM}})):
-        trainer = kind(model=llama(), args=Seq2SeqTrainingArguments(**common(tmp_path)), train_dataset=Rows(), **more)
+    for kind in (Halved, storm_trainer(Halved)):
+        trainer = kind(model=llama(), args=Seq2SeqTrainingArguments(**common(tmp_path)), train_dataset=Rows())
         trainer.train()
         runs.append(logged(trainer))
     assert runs[0] == runs[1]
@@ -135,7 +136,7 @@ def test_other_trainers_and_classes_of_the_users_own(tmp_path: Path) -> None:
 
 def test_train_twice_and_evaluate_in_between(tmp_path: Path) -> None:
     runs = []
-    for kind, more in ((Trainer, {}), (StormTrainer, {"storm": {"vram": VRAM}})):
+    for kind, more in BOTH:
         trainer = kind(model=llama(), args=arguments(tmp_path), train_dataset=Rows(), eval_dataset=Rows(8), **more)
         losses = [trainer.evaluate()["eval_loss"]]
         trainer.train()
@@ -172,7 +173,7 @@ def test_callbacks_see_gradients_before_they_are_dropped(tmp_path: Path) -> None
         def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
             norms.append(float(model.lm_head.weight.grad.norm()))
 
-    for kind, more in ((Trainer, {}), (StormTrainer, {"storm": {"vram": VRAM}})):
+    for kind, more in BOTH:
         kind(model=llama(), args=arguments(tmp_path), train_dataset=Rows(), callbacks=[Look()], **more).train()
     assert len(norms) == 10
     assert norms[5:] == norms[:5]

@@ -29,6 +29,7 @@ from ...core.errors import StormError
 from ...observe.report import Report
 from . import resume
 from .settings import checked, keep_in_ram, refuse_arguments, refuse_model
+from .twins import hand_out_parameters, hand_out_twins
 
 _Base: Any = object
 
@@ -89,11 +90,10 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         result = super().create_optimizer(*args, **kwargs)
         if self._storm_trains and self.session is None:  # one that is open stays, when a smaller batch is tried
-            refuse_model(self.model)
             optimizer = self.optimizer
             while isinstance(optimizer, AcceleratedOptimizer):
                 optimizer = optimizer.optimizer
-            self.session = stream(self.model, optimizer, **self._storm_settings())
+            self._storm_open(optimizer)
         return result
 
     def _storm_clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
@@ -110,8 +110,7 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.session is not None:
             return super().evaluation_loop(*args, **kwargs)
-        refuse_model(self.model)
-        self.session = stream(self.model, **self._storm_settings())
+        self._storm_open(None)
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
@@ -128,12 +127,15 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
 
     # --- inside
 
-    def _storm_settings(self) -> dict[str, Any]:
-        return {**self._storm, "device": self.args.device}
+    def _storm_open(self, optimizer: Any) -> None:
+        refuse_model(self.model)
+        self.session = stream(self.model, optimizer, **{**self._storm, "device": self.args.device})
+        hand_out_twins(self.model)
 
     def _storm_close(self) -> None:
         session, self.session = self.session, None
         if session is not None:
+            hand_out_parameters(self.model)
             session.close()
 
 
