@@ -138,6 +138,7 @@ def _optimizer(content: Content, durable: Durable, tensors: Mapping[str, torch.T
         for key, value in state.items():
             if _has_file_form(key, value):
                 pieces[f"{name}.{key}"] = Piece(value.detach(), durable.unit_of(parameter))
+                numbers[name][key] = None  # keeps its place in the order
             else:
                 numbers[name][key] = value
     shards = into_shards({name: piece.tensor.nbytes for name, piece in pieces.items()}, OPTIMIZER, SHARD_BYTES)
@@ -169,22 +170,21 @@ def _has_file_form(key: str, value: Any) -> bool:
 
 def _serialised(state: dict[str, Any]) -> bytes:
     """As ``torch.load`` reads it without running code; what it would not read is refused now, not when it is needed."""
+    for name, value in state["also"].items():
+        try:
+            _read_back(value)
+        except Exception as error:
+            raise SettingError(
+                f"also[{name!r}] cannot be saved: it holds objects that torch.load(weights_only=True) refuses. Give "
+                f"numbers, strings, tensors, and lists and dicts of them. ({str(error).splitlines()[0]})"
+            ) from error
+    return _read_back(state)
+
+
+def _read_back(value: Any) -> bytes:
+    """The bytes of a file with ``value``, which can be read."""
     buffer = io.BytesIO()
-    torch.save(state, buffer)
-    data = buffer.getvalue()
-    try:
-        torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:
-        for name, value in state["also"].items():
-            one = io.BytesIO()
-            torch.save(value, one)
-            one.seek(0)
-            try:
-                torch.load(one, weights_only=True)
-            except Exception:
-                raise SettingError(
-                    f"also[{name!r}] cannot be saved: it holds objects that torch.load(weights_only=True) refuses. "
-                    "Give numbers, strings, tensors, and lists and dicts of them."
-                ) from error
-        raise
-    return data
+    torch.save(value, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
+    return buffer.getvalue()

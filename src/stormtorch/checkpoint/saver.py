@@ -65,16 +65,18 @@ class Saver:
                     durable.still.copy_loose(pieces)
                 except OutOfBudget:
                     wait = True
-            writing = Writing(content, draft, durable.still)
+            writing = self._writing = Writing(content, draft, durable.still)
             durable.still.hold(pieces)
+            writing.start()
+            if wait:
+                self.finish()
         except BaseException:
+            if self._writing is not None:  # Ctrl-C, before anybody waited for it
+                self._writing.give_up()
+                self._writing = None
             durable.still.release()
             draft.discard()
             raise
-        self._writing = writing
-        writing.start()
-        if wait:
-            self.finish()
 
     @property
     def steps(self) -> int:

@@ -25,21 +25,27 @@ class Writing:
 
     def __init__(self, content: Content, draft: Draft, still: Still) -> None:
         self._content, self._draft, self._still = content, draft, still
-        self._stop = threading.Event()
+        self._stop, self._ended, self._begun = threading.Event(), threading.Event(), False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="storm-save")  # no daemon: a save outlives the script
 
     def start(self) -> None:
-        self._thread.start()
+        self._begun = True
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread to be had
+            self._begun = False
+            raise
 
     def wait(self) -> None:
         """Block until it has ended; raises what went wrong. Ctrl-C gives it up."""
         try:
-            while self._thread.is_alive():
-                self._thread.join(0.1)
+            while not self._ended.wait(1.0):
+                pass
         except BaseException:
             self.give_up()
             raise
+        self._thread.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -47,8 +53,8 @@ class Writing:
     def give_up(self) -> None:
         """End it early; the draft is removed. Blocks for a moment."""
         self._stop.set()
-        while self._thread.is_alive():
-            self._thread.join(0.1)
+        while self._begun and not self._ended.wait(5.0) and self._thread.ident is not None:
+            pass  # without a number it never came to life: Ctrl-C was quicker
         self._error = None
 
     def _run(self) -> None:
@@ -61,6 +67,7 @@ class Writing:
         finally:
             self._still.release()
             self._draft.discard()
+            self._ended.set()
 
     def _write(self) -> None:
         folder, records = self._draft.path, dict[str, Record]()

@@ -93,7 +93,7 @@ class HomeParameter(nn.Parameter):
         access, place = self._storm
         access.join(place, "weight")
         with without_torch_function():
-            return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(proto)
+            return nn.Parameter(_alone(_plain(self.data)), self.requires_grad).__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -123,7 +123,16 @@ class HomeView(torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         access, place = self._storm
         access.join(place, self._storm_kind)
-        return _plain(self).__reduce_ex__(proto)
+        return _alone(_plain(self)).__reduce_ex__(proto)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own: ``torch.save`` writes whole storages, and refuses two dtypes in one."""
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    with torch.no_grad(), without_torch_function():
+        own = tensor.detach().contiguous()
+        return torch.from_numpy(own.view(-1).view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
 
 
 def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> HomeView:

@@ -1,0 +1,265 @@
+"""Law: a run that is resumed from a checkpoint is the run that was not interrupted, bit for bit, wherever it runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+from stormtorch.api import Session
+
+from .models import (
+    CHAIN,
+    MAX_NORM,
+    OTHERS,
+    Case,
+    adamw,
+    frozen,
+    one_thread,  # noqa: F401  # a fixture
+    same,
+    stream,
+)
+
+LORA = next(case for case in OTHERS if case.name == "lora")
+TIED = next(case for case in OTHERS if case.name == "tied")
+CONV = next(case for case in OTHERS if case.name == "conv")
+DROPOUT = next(case for case in OTHERS if case.name == "dropout")
+MOE = next(case for case in OTHERS if case.name == "moe")
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+MAKERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "adamw": adamw,
+    "adam": lambda model: optim.Adam(_trained(model), lr=1e-2, foreach=False),
+    "amsgrad": lambda model: optim.AdamW(_trained(model), lr=1e-2, amsgrad=True, foreach=False),
+    "sgd-momentum": lambda model: optim.SGD(_trained(model), lr=0.1, momentum=0.9, foreach=False),
+    "adafactor": lambda model: optim.Adafactor(_trained(model), lr=1e-2, foreach=False),
+    "groups": lambda model: optim.AdamW(
+        [{"params": _trained(model)[::2], "lr": 1e-2}, {"params": _trained(model)[1::2], "weight_decay": 0.3}]
+    ),
+    "lbfgs": lambda model: optim.LBFGS(_trained(model), lr=0.1, max_iter=2),
+}
+
+
+class Run:
+    """A loop with everything that a checkpoint must hold: a scheduler, clipping, accumulation, random numbers."""
+
+    def __init__(
+        self,
+        case: Case,
+        maker: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        accumulate: int = 1,
+        clip: bool = False,
+        **settings: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.case, self.accumulate, self.clip, self.maker = case, accumulate, clip, maker
+        self.model = case.build().to(dtype)
+        self.optimizer = MAKERS[maker](self.model)
+        self.scheduler = optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.session: Session = stream(self.model, self.optimizer, **settings)
+
+    def losses(self, start: int, stop: int) -> list[Any]:
+        return [self._step(number) for number in range(start, stop)]
+
+    def _step(self, number: int) -> Any:
+        found: list[Any] = [random.random(), float(np.random.rand())]
+
+        def backward() -> torch.Tensor:
+            total = torch.zeros(())
+            for part in range(self.accumulate):
+                batch = self.case.batch(number * self.accumulate + part)
+                loss = self.case.loss(self.model, batch) / self.accumulate
+                loss.backward()
+                total = total + loss.detach().float()
+            return total
+
+        if self.maker == "lbfgs":
+
+            def closure() -> torch.Tensor:
+                self.optimizer.zero_grad()
+                return backward()
+
+            found.append(self.optimizer.step(closure))  # type: ignore[arg-type]
+        else:
+            found.append(backward())
+            if self.clip:
+                found.append(self.session.clip_grad_norm_(MAX_NORM).clone())
+            self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return frozen(found)
+
+    def everything(self) -> Any:
+        states = [frozen(dict(self.optimizer.state.get(p, {}))) for p in self.model.parameters()]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return frozen(self.model.state_dict()), states, groups, self.scheduler.state_dict()
+
+    def save(self, path: Path, **how: Any) -> None:
+        self.session.save(path, also={"scheduler": self.scheduler, "note": {"epoch": 3}}, **how)
+
+    def load(self, path: Path) -> None:
+        assert self.session.load(path, also={"scheduler": self.scheduler}) == {"note": {"epoch": 3}}
+
+
+def resumes(
+    tmp_path: Path, case: Case, maker: str, *, there: dict[str, Any] | None = None, wait: bool = True, **settings: Any
+) -> None:
+    """Seven steps, and four with three more in another session, which is placed ``there``."""
+    random.seed(5)
+    np.random.seed(5)
+    straight = Run(case, maker, **settings)
+    straight.losses(0, 4)
+    straight.save(tmp_path / "four", wait=wait)
+    expected = straight.losses(4, 7)
+    everything = straight.everything()
+    straight.session.close()
+    random.seed(77)
+    np.random.seed(77)
+    resumed = Run(case, maker, **{**settings, **(there or {})})
+    resumed.losses(0, 2)  # what it did before must not matter
+    resumed.load(tmp_path / "four")
+    same(resumed.losses(4, 7), expected, "losses")
+    same(resumed.everything(), everything, "everything")
+    resumed.session.close()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_every_optimizer(tmp_path: Path, maker: str) -> None:
+    resumes(tmp_path, CHAIN, maker)
+
+
+@pytest.mark.parametrize(
+    ("maker", "dtype"),
+    [
+        ("adamw", torch.bfloat16),
+        ("sgd-momentum", torch.bfloat16),
+        ("adafactor", torch.bfloat16),
+        ("adamw", torch.float16),
+        ("sgd-momentum", torch.float16),
+    ],
+    ids=str,
+)
+def test_masters(tmp_path: Path, maker: str, dtype: torch.dtype) -> None:
+    """Kept as remainders beside bf16, whole beside fp16 and wherever torch's own step runs."""
+    resumes(tmp_path, CHAIN, maker, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("case", "maker"),
+    [
+        (LORA, "adamw"),
+        (TIED, "adamw"),
+        (CONV, "sgd-momentum"),
+        (DROPOUT, "adamw"),
+        (MOE, "sgd-momentum"),
+        (MOE, "adamw"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_frozen_tied_buffers_random_and_unused(tmp_path: Path, case: Case, maker: str) -> None:
+    resumes(tmp_path, case, maker)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "tight": {},
+    "serial": {"step": "serial"},
+    "backward": {"step": "backward"},
+    "kept": {"kept": 99},
+    "some kept": {"kept": 3},
+    "roomy": {"vram": "1GiB"},
+    "delays": {"seed": 1},
+    "left": {"leave": ["blocks.3"]},
+}
+
+
+@pytest.mark.parametrize(("here", "there"), [*pairwise([*PLACES, "tight"]), ("kept", "backward"), ("left", "left")])
+def test_saved_in_one_placement_loaded_in_another(tmp_path: Path, here: str, there: str) -> None:
+    settings = {"step": "forward", "kept": 0, "seed": None, "vram": "tight", "leave": []}
+    resumes(
+        tmp_path,
+        CHAIN,
+        "adamw",
+        dtype=torch.bfloat16 if "left" not in (here, there) else torch.float32,
+        there={**settings, **PLACES[there]},
+        **PLACES[here],
+    )
+
+
+@pytest.mark.parametrize(("maker", "dtype"), [("adamw", torch.bfloat16), ("sgd-momentum", torch.float32)], ids=str)
+def test_accumulating_and_clipping(tmp_path: Path, maker: str, dtype: torch.dtype) -> None:
+    resumes(tmp_path, CHAIN, maker, accumulate=2, clip=True, dtype=dtype)
+
+
+def test_without_masters(tmp_path: Path) -> None:
+    resumes(tmp_path, CHAIN, "adamw", dtype=torch.bfloat16, master_dtype=None)
+
+
+def test_a_scaler(tmp_path: Path) -> None:
+    run = Run(CHAIN, "adamw")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    scaler.update(512.0)
+    run.session.save(tmp_path / "one", also={"scaler": scaler})
+    other = torch.amp.GradScaler("cpu", init_scale=2.0)
+    assert run.session.load(tmp_path / "one", also={"scaler": other}) == {}
+    assert other.get_scale() == 512.0
+    run.session.close()
+
+
+def test_saving_again_after_loading_writes_the_same_files(tmp_path: Path) -> None:
+    """The state itself makes the round trip, every byte of it."""
+    run = Run(CHAIN, "adamw", dtype=torch.bfloat16, kept=3)
+    run.losses(0, 3)
+    run.save(tmp_path / "one")
+    run.losses(3, 5)
+    run.load(tmp_path / "one")
+    run.save(tmp_path / "two")
+    run.session.close()
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+    assert len(files) == 4
+    for file in files:
+        if file.name != "manifest.json":
+            assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+
+
+def test_steps_are_counted_through(tmp_path: Path) -> None:
+    from stormtorch.checkpoint.folder import read_manifest
+
+    run = Run(CHAIN, "adamw")
+    run.losses(0, 3)
+    run.save(tmp_path / "three")
+    run.session.close()
+    run = Run(CHAIN, "adamw")
+    run.load(tmp_path / "three")
+    run.losses(3, 5)
+    run.save(tmp_path / "five")
+    run.session.close()
+    assert [read_manifest(tmp_path / name).step for name in ("three", "five")] == [3, 5]
+
+
+def test_saving_changes_no_number(tmp_path: Path) -> None:
+    def losses(save: bool) -> Any:
+        run = Run(DROPOUT, "adamw")
+        torch.manual_seed(3)
+        found = []
+        for number in range(4):
+            found.append(run.losses(number, number + 1)[0][2:])
+            if save:
+                run.save(tmp_path / f"{number}", wait=number % 2 == 0)
+        run.session.close()
+        return found
+
+    same(losses(True), losses(False), "losses")
