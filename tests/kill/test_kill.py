@@ -1,0 +1,155 @@
+"""`storm train`, killed at each of its phases again and again, ends with the numbers of a run that nobody killed.
+
+``STORM_KILLS=60`` kills that often, at phases, counts and delays that the seed ``STORM_KILL_SEED`` decides; without it,
+once in each phase that the suite has time for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from .runs import KEEP, SAVE_EVERY, STEPS, Ended, Moment, Runs, Training, what_is_wrong, write_model
+
+pytest.importorskip("transformers")
+
+KILLS = int(os.environ.get("STORM_KILLS", "0"))
+SEED = int(os.environ.get("STORM_KILL_SEED", "0"))
+MICRO_BATCHES = 2 * STEPS
+# How often a phase may have begun when the kill comes: so far into a run, or less.
+OFTEN = {
+    "prepare": 1,
+    "build": 1,
+    "load": 1,
+    "read": 3,
+    "forward": STEPS,
+    "backward": MICRO_BATCHES,
+    "step": STEPS,
+    "between": STEPS,
+    "save": STEPS // SAVE_EVERY,
+    "write": 60,
+    "sync": 30,
+    "rename": STEPS // SAVE_EVERY,
+    "renamed": STEPS // SAVE_EVERY,
+    "remove": STEPS // SAVE_EVERY - KEEP,
+}
+NEEDS_A_CHECKPOINT = ("load", "read")
+IN_THE_SUITE = [
+    Moment("backward", 6),  # in the third step, with the first checkpoint on its way or there
+    Moment("write", 9),
+    Moment("rename"),
+    Moment("save", 2, 0.01),
+    Moment("load"),
+    Moment("forward", 2),
+    Moment("step", 1, 0.001),
+    Moment("remove", 1, 0.004),
+]
+
+
+class Killing:
+    """Kills one training after the other, and checks what is left each time."""
+
+    def __init__(self, runs: Runs, model: Path, folder: Path) -> None:
+        self._runs, self._model, self._folder = runs, model, folder
+        self._expected: dict[str, Training] = {}
+        self.hits: Counter[str] = Counter()
+        self.trainings = 0
+        self.kills = 0
+
+    def expected(self, dtype: str) -> Training:
+        """The training that nobody kills."""
+        if dtype not in self._expected:
+            training = Training(self._folder / f"expected-{dtype}", dtype)
+            assert self._run(training).status == 0, training.log.read_text()
+            assert sorted(training.steps()) == list(range(1, STEPS + 1))
+            self._expected[dtype] = training
+        return self._expected[dtype]
+
+    def begin(self, dtype: str) -> Training:
+        self.trainings += 1
+        # A name as long as that of the expected one: the settings in a checkpoint hold it.
+        return Training(self._folder / f"killed-{self.trainings:06d}", dtype)
+
+    def kill(self, training: Training, moment: Moment) -> bool:
+        """Let it run until ``moment``; whether that came before the end."""
+        ended = self._run(training, moment)
+        if ended.status == 0:
+            return False
+        assert ended.status == -9, training.log.read_text()
+        self.kills += 1
+        self.hits.update(ended.hit)
+        for checkpoint in training.named_checkpoints():
+            assert what_is_wrong(checkpoint) is None, f"{moment} left {checkpoint}: {what_is_wrong(checkpoint)}"
+        return True
+
+    def finish(self, training: Training) -> None:
+        """Let it run to its end, and compare it with the one that nobody killed."""
+        assert self._run(training).status == 0, training.log.read_text()
+        expected = self.expected(training.dtype)
+        assert training.steps() == expected.steps()
+        assert training.content() == expected.content()
+        assert not training.leftovers()
+        last = f"checkpoints/step-{STEPS:08d}"
+        for file in (expected.output / last).rglob("*.safetensors"):
+            name = file.relative_to(expected.output)
+            assert (training.output / name).read_bytes() == file.read_bytes(), f"{name} differs"
+
+    def _run(self, training: Training, moment: Moment | None = None) -> Ended:
+        left, there = training.leftovers(), training.named_checkpoints()
+        already = len(training.resumed()) if training.log.exists() else 0
+        ended = self._runs.run(training.arguments(self._model), training.log, moment)
+        if ended.phases:
+            still = left & training.leftovers() if _swept(ended) else set()
+            assert not still, f"left by a dead process, and still there: {still}"
+        said = training.resumed()[already:]
+        assert said == (there[-1:] if said else []), f"resumed from {said}, and there were {there}"
+        if not there:
+            assert not said
+        elif ended.status == 0:
+            assert len(said) == 1, "begun anew, though there was a checkpoint"
+        return ended
+
+
+def _swept(ended: Ended) -> bool:
+    """Whether the run came as far as removing what dead ones have left, of prepared data too."""
+    return ended.phases.get("m", "prepare") not in ("prepare", "removed", "remove")
+
+
+@pytest.mark.timeout(100 + 20 * KILLS)
+def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        killing = Killing(runs, write_model(tmp_path / "model"), tmp_path)
+        if KILLS:
+            _at_random(killing)
+        else:
+            training = killing.begin("bf16")
+            for moment in IN_THE_SUITE:
+                assert killing.kill(training, moment), f"{moment} did not come"
+            killing.finish(training)
+            exactly = {moment.phase for moment in IN_THE_SUITE if moment.delay_s is None}
+            assert exactly <= set(killing.hits), killing.hits
+    sys.stdout.write(f"\n{killing.kills} kills in {killing.trainings} trainings, while at: {dict(killing.hits)}\n")
+    assert killing.kills >= max(KILLS, 5)
+
+
+def _at_random(killing: Killing) -> None:
+    choices = random.Random(SEED)
+    phases: list[str] = []
+    training = killing.begin("bf16")
+    while killing.kills < KILLS:
+        if not phases:  # each phase as often as any other
+            phases = choices.sample(sorted(OFTEN), len(OFTEN))
+        phase = phases.pop()
+        if phase in NEEDS_A_CHECKPOINT and not training.named_checkpoints():
+            phases.insert(0, phase)
+            phase = "backward"
+        moment = Moment(phase, choices.randint(1, OFTEN[phase]), choices.choice([None, choices.uniform(0, 0.02)]))
+        if not killing.kill(training, moment):  # it came to its end first
+            killing.finish(training)
+            training = killing.begin(choices.choice(["bf16", "fp32"]))
+    killing.finish(training)
