@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +57,9 @@ def adapted() -> Any:
         (llama, {}),
         (lambda: qwen(torch.bfloat16), {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 1e-3}),
         (lambda: llama(torch.bfloat16), {"learning_rate": 1e-5}),
-        (lambda: llama(torch.bfloat16), {"optim": "adafactor"}),
-        (lambda: llama(attention_dropout=0.2), {"bf16": True}),
-        (adapted, {"learning_rate": 1e-2}),
+        (adapted, {"bf16": True}),
     ],
-    ids=["fp32", "masters-of-sgd", "masters", "adafactor", "autocast-dropout", "adapters"],
+    ids=["fp32", "masters-of-sgd", "masters", "adapters"],
 )
 def test_resume_is_bit_for_bit(make: Any, changed: dict[str, Any], tmp_path: Path) -> None:
     whole = trainer_of(StormTrainer, tmp_path / "whole", make=make, **changed)
@@ -156,37 +152,22 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCapt
     ]
 
 
-def test_a_killed_run_goes_on(tmp_path: Path) -> None:
-    """SIGKILL while the optimizer's state of the second checkpoint is being written."""
+def test_a_run_that_ended_while_it_saved_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With half of the second checkpoint's optimizer state on the disk, as a kill leaves it."""
     whole = trainer_of(StormTrainer, tmp_path / "whole")
     whole.train()
-    script = f"""
-import os, signal, sys
-from pathlib import Path
-from tests.integrations import small
-from stormtorch.integrations.huggingface import StormTrainer, resume
-from tests.integrations.test_checkpoints import trainer_of
-import torch
-torch.backends.mkldnn.enabled = False
-def dying(state, file, save=torch.save):
-    if "checkpoint-4" in str(file) and "optimizer" in str(file):
-        Path(file).write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
-    save(state, file)
-torch.save = dying
-trainer_of(StormTrainer, Path({str(tmp_path / "cut")!r})).train()
-"""
-    root = Path(__file__).parents[2]
-    path = f"{root}:{root / 'src'}"
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": path},
-        timeout=100,
-    )
-    assert ended.returncode == -9, ended.stderr
+    save = torch.save
+
+    def dying(content: Any, file: Path | str) -> None:
+        if Path(file).parts[-2:] == ("checkpoint-4", "optimizer.pt"):
+            Path(file).write_bytes(b"half")
+            raise KeyboardInterrupt
+        save(content, file)
+
+    monkeypatch.setattr(torch, "save", dying)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(StormTrainer, tmp_path / "cut").train()
+    monkeypatch.undo()
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["checkpoint-2", "checkpoint-4"]
     resumed = trainer_of(StormTrainer, tmp_path / "cut")
     resumed.train(resume_from_checkpoint=True)

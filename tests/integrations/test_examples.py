@@ -1,0 +1,59 @@
+"""The examples run, as a user would run them, on a model and data of a few kilobytes."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+import datasets  # type: ignore[import-untyped]
+from transformers import AutoModelForCausalLM
+
+from .small import llama
+from .words import word_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    llama().save_pretrained("model")
+    word_tokenizer().save_pretrained("model")
+
+
+def run(name: str, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, *more: str) -> dict[str, Any]:
+    """The names that the script leaves behind."""
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [name, "--model", "model", "--data", "data.jsonl", "--cpu", *more])
+    return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_trainer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"text": "what is a number " * 4}] * 32
+    left = run("hf_trainer.py", rows, monkeypatch, "--steps", "2", "--vram", "400KiB")
+    assert left["trainer"].state.global_step == 2
+    assert left["trainer"].storm_report.device_peak_bytes <= 400 * 1024
+    assert "peaks: device" in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained("run")
+
+
+def test_sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    peft = pytest.importorskip("peft")
+    row = {
+        "prompt": [{"role": "user", "content": "what is 3"}],
+        "completion": [{"role": "assistant", "content": "3 is a number"}],
+    }
+    left = run("trl_sft.py", [row] * 32, monkeypatch, "--steps", "2")
+    assert left["trainer"].state.global_step == 2
+    assert "peaks: device" in capsys.readouterr().out
+    peft.PeftModel.from_pretrained(llama(), "run")
