@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,23 +12,11 @@ from safetensors.torch import load_file
 
 from stormtorch.training import own_model
 from stormtorch.training.finite import NotFinite
+from stormtorch.training.settings import TrainSettings
 
-from .tiny import OwnModel, Quiet, checkpoint, losses, records, run, settings, steps_saved, write_model
+from .tiny import OwnModel, Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved, write_model  # noqa: F401
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> list[OwnModel]:
-    """Makes `module:callable` find a model that ``poison`` can be told about."""
-    made: list[OwnModel] = []
-
-    def make() -> OwnModel:
-        made.append(OwnModel())
-        return made[-1]
-
-    monkeypatch.setattr(own_model, "find_callable", lambda name, setting: make)
-    return made
 
 
 class Poisoned(OwnModel):
@@ -47,12 +36,10 @@ class Poisoned(OwnModel):
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, at: int, *, gradient_only: bool = False) -> None:
-    monkeypatch.setattr(
-        own_model, "find_callable", lambda name, setting: lambda: Poisoned(at, gradient_only=gradient_only)
-    )
+    monkeypatch.setattr(own_model, "find_callable", lambda *_, **__: lambda: Poisoned(at, gradient_only=gradient_only))
 
 
-def own_settings(folder: Path, **changes: object) -> object:
+def own_settings(folder: Path, **changes: Any) -> TrainSettings:
     tokenizer = str(write_model(folder / "model") / "tokenizer.json")
     return settings(folder, model="some_module:make", tokenizer=tokenizer, dtype="auto", **changes)
 

@@ -1,4 +1,4 @@
-"""Law: a run that goes on from a checkpoint gives the numbers of one that was never stopped; else it refuses in words."""
+"""Law: a run that goes on from a checkpoint gives the numbers of one that was never stopped; or it refuses in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from stormtorch.core.errors import CheckpointError, SettingError
 from stormtorch.training.settings import TrainSettings
 
-from .tiny import Quiet, checkpoint, losses, records, run, settings, steps_saved, write_model, write_text
+from .tiny import Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved, write_model, write_text  # noqa: F401
 
 pytest.importorskip("transformers")
 
@@ -101,7 +101,7 @@ def test_it_never_begins_anew_over_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"--resume never would mix two runs"):
         run(dataclasses.replace(chosen, resume="never"))
     (checkpoint(chosen, 2) / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="None of the 1 checkpoints .* is complete"):
+    with pytest.raises(CheckpointError, match=r"None of the 1 checkpoints .* is complete"):
         run(chosen)
     assert losses(chosen).keys() == {1, 2}
 
@@ -164,3 +164,38 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
 
     assert run(chosen, Quiet(begin_another)) == 0
     assert "Another storm train is running" in second[0]
+
+
+def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path: Path) -> None:
+    chosen = settings(tmp_path)
+
+    def twice(step: int) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(chosen, Quiet(twice))
+    assert steps_saved(chosen) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert run(chosen) == 0
+    assert losses(chosen).keys() == set(range(1, 9))
+
+
+def test_a_signal_while_its_step_is_being_saved_saves_once(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, save_every=4)
+    assert run(chosen, stop_after(4)) == 143
+    assert [record["step"] for record in records(chosen, "save")] == [4]
+    assert steps_saved(chosen) == [4]
+    assert run(chosen) == 0
+
+
+def test_a_file_about_the_run_that_is_damaged_gives_way_too(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, save_every=6)
+    assert run(chosen) == 0
+    file = checkpoint(chosen, 8) / "storm" / "run.json"
+    file.write_text("{" * len(file.read_bytes()))
+    watcher = Quiet()
+    assert run(chosen, watcher) == 0
+    assert "run.json is damaged" in watcher.warned[0]
+    assert [record["step"] for record in records(chosen, "resume")] == [6]

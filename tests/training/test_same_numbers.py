@@ -16,7 +16,7 @@ import torch
 import stormtorch as storm
 from stormtorch.training.settings import TrainSettings
 
-from .tiny import Quiet, checkpoint, losses, records, run, settings, write_model
+from .tiny import Quiet, checkpoint, losses, one_thread, records, run, settings, write_model  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,7 +26,7 @@ def plain(chosen: TrainSettings, *, decay: float = 0.0) -> tuple[list[float], An
     torch.manual_seed(chosen.seed)
     config = transformers.AutoConfig.for_model(**json.loads((Path(str(chosen.model)) / "config.json").read_text()))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]

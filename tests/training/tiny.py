@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -36,7 +38,7 @@ class Quiet:
 
     def reading(self, total_bytes: int) -> Callable[[int], None]:
         assert total_bytes > 0
-        return lambda count: None
+        return lambda _: None
 
     def show(self, status: Status) -> None:
         self.shown.append(status)
@@ -122,7 +124,7 @@ def steps_saved(chosen: TrainSettings) -> list[int]:
 
 
 class OwnModel(nn.Module):
-    """A model with a loss of its own; a batch whose first token is ``bad`` gives NaN."""
+    """A model with a loss of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,3 +134,21 @@ class OwnModel(nn.Module):
         logits = self.head(self.embed(input_ids))
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return {"logits": logits, "loss": loss}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Import this into a module of tests: two threads on a busy machine are slower for models this small.
+
+    Where the CPU has no bf16, torch's first such product fails inside oneDNN, says so at length, and takes another way
+    for the rest of the process.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        matrix = torch.ones(64, 32, dtype=torch.bfloat16)
+        nn.functional.linear(matrix, matrix)
+        torch.mm(matrix.t(), matrix)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

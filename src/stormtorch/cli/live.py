@@ -45,7 +45,6 @@ class Live:
     def reading(self, total_bytes: int) -> Callable[[int], None]:
         """A bar that appears with the first piece: text that was made tokens before is not read again."""
 
-
         def read(count: int) -> None:
             if self._progress is None:
                 self._progress = Progress(total_bytes, stream=self._errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from .run_folder import RunFolder
 
 
 class Checkpoints:
-    """``save`` starts or makes a checkpoint; ``poll``, after every step, tidies up when one was completed."""
+    """``save`` starts or makes a checkpoint; ``poll``, after every step, tidies up when one was completed.
+
+    ``on_saved`` is told of each that is complete: its step, and the seconds since it was asked for.
+    """
 
     def __init__(
         self,
@@ -23,23 +27,27 @@ class Checkpoints:
         keep: int,
         write_files: Callable[[Path, int], None],
         warn: Callable[[str], None],
+        on_saved: Callable[[int, float], None],
         last: Path | None = None,
     ) -> None:
         self._session, self._folder, self._keep = session, folder, keep
         self._write_files, self._warn = write_files, warn
+        self._on_saved = on_saved
         self._coming: Path | None = None
+        self._step, self._began_s = 0, 0.0
         self.last = last  # the newest that is known to be complete
 
     def save(self, step: int, also: dict[str, Any], *, wait: bool) -> bool:
         """Whether it went well so far. A disk that is full is said; the run goes on, and the last one is intact."""
         path = self._folder.checkpoint(step)
-        self._finish_earlier()
+        self.finish()
+        began_s = time.perf_counter()
         try:
             self._session.save(path, also=also, files=lambda folder: self._write_files(folder, step), wait=wait)
         except StorageError as error:
             self._say_failed(path, error)
             return False
-        self._coming = path
+        self._coming, self._step, self._began_s = path, step, began_s
         if wait:
             self.poll()
         return True
@@ -49,21 +57,24 @@ class Checkpoints:
         if self._coming is None or not self._coming.exists():
             return
         self.last, self._coming = self._coming, None
+        self._on_saved(self._step, time.perf_counter() - self._began_s)
         try:
             prune(self._folder.checkpoints, self._keep)
         except StorageError as error:
             self._warn(f"An old checkpoint could not be removed: {error}")
 
-    def _finish_earlier(self) -> None:
-        """An error of the last save in the background is that one's, not of the one that begins."""
+    def finish(self) -> bool:
+        """Wait for a save in the background; whether there is none that failed."""
         if self._coming is None:
-            return
+            return True
         try:
             self._session.synchronize()
         except StorageError as error:
             self._say_failed(self._coming, error)
             self._coming = None
+            return False
         self.poll()
+        return True
 
     def _say_failed(self, path: Path, error: StorageError) -> None:
         good = f"the last good one is {self.last}" if self.last is not None else "there is none yet"

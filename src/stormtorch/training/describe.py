@@ -28,9 +28,10 @@ def describe_schedule(settings: TrainSettings, total: int, rows: int) -> str:
     batch = settings.batch * settings.accumulate
     passes = total * batch / rows
     warmup = warmup_steps(settings, total)
+    rising = f"{warmup} step{'' if warmup == 1 else 's'} of warm-up"
     return (
         f"schedule   {total} steps of {batch} rows ({batch * settings.sequence:,} tokens), {passes:.2f} passes "
-        f"over the data; lr {settings.lr:g}, {settings.schedule}, {warmup} steps of warm-up; {settings.optimizer}, "
+        f"over the data; lr {settings.lr:g}, {settings.schedule}, {rising}; {settings.optimizer}, "
         f"{f'clipped at {settings.clip:g}' if settings.clip else 'not clipped'}"
     )
 

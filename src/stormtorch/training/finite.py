@@ -14,10 +14,11 @@ class NotFinite(StormError):
     """A step gave something that is no finite number; nothing that it touched was saved."""
 
 
-def check_weights(model: nn.Module, step: int) -> None:
-    """Raises NotFinite if a trained weight is none. One pass over RAM: for saves after steps that took no norm."""
+def problem_in_weights(model: nn.Module) -> str | None:
+    """Which trained weight holds something that is not finite; one pass over RAM."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             flat = parameter.detach().reshape(-1)
             if not all(bool(torch.isfinite(piece).all()) for piece in flat.split(_PIECE)):
-                raise NotFinite(f"After step {step}, {name} holds a number that is not finite.")
+                return f"{name} is not finite any more"
+    return None

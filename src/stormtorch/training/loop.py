@@ -23,7 +23,7 @@ from ..core.tags import Tier
 from ..data.loader import DataLoader
 from .checkpoints import Checkpoints
 from .evaluation import evaluate
-from .finite import NotFinite, check_weights
+from .finite import NotFinite, problem_in_weights
 from .metrics import Metrics
 from .own_model import Batch, Loss
 from .pace import Pace
@@ -60,8 +60,10 @@ class Loop:
     _pace: Pace = field(default_factory=Pace, init=False)
     _last: Reading | None = field(default=None, init=False)
     _saved: bool = field(default=True, init=False)  # whether the last save went well
+    _saved_step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self._saved_step = self.done
         self._readings = Readings(self.session.device, self.session.ledger)
 
     def run(self) -> bool:
@@ -73,9 +75,8 @@ class Loop:
                 self.done += 1
                 self._between(last=self.done == self.total)
             if self.stopping.signal is not None:
-                with self._pace.pause():
-                    self._note(self._readings.all())
-                    self._save(wait=True)
+                self._note(self._readings.all())
+                self._save_last()
             return self._saved
         finally:
             self._readings.close()
@@ -130,10 +131,18 @@ class Loop:
 
     def _save(self, *, wait: bool) -> None:
         step = self.done
-        if not self.settings.clip:
-            check_weights(self.model, step)
+        problem = problem_in_weights(self.model) if not self.settings.clip else None
+        if problem is not None:
+            raise self._not_finite(step, problem)
+        self._saved_step = step
         self._saved = self.checkpoints.save(step, {"loader": self.loader}, wait=wait)
-        self._write("save" if self._saved else "save failed", step)
+
+    def _save_last(self) -> None:
+        """After a signal: what was done is saved, unless it is, or is being so."""
+        if self._saved_step == self.done and self._saved:
+            self._saved = self.checkpoints.finish()
+        else:
+            self._save(wait=True)
 
     def _evaluate(self) -> None:
         assert self.eval_loader is not None
@@ -156,13 +165,15 @@ class Loop:
         for reading in readings:
             problem = reading.problem()
             if problem is not None:
-                self._write("nan", reading.step, reason=problem)
-                good = self.checkpoints.last
-                kept = f"The last good checkpoint is {good}" if good is not None else "There is no checkpoint yet"
-                raise NotFinite(
-                    f"Step {reading.step}: {problem}. {kept}. Lower --lr, look at the data, or use --on-nan skip."
-                )
+                raise self._not_finite(reading.step, problem)
             self._record(reading)
+
+    def _not_finite(self, step: int, problem: str) -> NotFinite:
+        self._write("nan", step, reason=problem)
+        self.checkpoints.finish()
+        good = self.checkpoints.last
+        kept = f"The last good checkpoint is {good}" if good is not None else "There is no checkpoint yet"
+        return NotFinite(f"Step {step}: {problem}. {kept}. Lower --lr, look at the data, or use --on-nan skip.")
 
     def _record(self, reading: Reading) -> None:
         self._last = reading

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.folder import all_complete, check_complete
 from ..core.errors import CheckpointError, SettingError, StorageError, WrongModel
-from .identity import read_run_file
+from .identity import check_same, read_run_file
 from .run_folder import RunFolder
 from .settings import TrainSettings
 
@@ -43,6 +44,25 @@ def _named(path: Path, folder: RunFolder) -> Path:
             "use another --output."
         )
     return path
+
+
+def same_run(found: Sequence[Path], made_with: dict[str, Any], warn: Callable[[str], None]) -> list[Path]:
+    """Those of ``found`` whose run gives the same numbers; raises SettingError if one was made with other settings."""
+    usable = []
+    first: CheckpointError | None = None
+    for path in found:
+        try:
+            _, then = read_run_file(path)
+        except CheckpointError as error:
+            first = first or error
+            if path != found[-1]:
+                warn(f"{error} The checkpoint before it is tried.")
+            continue
+        check_same(path, then, made_with)
+        usable.append(path)
+    if first is not None and not usable:
+        raise first
+    return usable
 
 
 def load_first_usable(

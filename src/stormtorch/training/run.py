@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,11 +17,11 @@ from ..memory.limits import usable_device
 from .build import Built, build
 from .checkpoints import Checkpoints
 from .describe import describe_model, describe_placement, describe_schedule
-from .identity import check_same, identity, read_run_file, write_run_file
+from .identity import identity, read_run_file, write_run_file
 from .loop import Loop
 from .metrics import Metrics, cut_back
 from .optimizer import make_optimizer
-from .resume import candidates, load_first_usable
+from .resume import candidates, load_first_usable, same_run
 from .run_folder import RunFolder
 from .sampling import check_can_sample
 from .settings import TrainSettings, check_required
@@ -37,8 +38,7 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
         device = usable_device(_device(settings.device))
         data = read_text(settings, folder.data, watcher)
         made_with = identity(settings, total=data.total, data=data.rows.fingerprint)
-        for path in found:
-            check_same(path, read_run_file(path)[1], made_with)
+        found = same_run(found, made_with, watcher.warn)
         built, optimizer, session = _open_model(settings, device, data, watcher, ends, values=not found)
         loader = ends.enter_context(data.loader(settings, device))
         resumed = _resume(found, session, loader, folder, watcher)
@@ -67,7 +67,13 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
                 eval_loader=eval_loader,
                 tokenizer=data.tokenizer,
                 checkpoints=Checkpoints(
-                    session, folder, keep=settings.keep, write_files=write_files, warn=watcher.warn, last=resumed
+                    session,
+                    folder,
+                    keep=settings.keep,
+                    write_files=write_files,
+                    warn=watcher.warn,
+                    on_saved=lambda step, seconds: _write_saved(metrics, step, seconds),
+                    last=resumed,
                 ),
                 metrics=metrics,
                 watcher=watcher,
@@ -110,7 +116,9 @@ def _open_model(
         )
     )
     if built.weights is not None:
+        began_s = time.perf_counter()
         load_weights(built.model, built.weights)
+        watcher.say(f"weights    read in {time.perf_counter() - began_s:.1f} s")
     for line in describe_placement(session):
         watcher.say(line)
     return built, optimizer, session
@@ -122,8 +130,14 @@ def _resume(
     if not found:
         return None
     return load_first_usable(
-        found, lambda path: session.load(path, also={"loader": loader}), watcher.warn, folder.checkpoints
+        found, lambda path: _load(session, path, loader, watcher), watcher.warn, folder.checkpoints
     )
+
+
+def _load(session: Session, path: Path, loader: DataLoader, watcher: Watcher) -> None:
+    began_s = time.perf_counter()
+    session.load(path, also={"loader": loader})
+    watcher.say(f"checkpoint read in {time.perf_counter() - began_s:.1f} s")
 
 
 def _open_metrics(settings: TrainSettings, folder: RunFolder, done: int, resumed: Path | None) -> Metrics:
@@ -133,6 +147,10 @@ def _open_metrics(settings: TrainSettings, folder: RunFolder, done: int, resumed
     if resumed is not None:
         metrics.write("resume", done, checkpoint=str(resumed))
     return metrics
+
+
+def _write_saved(metrics: Metrics, step: int, seconds: float) -> None:
+    metrics.write("save", step, seconds=round(seconds, 3))
 
 
 def _device(name: str) -> str:
@@ -150,9 +168,8 @@ def _ending(loop: Loop, saved: bool, built: Built, watcher: Watcher) -> int:
         watcher.warn(f"The last step is not saved. The last good checkpoint is {last or 'none'}.")
         return loop.stopping.status or 1
     if loop.stopping.signal is not None:
-        watcher.say(
-            f"Stopped after step {loop.done} of {loop.total}, saved in {last}. The same command goes on from there."
-        )
+        where = f"saved in {last}" if last is not None else "nothing to save"
+        watcher.say(f"Stopped after step {loop.done} of {loop.total}, {where}. The same command goes on from there.")
         return loop.stopping.status
     watcher.say(f"The trained model is {last}")
     watcher.say(built.opening(str(last)))

@@ -127,9 +127,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = accept(item.name, item.metadata["kind"], getattr(self, item.name))
-            if value is None and item.default is not None and item.default != ():
-                value = item.default  # an empty line of YAML
-            object.__setattr__(self, item.name, value)
+            object.__setattr__(self, item.name, item.default if value in (None, ()) else value)  # an empty line of YAML
         _check_pairs(self)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable
@@ -41,4 +42,5 @@ class Stopping:
         first = self.signal is None
         self.signal = self.signal or signal.Signals(number)
         if first:
-            self._say("Stopping: the step that runs is finished and saved. Ctrl-C again ends at once, without.")
+            with contextlib.suppress(RuntimeError):  # Python was writing to that very stream
+                self._say("Stopping: the step that runs is finished and saved. Ctrl-C again ends at once, without.")

@@ -83,10 +83,7 @@ def words(accepted: str, metavar: str) -> Kind:
     one = text(accepted)
 
     def convert(value: object) -> tuple[str, ...]:
-        found = tuple(one.convert(item) for item in _items(value))
-        if not found:
-            raise ValueError
-        return found
+        return tuple(one.convert(item) for item in _items(value))
 
     return Kind(convert, accepted, metavar=metavar, many=True)
 

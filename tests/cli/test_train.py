@@ -1,0 +1,182 @@
+"""``storm train`` as a user calls it: flags, files, the line, what is printed and the exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import stormtorch
+from stormtorch.cli.live import Live, status_line
+from stormtorch.cli.main import main
+from stormtorch.training.settings import TrainSettings
+from stormtorch.training.watch import Status
+
+DEMO = Path(stormtorch.__file__).parent / "demo_data"
+STATUS = Status(
+    step=30,
+    total=100,
+    loss=2.5,
+    tokens_per_s=12345.6,
+    left_s=3725.0,
+    vram_bytes=3 << 30,
+    vram_limit_bytes=8 << 30,
+    ram_bytes=1 << 30,
+    ram_limit_bytes=16 << 30,
+)
+
+
+def flags(folder: Path, *more: str) -> list[str]:
+    """A few steps of a small model, from a config that is made here."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    config = json.loads((DEMO / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_size": 48, "num_hidden_layers": 2}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((DEMO / name).read_bytes())
+    return [
+        *("train", "--model", str(model), "--data", str(DEMO / "corpus.jsonl"), "--output", str(folder / "run")),
+        *("--device", "cpu", "--dtype", "fp32", "--sequence", "32", "--batch", "2", "--lr", "1e-3", *more),
+    ]
+
+
+def test_print_config_says_what_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: there\ndata: [a.jsonl]\nlr: 1e-4\nbatch: 3\npacking: true\n")
+    assert main(["train", "--config", str(file), "--print-config", "--batch", "5", "--no-packing"]) == 0
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in ("model: there", "lr: 0.0001", "batch: 5", "packing: false"))
+    file.write_text(printed)
+    assert main(["train", "--config", str(file), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    for item in dataclasses.fields(TrainSettings):
+        assert f"--{item.name.replace('_', '-')}" in text
+
+
+def test_settings_are_read_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from stormtorch.cli.main import main\n"
+        "assert main(['train', '--model', 'a', '--data', 'b', '--print-config']) == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--lr", "-1"], "lr='-1' is not accepted. Accepted: a number above 0."),
+        (["--vram", "8G"], "vram='8G' is not a byte size"),
+        (["--device", "tpu"], "device='tpu'"),
+        (["--config", "absent.yaml"], "--config absent.yaml cannot be read"),
+        (["--model", "nowhere"], "--model nowhere"),
+        (["--data", "absent.jsonl"], "absent.jsonl does not exist"),
+        (["--vram", "10KiB"], "Raise it"),
+    ],
+)
+def test_mistakes_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
+    pytest.importorskip("transformers")
+    assert main(flags(tmp_path, *more)) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("storm train: ")
+    assert words in lines[0]
+
+
+def test_a_run_is_told_from_beginning_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(flags(tmp_path, "--steps", "3", "--log-every", "1", "--vram", "600KiB")) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "LlamaForCausalLM: ",
+        "random, seed 0",
+        "3 steps of 2 rows (64 tokens)",
+        "(vram='600KiB')",
+        "step 1/3",
+        "step 3/3",
+        "peaks: device",
+        "The trained model is ",
+        "AutoModelForCausalLM.from_pretrained(",
+    ):
+        assert words in out, words
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """The command in a process of its own, when it has logged its first step."""
+    command = [sys.executable, "-m", "stormtorch.cli", *flags(folder, "--log-every", "1", "--steps", "100000", *more)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = folder / "run" / "metrics.jsonl"
+    end = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return child
+
+
+def test_ctrl_c_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    child = start(tmp_path)
+    os.kill(child.pid, signal.SIGINT)
+    out, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in errors
+    assert "The same command goes on from there." in out
+    [saved] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert (saved / "model.safetensors").is_file()
+
+
+def test_a_loss_that_is_no_number_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(flags(tmp_path, "--steps", "50", "--lr", "1e30", "--clip", "0", "--save-every", "1")) == 3
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("storm train: ")
+    assert "not finite" in last or "the loss is" in last
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_on_a_terminal_is_redrawn_and_others_stand_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    out, now = Terminal(), [0.0]
+    live = Live(out=out, errors=out, clock=lambda: now[0])
+    live.show(STATUS)
+    live.show(STATUS)  # too soon to be drawn again
+    live.log(STATUS)  # it is on the line already
+    live.say("said")
+    live.close()
+    line = status_line(STATUS)
+    assert out.getvalue() == f"\r{line}\x1b[K\r\x1b[Ksaid\n"
+    assert line == (
+        "step 30/100  ETA 1:02:05  loss 2.5000  12,346 tokens/s  VRAM 3.0 GiB of 8.0 GiB  RAM 1.0 GiB of 16.0 GiB"
+    )
+
+
+def test_elsewhere_only_logged_steps_get_a_line() -> None:
+    out, errors = io.StringIO(), io.StringIO()
+    live = Live(out=out, errors=errors)
+    live.show(STATUS)
+    live.log(STATUS)
+    live.warn("wrong")
+    live.reading(100)(100)
+    live.close()
+    assert out.getvalue() == status_line(STATUS) + "\n"
+    assert errors.getvalue() == "storm train: wrong\n"

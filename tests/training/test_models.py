@@ -1,0 +1,223 @@
+"""Every kind of model that a run may be given, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stormtorch.core.errors import SettingError, StormError
+from stormtorch.training import hf_model
+from stormtorch.training.build import build
+from stormtorch.training.settings import TrainSettings
+
+from .tiny import Quiet, checkpoint, losses, one_thread, run, settings, write_model  # noqa: F401
+
+transformers = pytest.importorskip("transformers")
+
+
+def with_weights(folder: Path, *, shard: str = "5GB", dtype: torch.dtype = torch.float32, **changes: object) -> Path:
+    """A directory as ``save_pretrained`` writes it."""
+    write_model(folder, **changes)
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+@pytest.mark.parametrize("shard", ["5GB", "40KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_weights_go_straight_home(tmp_path: Path, shard: str, tied: bool) -> None:
+    """The first loss is that of the model in the files, so they were all read."""
+    model = with_weights(tmp_path / "model", shard=shard, tie_word_embeddings=tied)
+    chosen = settings(tmp_path, model=str(model), steps=2)
+    built = build(chosen, values=True)
+    assert built.weights == model
+    assert all(parameter.is_meta for parameter in built.model.parameters())
+    assert not any(buffer.is_meta for buffer in built.model.buffers())
+    watcher = Quiet()
+    assert run(chosen, watcher) == 0
+    assert any("straight into their homes" in line for line in watcher.said)
+    first = losses(chosen)[1]
+    other = settings(tmp_path, model=str(tmp_path / "model"), steps=2, output=str(tmp_path / "in_ram"))
+    assert first == _first_loss_in_ram(other)
+
+
+def _first_loss_in_ram(chosen: TrainSettings) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_model, "why_not_direct", lambda *_: "a test says so")
+        watcher = Quiet()
+        assert run(chosen, watcher) == 0
+    assert any("loaded by transformers" in line for line in watcher.said)
+    return losses(chosen)[1]
+
+
+def test_a_trained_model_opens_and_trains_on(tmp_path: Path) -> None:
+    """What one run saved is a model for the next; bf16 files serve a run in fp32."""
+    first = settings(tmp_path, dtype="bf16", steps=2)
+    assert run(first) == 0
+    saved = checkpoint(first, 2)
+    config = json.loads((saved / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+    second = settings(tmp_path, model=str(saved), output=str(tmp_path / "second"), steps=1)
+    assert run(second) == 0
+    weights = load_file(checkpoint(second, 1) / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def test_names_that_need_conversion_are_left_to_transformers(tmp_path: Path) -> None:
+    """A folder of the base model alone: its names lack the prefix."""
+    folder = write_model(tmp_path / "model", tie_word_embeddings=True)
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.LlamaModel(config).save_pretrained(folder)
+    chosen = settings(tmp_path, model=str(folder), steps=1)
+    watcher = Quiet()
+    assert run(chosen, watcher) == 0
+    assert any("loaded by transformers, then moved: its names need" in line for line in watcher.said)
+
+
+def test_a_config_alone_gives_random_weights_by_the_seed(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    names = {"a": 0, "b": 0, "c": 1}
+    found = {}
+    for name, seed in names.items():
+        chosen = settings(
+            tmp_path,
+            model=str(folder / "config.json"),
+            tokenizer=str(folder / "tokenizer.json"),
+            output=str(tmp_path / name),
+            seed=seed,
+            steps=2,
+        )
+        assert run(chosen) == 0
+        found[name] = losses(chosen)
+    assert found["a"] == found["b"]
+    assert found["a"][1] != found["c"][1]
+
+
+def test_adapters_train_alone_and_open_with_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = with_weights(tmp_path / "model")
+    before = load_file(model / "model.safetensors")
+    chosen = settings(tmp_path, model=str(model), lora_rank=4, lr=1e-2, steps=4)
+    watcher = Quiet()
+    assert run(chosen, watcher) == 0
+    assert any("of them trained" in line and "straight into their homes" in line for line in watcher.said)
+    folder = checkpoint(chosen, 4)
+    assert (folder / "adapter_config.json").is_file()
+    assert not (folder / "model.safetensors").exists()
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, folder)
+    moved = [p for n, p in adapted.named_parameters() if "lora_B" in n]
+    assert len(moved) == 7 * 3
+    assert all(bool((parameter != 0).any()) for parameter in moved)
+    assert torch.equal(before["lm_head.weight"], adapted.base_model.model.lm_head.weight)
+
+
+def test_adapters_begin_as_peft_has_them(tmp_path: Path) -> None:
+    """Put into a model without memory, they have no values of peft's; they must get them: A uniform, B zero."""
+    pytest.importorskip("peft")
+    built = build(settings(tmp_path, model=str(with_weights(tmp_path / "model")), lora_rank=4), values=True)
+    found = {name: p.detach() for name, p in built.model.named_parameters() if p.requires_grad}
+    assert len(found) == 2 * 7 * 3
+    for name, parameter in found.items():
+        bound = parameter.shape[1] ** -0.5
+        assert not parameter.is_meta
+        most = float(parameter.abs().max())
+        assert most == 0.0 if "lora_B" in name else 0.8 * bound < most <= bound, name
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(257, 16), nn.Linear(16, 257)
+    def forward(self, input_ids, labels):
+        return self.head(self.embed(input_ids))
+
+class WithLoss(Own):
+    def forward(self, input_ids, labels):
+        return {"loss": loss(super().forward(input_ids, labels), {"labels": labels})}
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+def no_model():
+    return 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_module_of_a_test.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_module_of_a_test", raising=False)
+    return "own_module_of_a_test"
+
+
+def test_models_of_the_users_own(tmp_path: Path, own_module: str) -> None:
+    tokenizer = str(write_model(tmp_path / "model"))
+    inside = settings(tmp_path, model=f"{own_module}:WithLoss", tokenizer=tokenizer, accumulate=2, lr=0.1)
+    assert run(inside) == 0
+    outside = settings(
+        tmp_path,
+        model=f"{own_module}:Own",
+        loss=f"{own_module}:loss",
+        tokenizer=tokenizer,
+        accumulate=2,
+        lr=0.1,
+        output=str(tmp_path / "outside"),
+    )
+    assert run(outside) == 0
+    assert losses(inside) == losses(outside)
+    assert losses(inside)[8] < losses(inside)[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("nowhere", "nowhere does not exist"),
+        ("empty", "empty has no config.json"),
+        ("no_such_module:make", "cannot import no_such_module"),
+        ("own_module_of_a_test:absent", "has no callable 'absent'"),
+        ("own_module_of_a_test:no_model", "returned a int. Accepted: an nn.Module"),
+        ("own_module_of_a_test:Own", "The loss is a NoneType"),
+    ],
+)
+def test_models_that_cannot_be_used(tmp_path: Path, own_module: str, model: str, words: str) -> None:
+    assert own_module
+    tokenizer = str(write_model(tmp_path / "model"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SettingError) as caught:
+        run(settings(tmp_path, model=model, tokenizer=tokenizer, steps=1))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_file_of_weights_is_named(tmp_path: Path) -> None:
+    model = with_weights(tmp_path / "model", shard="40KB")
+    [*_, last] = sorted(model.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-100])
+    with pytest.raises(StormError, match=last.name):
+        run(settings(tmp_path, model=str(model), steps=1))
+    last.unlink()
+    with pytest.raises(StormError, match=last.name):
+        run(settings(tmp_path, model=str(model), steps=1))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    model = with_weights(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(16)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StormError, match=r"model\.norm\.weight"):
+        run(settings(tmp_path, model=str(model), steps=1))

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormtorch.core.errors import SettingError
+from stormtorch.training.schedule import learning_rate, warmup_steps
+from stormtorch.training.settings import TrainSettings, check_required, is_callable_name
+from stormtorch.training.settings_file import read_yaml, to_yaml
+from stormtorch.training.text_data import total_steps
+
+MANY: dict[str, Any] = {
+    "model": "somewhere",
+    "data": ("a.jsonl", "b.txt"),
+    "vram": "8GiB",
+    "lr": 3e-5,
+    "betas": (0.9, 0.95),
+    "eps": 1e-7,
+    "steps": 12,
+    "packing": False,
+    "completions_only": True,
+    "sample_every": 3,
+    "sample_prompts": ("Once upon a time,", "yes", "#1: ü"),
+    "lora_rank": 8,
+    "lora_targets": ("q_proj", "v_proj"),
+}
+
+
+def test_yaml_gives_the_same_settings_again(tmp_path: Path) -> None:
+    for chosen in (TrainSettings(), TrainSettings(**MANY)):
+        path = tmp_path / "run.yaml"
+        path.write_text(to_yaml(chosen), encoding="utf-8")
+        assert TrainSettings(**read_yaml(path)) == chosen
+        assert TrainSettings.from_mapping(chosen.as_mapping(), source="itself") == chosen
+
+
+def test_yaml_as_people_write_it(tmp_path: Path) -> None:
+    """YAML calls 1e-5 a word; dashes stand in flags; one path is a list of one; an empty line is the default."""
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 1e-5\nsave-every: 100\ndata: one.jsonl\nvram: 8GiB\nclip:\nram: 1000000000\n")
+    found = TrainSettings(**read_yaml(path))
+    assert (found.lr, found.save_every, found.data, found.clip) == (1e-5, 100, ("one.jsonl",), 1.0)
+    assert (found.vram, found.ram) == ("8GiB", "1000000000")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learning_rate: 1\nlr: 1\n", ["no setting 'learning_rate'"]),
+        ("sav_every: 1\n", ["no setting 'sav_every'", "Did you mean save_every"]),
+        ("lr: [1\n", ["run.yaml line 2 is not YAML"]),
+        ("- lr\n", ["holds a list", "name: value"]),
+    ],
+)
+def test_files_that_cannot_be_meant(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingError) as caught:
+        read_yaml(path)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="No such file"):
+        read_yaml(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr": 0}, "lr=0 is not accepted. Accepted: a number above 0"),
+        ({"lr": "fast"}, "lr='fast' is not accepted"),
+        ({"lr": float("nan")}, "lr=nan is not accepted"),
+        ({"batch": 0}, "batch=0 is not accepted. Accepted: a whole number of at least 1"),
+        ({"batch": 1.5}, "batch=1.5 is not accepted"),
+        ({"batch": True}, "batch=True is not accepted"),
+        ({"schedule": "exponential"}, "Accepted: cosine, linear, constant"),
+        ({"vram": "8G"}, "vram='8G' is not a byte size"),
+        ({"betas": [0.9]}, "Accepted: two numbers from 0 to below 1"),
+        ({"packing": "no"}, "packing='no' is not accepted. Accepted: true or false"),
+        ({"step": "backward"}, "step=backward updates while gradients arrive, which clip=1.0 forbids"),
+        ({"step": "backward", "clip": 0, "accumulate": 2}, "which accumulate=2 forbids"),
+        ({"step": "backward", "clip": 0, "on_nan": "skip"}, "before a step can be skipped"),
+        ({"sample_every": 5}, "sample_every needs prompts"),
+        ({"model": "here", "loss": "a:b"}, "loss is for module:callable models"),
+        ({"model": "a.b:c", "lora_rank": 2}, "lora_rank is for models of transformers"),
+    ],
+)
+def test_values_that_cannot_be_meant(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        TrainSettings(**changes)
+    assert words in str(caught.value)
+
+
+def test_model_and_data_are_required() -> None:
+    with pytest.raises(SettingError, match=r"No model is given\. Say --model"):
+        check_required(TrainSettings())
+    with pytest.raises(SettingError, match="No data is given"):
+        check_required(TrainSettings(model="a"))
+
+
+def test_names_of_callables() -> None:
+    assert is_callable_name("package.module:make")
+    assert not any(map(is_callable_name, [None, "folder", "a/b:c", "C:/models", "module:", ":make"]))
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    base = TrainSettings(lr=1.0, warmup=4, schedule="linear")
+    rates = [learning_rate(base, step, 12) for step in range(1, 13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4:] == pytest.approx([1 - k / 8 for k in range(8)])
+    cosine = [learning_rate(dataclasses.replace(base, schedule="cosine"), step, 12) for step in range(1, 13)]
+    assert cosine[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert cosine[8] == pytest.approx(0.5)
+    assert 0 < cosine[-1] < 0.05
+    constant = dataclasses.replace(base, schedule="constant")
+    assert {learning_rate(constant, step, 12) for step in range(4, 13)} == {1.0}
+
+
+def test_warm_up_in_steps_or_as_a_share() -> None:
+    assert warmup_steps(TrainSettings(warmup=0), 1000) == 0
+    assert warmup_steps(TrainSettings(warmup=0.03), 1000) == 30
+    assert warmup_steps(TrainSettings(warmup=0.03), 10) == 1
+    assert warmup_steps(TrainSettings(warmup=25), 1000) == 25
+    assert learning_rate(TrainSettings(lr=1.0, warmup=0), 1, 10) == 1.0
+
+
+def test_steps_of_a_run() -> None:
+    assert total_steps(TrainSettings(batch=2, accumulate=3, epochs=2.0), 31) == 10
+    assert total_steps(TrainSettings(steps=7), 31) == 7
+    with pytest.raises(SettingError, match="3 rows of 1024 tokens, which fill no batch=4"):
+        total_steps(TrainSettings(batch=4, steps=7), 3)
+    with pytest.raises(SettingError, match=r"epochs=0\.1 of 5 batches make no step"):
+        total_steps(TrainSettings(epochs=0.1), 5)
