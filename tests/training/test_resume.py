@@ -79,7 +79,7 @@ def test_what_happened_after_the_checkpoint_is_written_once(tmp_path: Path) -> N
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
-    chosen = settings(tmp_path, save_every=2, keep=3)
+    chosen = settings(tmp_path, save_every=2, keep=2)
     assert run(chosen) == 0
     expected = losses(chosen)
     file = checkpoint(chosen, 8) / "model.safetensors"
@@ -93,6 +93,28 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
     assert "The checkpoint before it is tried" in watcher.warned[0]
     assert losses(chosen) == expected
     assert [record["step"] for record in records(chosen, "resume")] == [6]
+    assert steps_saved(chosen) == [6, 8]
+    assert (Path(chosen.output) / "damaged" / "step-00000008" / "model.safetensors").read_bytes() == content
+
+
+def test_a_damaged_one_does_not_drive_out_a_good_one(tmp_path: Path) -> None:
+    """With one checkpoint to keep, the damaged one is still the newest by name when the next is saved."""
+    chosen = settings(tmp_path, save_every=2, keep=2)
+    assert run(chosen) == 0
+    (checkpoint(chosen, 8) / "storm" / "run.json").write_bytes(b"")
+    (checkpoint(chosen, 8) / "storm" / "manifest.json").write_bytes(b"")
+    chosen = dataclasses.replace(chosen, keep=1, save_every=0)
+    assert run(chosen, stop_after(7)) == 143
+    assert steps_saved(chosen) == [7]
+    assert run(chosen) == 0
+
+
+def test_what_a_kill_left_unpruned_is_pruned(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, save_every=3, keep=3)
+    assert run(chosen) == 0
+    assert steps_saved(chosen) == [3, 6, 8]
+    assert run(dataclasses.replace(chosen, keep=2)) == 0
+    assert steps_saved(chosen) == [6, 8]
 
 
 def test_it_never_begins_anew_over_checkpoints(tmp_path: Path) -> None:

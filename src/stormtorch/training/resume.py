@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import all_complete, check_complete
+from ..checkpoint.folder import all_complete, check_complete, prune, remove
 from ..core.errors import CheckpointError, SettingError, StorageError, WrongModel
+from ..memory.file_calls import storage_error
 from .identity import check_same, read_run_file
 from .run_folder import RunFolder
 from .settings import TrainSettings
@@ -44,6 +45,28 @@ def _named(path: Path, folder: RunFolder) -> Path:
             "use another --output."
         )
     return path
+
+
+def tidy(folder: RunFolder, resumed: Path, keep: int) -> list[Path]:
+    """After a resume: what is newer than the checkpoint it took is damaged, and must not count as the newest.
+
+    It is moved to ``damaged/``, for whoever wants to look at it; returns where. What a kill left unpruned goes too.
+    """
+    moved = []
+    step, _ = read_run_file(resumed)
+    for path in sorted(folder.checkpoints.glob("step-*")):
+        if path.name > folder.checkpoint(step).name:
+            target = folder.path / "damaged" / path.name
+            try:
+                target.parent.mkdir(exist_ok=True)
+                if target.exists():
+                    remove(target)
+                path.rename(target)
+            except OSError as error:
+                raise storage_error(f"move {path} to {target}", error) from error
+            moved.append(target)
+    prune(folder.checkpoints, keep)
+    return moved
 
 
 def same_run(found: Sequence[Path], made_with: dict[str, Any], warn: Callable[[str], None]) -> list[Path]:

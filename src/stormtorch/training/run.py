@@ -21,7 +21,7 @@ from .identity import identity, read_run_file, write_run_file
 from .loop import Loop
 from .metrics import Metrics, cut_back
 from .optimizer import make_optimizer
-from .resume import candidates, load_first_usable, same_run
+from .resume import candidates, load_first_usable, same_run, tidy
 from .run_folder import RunFolder
 from .sampling import check_can_sample
 from .settings import TrainSettings, check_required
@@ -45,6 +45,8 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
         done = 0 if resumed is None else read_run_file(resumed)[0]
         if resumed is not None:
             watcher.say(f"resumed    {resumed}: {done} of {data.total} steps are done")
+            for moved in tidy(folder, resumed, settings.keep):
+                watcher.say(f"damaged    {moved}: moved there")
         metrics = ends.enter_context(_open_metrics(settings, folder, done, resumed))
 
         def write_files(into: Path, step: int) -> None:
