@@ -12,6 +12,7 @@ takes to be killed. A phase may also be named at whose beginning the thread stop
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -33,6 +34,7 @@ def announce_phases(fd: int, stop_at: tuple[str, int] | None) -> None:
     from stormtorch.api import Session
     from stormtorch.checkpoint import disk
     from stormtorch.training import loop, run, text_data
+    from stormtorch.training.text import rows
 
     seen: Counter[str] = Counter()
 
@@ -53,20 +55,28 @@ def announce_phases(fd: int, stop_at: tuple[str, int] | None) -> None:
         setattr(owner, name, wrapped)
 
     before(text_data, "prepare", "prepare")
+    before(rows.RowWriter, "close", "rows")
     before(run, "build", "build")
+    before(run, "load_weights", "weights")
     before(Session, "load", "load")
     before(loop, "forward_backward", "forward")
     before(torch.Tensor, "backward", "backward")
     before(Session, "clip_grad_norm_", "step")
     before(loop.Loop, "_between", "between")
     before(Session, "save", "save")
-    calls = disk.CALLS
+    disk.CALLS = _drawn_out(disk.CALLS, say)
+
+
+def _drawn_out(calls: Any, say: Callable[[str], None]) -> Any:
+    """The calls of a checkpoint to the file system, announced and slowed down."""
+    writes = itertools.count(1)
 
     def write(handle: int, view: memoryview, offset: int) -> int:
         say("write")
-        half = seen["write"] % 2 == 1  # the rest in another call
+        half = next(writes) % 2 == 1  # the rest in another call
         time.sleep(_HELD_S / 20)
-        return calls.write(handle, view[: -(-len(view) // 2)] if half else view, offset)
+        written: int = calls.write(handle, view[: -(-len(view) // 2)] if half else view, offset)
+        return written
 
     def sync(handle: int) -> None:
         say("sync")
@@ -90,9 +100,10 @@ def announce_phases(fd: int, stop_at: tuple[str, int] | None) -> None:
 
     def read(handle: int, view: memoryview, offset: int) -> int:
         say("read")
-        return calls.read(handle, view, offset)
+        got: int = calls.read(handle, view, offset)
+        return got
 
-    disk.CALLS = dataclasses.replace(calls, write=write, sync=sync, rename=rename, remove=remove, read=read)
+    return dataclasses.replace(calls, write=write, sync=sync, rename=rename, remove=remove, read=read)
 
 
 def _answer(what: object) -> None:

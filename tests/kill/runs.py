@@ -150,8 +150,8 @@ class Training:
         self.folder.mkdir(parents=True)
         self.log, self.output = self.folder / "log.txt", self.folder / "run"
 
-    def arguments(self, model: Path) -> list[str]:
-        settings = {
+    def arguments(self, model: Path, *, steps: int = STEPS) -> list[str]:
+        settings: dict[str, object] = {
             "model": model,
             "data": DEMO_DATA / "corpus.jsonl",
             "output": self.output,
@@ -161,7 +161,7 @@ class Training:
             "sequence": 64,
             "batch": 2,
             "accumulate": 2,
-            "steps": STEPS,
+            "steps": steps,
             "lr": 1e-2,
             "save-every": SAVE_EVERY,
             "keep": KEEP,

@@ -6,6 +6,7 @@ once in each phase that the suite has time for.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import sys
@@ -16,7 +17,8 @@ import pytest
 
 from .runs import KEEP, SAVE_EVERY, STEPS, Ended, Moment, Runs, Training, what_is_wrong, write_model
 
-pytest.importorskip("transformers")
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("needs transformers", allow_module_level=True)
 
 KILLS = int(os.environ.get("STORM_KILLS", "0"))
 SEED = int(os.environ.get("STORM_KILL_SEED", "0"))
@@ -24,7 +26,9 @@ MICRO_BATCHES = 2 * STEPS
 # How often a phase may have begun when the kill comes: so far into a run, or less.
 OFTEN = {
     "prepare": 1,
+    "rows": 1,
     "build": 1,
+    "weights": 1,
     "load": 1,
     "read": 3,
     "forward": STEPS,
@@ -38,8 +42,10 @@ OFTEN = {
     "renamed": STEPS // SAVE_EVERY,
     "remove": STEPS // SAVE_EVERY - KEEP,
 }
-NEEDS_A_CHECKPOINT = ("load", "read")
+WITH_A_CHECKPOINT, WITHOUT = ("load", "read"), ("rows", "weights")
 IN_THE_SUITE = [
+    Moment("rows"),
+    Moment("weights"),
     Moment("backward", 6),  # in the third step, with the first checkpoint on its way or there
     Moment("write", 9),
     Moment("rename"),
@@ -54,12 +60,21 @@ IN_THE_SUITE = [
 class Killing:
     """Kills one training after the other, and checks what is left each time."""
 
-    def __init__(self, runs: Runs, model: Path, folder: Path) -> None:
-        self._runs, self._model, self._folder = runs, model, folder
+    def __init__(self, runs: Runs, folder: Path) -> None:
+        self._runs, self._folder = runs, folder
+        self._model = self._with_weights()
         self._expected: dict[str, Training] = {}
         self.hits: Counter[str] = Counter()
         self.trainings = 0
         self.kills = 0
+
+    def _with_weights(self) -> Path:
+        """A model that has weights in files: the checkpoint of a short run."""
+        training = Training(self._folder / "short", "fp32")
+        arguments = training.arguments(write_model(self._folder / "model"), steps=1)
+        assert self._runs.run(arguments, training.log).status == 0, training.log.read_text()
+        [checkpoint] = training.named_checkpoints()
+        return checkpoint
 
     def expected(self, dtype: str) -> Training:
         """The training that nobody kills."""
@@ -123,7 +138,7 @@ def _swept(ended: Ended) -> bool:
 @pytest.mark.timeout(100 + 20 * KILLS)
 def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
-        killing = Killing(runs, write_model(tmp_path / "model"), tmp_path)
+        killing = Killing(runs, tmp_path)
         if KILLS:
             _at_random(killing)
         else:
@@ -145,10 +160,14 @@ def _at_random(killing: Killing) -> None:
         if not phases:  # each phase as often as any other
             phases = choices.sample(sorted(OFTEN), len(OFTEN))
         phase = phases.pop()
-        if phase in NEEDS_A_CHECKPOINT and not training.named_checkpoints():
-            phases.insert(0, phase)
-            phase = "backward"
+        there = bool(training.named_checkpoints())
+        if phase in WITHOUT and there:
+            killing.finish(training)
+            training = killing.begin(choices.choice(["bf16", "fp32"]))
         moment = Moment(phase, choices.randint(1, OFTEN[phase]), choices.choice([None, choices.uniform(0, 0.02)]))
+        if phase in WITH_A_CHECKPOINT and not there:
+            phases.append(phase)
+            moment = Moment("renamed")  # just after the first one
         if not killing.kill(training, moment):  # it came to its end first
             killing.finish(training)
             training = killing.begin(choices.choice(["bf16", "fp32"]))
