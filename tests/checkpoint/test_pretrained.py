@@ -62,7 +62,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-MODELS = {
+MODELS: dict[str, Any] = {
     "llama": llama,
     "tied": lambda: llama(tie_word_embeddings=True),
     "bf16": lambda: transformers.AutoModelForCausalLM.from_config(
