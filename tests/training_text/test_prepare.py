@@ -65,13 +65,15 @@ def test_a_text_file_is_one_document(tmp_path: Path, tokenizer: Any, monkeypatch
         prepare([tmp_path / "book.txt"], tokenizer, sequence=8, packing=False, cache=tmp_path / "cache")
 
 
-def test_what_the_tokenizer_puts_before_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["<|im|> $A", "<|im|> $A <|end|>"])
+def test_what_the_tokenizer_puts_around_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """A model that was made with a first token gets it in training too; only once in a text that came in pieces."""
+    specials = [("<|im|>", 257), ("<|end|>", END)]
     monkeypatch.setattr("stormtorch.training.text.records._PIECE_CHARACTERS", 3)
     from tokenizers.processors import TemplateProcessing
 
     first = byte_tokenizer("{{ messages }}")  # a tokenizer of its own, with <|im|>
-    first.backend_tokenizer.post_processor = TemplateProcessing(single="<|im|> $A", special_tokens=[("<|im|>", 257)])
+    first.backend_tokenizer.post_processor = TemplateProcessing(single=form, special_tokens=specials)
     path = tmp_path / "a.txt"
     path.write_text("ab\ncd\nef")
     ids, _ = rows_of(prepare([path], first, sequence=10, cache=tmp_path / "cache"))

@@ -89,6 +89,8 @@ class Encoder:
                 learn = _within(np.array(made["offset_mapping"][at], dtype=np.int64).reshape(-1, 2), document.learn)
             else:
                 learn = self._by_prefixes(document, ids, opening)
+            if not document.last and opening and ids and ids[-1] == self._tokenizer.eos_token_id:
+                ids, learn = ids[:-1], learn[:-1]  # some tokenizers end every text, and this one goes on
             if document.ending and (not ids or ids[-1] != self._end()):
                 ids, learn = [*ids, self._end()], np.append(learn, True)
             elif document.ending:
