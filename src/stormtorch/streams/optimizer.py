@@ -21,6 +21,7 @@ from .grad_home import GradHome
 from .gradients import GradientStream, has_sparse_grad, sparse_grad
 from .home import Access, home_view, joined, plain
 from .lock import locked
+from .master_states import MasterStates
 from .parameters import ParameterStream
 from .torch_private import without_torch_function
 from .torch_step import Shadow, TorchStep, as_is, is_separable
@@ -73,6 +74,7 @@ class OptimizerStream:
         self.steps = 0
         self.on_step: Callable[[], None] = lambda: None
         self.masters = masters
+        self._masters = MasterStates(self._generic, units) if masters and adam is None else None
         self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
         self._hooks: list[Any] = []
         self._group: dict[int, dict[str, Any]] = {}  # by parameter
@@ -92,6 +94,8 @@ class OptimizerStream:
         self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _optimizer: self.join_all()))
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._take_state))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._install_state))
+        if self._masters is not None:
+            self._hooks.append(optimizer.register_state_dict_post_hook(self._masters.add))
         if self._mode == "backward":
             gradients.consume = self._consume
         if adam is not None:
@@ -378,15 +382,23 @@ class OptimizerStream:
         self._show_state(place)
 
     def _take_state(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if self._adam is None or self._released:
+        if self._released:
             return None
         self.join_all()
         self.before_change(None)
+        if self._masters is not None:
+            return self._masters.take(self.optimizer, state_dict)
+        if self._adam is None:
+            return None
         self._before_load = state_dict["state"]
         return {**state_dict, "state": {}}  # torch would cast the states to the parameters' dtype and device
 
     def _install_state(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._adam is None or self._released:
+        if self._released:
+            return
+        if self._masters is not None:
+            self._masters.install(optimizer)
+        if self._adam is None:
             return
         numbered = [p for group in optimizer.param_groups for p in group["params"]]
         states = {numbered[key]: dict(value) for key, value in self._before_load.items()}
