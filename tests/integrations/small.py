@@ -22,14 +22,14 @@ from stormtorch.integrations.huggingface import StormTrainer
 VOCABULARY = 97
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-VRAM = 240 * 1024  # for 290 KiB of weights in fp32, and for their gradients
+VRAM = 120 * 1024  # for 136 KiB of weights in fp32, and for their gradients
 BOTH: list[tuple[Any, dict[str, Any]]] = [(Trainer, {}), (StormTrainer, {"storm": {"vram": VRAM}})]
 
 

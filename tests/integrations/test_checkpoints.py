@@ -30,7 +30,7 @@ SAVING: dict[str, Any] = {
 def trainer_of(
     kind: Any, folder: Path, *, make: Any = llama, callbacks: Any = None, storm: Any = None, **changed: Any
 ) -> Any:
-    more = {"storm": storm or {"vram": "400KiB"}} if issubclass(kind, StormTrainer) else {}
+    more = {"storm": storm or {"vram": "200KiB"}} if issubclass(kind, StormTrainer) else {}
     args = arguments(folder, **{**SAVING, **changed})
     return kind(model=make(), args=args, train_dataset=Rows(), callbacks=callbacks, **more)
 

@@ -112,8 +112,8 @@ def test_a_model_that_is_named_is_loaded_into_ram() -> None:
 def test_a_budget_that_is_too_small_leaves_the_model_alone(tmp_path: Path) -> None:
     model = llama()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trainer = StormTrainer(model=model, args=arguments(tmp_path), train_dataset=Rows(), storm={"vram": "64KiB"})
-    with pytest.raises(OutOfBudget, match=r"vram='64KiB'"):
+    trainer = StormTrainer(model=model, args=arguments(tmp_path), train_dataset=Rows(), storm={"vram": "32KiB"})
+    with pytest.raises(OutOfBudget, match=r"vram='32KiB'"):
         trainer.train()
     assert trainer.session is None
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
@@ -133,8 +133,8 @@ def test_an_optimizer_that_would_not_be_streamed_is_noticed(tmp_path: Path) -> N
 
 def test_the_core_needs_no_transformers_and_one_line_says_what_to_install() -> None:
     script = (
-        "import sys; sys.modules['transformers'] = sys.modules['accelerate'] = None; import stormtorch.api; print('ok');"
-        "import stormtorch.integrations.huggingface"
+        "import sys; sys.modules['transformers'] = sys.modules['accelerate'] = None\n"
+        "import stormtorch.api; print('ok'); import stormtorch.integrations.huggingface"
     )
     ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert ended.stdout == "ok\n"

@@ -15,7 +15,9 @@ pytest.importorskip("accelerate")
 
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
+from stormtorch.api import Session
 from stormtorch.integrations.huggingface import StormTrainer, storm_trainer
+from stormtorch.streams.adam import AdamStream
 from stormtorch.streams.home import HomeParameter
 
 from .small import BOTH, VRAM, Rows, StopAt, arguments, assert_same, common, llama, logged, qwen, weights
@@ -176,6 +178,27 @@ def test_callbacks_see_gradients_before_they_are_dropped(tmp_path: Path) -> None
         kind(model=llama(), args=arguments(tmp_path), train_dataset=Rows(), callbacks=[Look()], **more).train()
     assert len(norms) == 10
     assert norms[5:] == norms[:5]
+
+
+def test_nobody_waits_for_clipped_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm comes from the session, and gradients are dropped without being looked at, so they are not scaled."""
+    clipped, scaled = [], []
+    clip, apply = Session.clip_grad_norm_, AdamStream.apply_factor
+
+    def counted(self: Session, *args: Any, **kwargs: Any) -> torch.Tensor:
+        clipped.append(args[0])
+        return clip(self, *args, **kwargs)
+
+    def noted(self: AdamStream) -> None:
+        scaled.append(self._factor)
+        apply(self)
+
+    monkeypatch.setattr(Session, "clip_grad_norm_", counted)
+    monkeypatch.setattr(AdamStream, "apply_factor", noted)
+    trainer = StormTrainer(model=llama(), args=arguments(tmp_path), train_dataset=Rows(), storm={"vram": VRAM})
+    trainer.train()
+    assert clipped == [1.0] * 5
+    assert [factor for factor in scaled if factor is not None] == []
 
 
 def test_an_exception_closes_the_session(tmp_path: Path) -> None:
