@@ -57,9 +57,10 @@ def adapted() -> Any:
         (llama, {}),
         (lambda: qwen(torch.bfloat16), {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 1e-3}),
         (lambda: llama(torch.bfloat16), {"learning_rate": 1e-5}),
+        (lambda: llama(torch.bfloat16), {"optim": "adafactor"}),
         (adapted, {"bf16": True}),
     ],
-    ids=["fp32", "masters-of-sgd", "masters", "adapters"],
+    ids=["fp32", "masters-of-sgd", "masters", "unknown-optimizer", "adapters"],
 )
 def test_resume_is_bit_for_bit(make: Any, changed: dict[str, Any], tmp_path: Path) -> None:
     whole = trainer_of(StormTrainer, tmp_path / "whole", make=make, **changed)

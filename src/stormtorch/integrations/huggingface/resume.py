@@ -1,4 +1,4 @@
-"""What the trainer writes beside the weights, and which of its checkpoints to go on from.
+"""Going on from a trainer's checkpoint: from which one, and how the optimizer's state is read.
 
 The files are the trainer's own (``optimizer.pt``, ``scheduler.pt``), so that a plain ``Trainer`` can go on from a
 streamed run and the other way round. With bf16 and fp16 models the optimizer's state has an entry ``master`` more.
@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.notices import say_once
-from ...streams.durable import MASTER, durable_of
 from ...streams.home import HomeView
 
 
@@ -40,44 +38,22 @@ def newest_complete(directory: str | Path) -> Path | None:
     return None
 
 
-def save_optimizer(directory: str | Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-    """Write both states as the trainer does, straight from where they live, and masters that torch knows nothing of."""
-    content = optimizer.state_dict()
-    durable = durable_of(model)
-    if durable is not None:
-        number = {id(parameter): number for number, parameter in enumerate(_numbered(optimizer))}
-        for parameter, held in durable.states():
-            state = content["state"].get(number.get(id(parameter)))
-            if state is not None and MASTER in held and MASTER not in state:
-                content["state"][number[id(parameter)]] = {**state, MASTER: held[MASTER]}
-    torch.save(content, Path(directory) / OPTIMIZER_NAME)
-    torch.save(scheduler.state_dict(), Path(directory) / SCHEDULER_NAME)
-
-
-def load_optimizer(directory: str | Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+def load_optimizer(directory: str | Path, optimizer: Any, scheduler: Any) -> None:
     """Read both states, the larger one through the page cache; does nothing if they are not both there.
 
-    The trainer would read the whole file into RAM first, beside the memory that it is for; and torch would round the
-    states of bf16 models to bf16, where they are not ours.
+    The trainer would read the whole file into RAM first, beside the memory that it is for; and torch would round what
+    an optimizer that we do not know keeps in fp32 for a bf16 model.
     """
     files = [Path(directory) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
     if not all(file.is_file() for file in files):
         return
     content = torch.load(files[0], map_location="cpu", weights_only=True, mmap=True)
     optimizer.load_state_dict(content)
-    durable = durable_of(model)
-    for number, parameter in enumerate(_numbered(optimizer)):
-        for name, saved in content["state"].get(number, {}).items():
-            state = optimizer.state[parameter]
-            if not isinstance(saved, torch.Tensor) or isinstance(state.get(name), HomeView):
-                continue
-            if name != MASTER:
-                state[name] = saved.to(state[name].device, copy=True)  # what is read lazily must not follow its file
-            elif state.pop(MASTER, None) is not None and durable is not None:
-                durable.room_for(parameter, {MASTER: (saved.shape, saved.dtype)})[MASTER].copy_(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, saved in content["state"].items():
+        state = optimizer.state.get(parameters[number], {})
+        for name, value in state.items():
+            if name in saved and isinstance(value, torch.Tensor) and not isinstance(value, HomeView):
+                dtype = torch.promote_types(value.dtype, saved[name].dtype)
+                state[name] = saved[name].to(value.device, dtype, copy=True)  # must not follow what becomes of the file
     scheduler.load_state_dict(torch.load(files[1], weights_only=True))
-
-
-def _numbered(optimizer: Any) -> list[nn.Parameter]:
-    """The parameters in the order in which ``state_dict`` counts them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -9,7 +9,7 @@ again. Evaluation outside of ``train`` gets a session of its own. Four things ar
 - the gradients' norm comes from the session, which has it when backward ends: ``accelerator.clip_grad_norm_``;
 - gradients are dropped by the optimizer, before the trainer calls ``model.zero_grad()``. That looks at each of them,
   and looking at clipped gradients means to wait for the update and to scale them, for nothing;
-- the optimizer's state goes to its file, and comes from it, without a second copy in RAM (resume.py).
+- the optimizer's state comes from its file without a second copy in RAM (resume.py).
 
 A callback alone cannot do the first of these; it is used for the third. The seams are those that all trainers share,
 so that one class serves ``Trainer``, ``Seq2SeqTrainer`` and those of TRL.
@@ -116,14 +116,11 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
         finally:
             self._storm_close()
 
-    # --- checkpoints
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        resume.save_optimizer(output_dir, self.model, self.optimizer, self.lr_scheduler)
+    # --- going on
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            resume.load_optimizer(checkpoint, self.model, self.optimizer, self.lr_scheduler)
+            resume.load_optimizer(checkpoint, self.optimizer, self.lr_scheduler)
 
     # --- inside
 
