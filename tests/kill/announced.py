@@ -11,7 +11,9 @@ takes to be killed. A phase may also be named at whose beginning the thread stop
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -118,6 +120,9 @@ def _serve() -> None:
     import stormtorch.training.run
     from stormtorch.cli.main import main
 
+    if "STORM_KILLS" in os.environ:  # the many also kill runs with adapters
+        with contextlib.suppress(ImportError):
+            importlib.import_module("peft")
     del torch, transformers, stormtorch  # they are there for the processes to come
     _answer("ready")
     for line in sys.stdin:

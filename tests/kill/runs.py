@@ -142,7 +142,7 @@ class Training:
     """One training: its settings, its folder, and what must hold of it."""
 
     folder: Path
-    dtype: str = "bf16"
+    kind: str = "bf16"  # a dtype, or "lora"
     log: Path = field(init=False)
     output: Path = field(init=False)
 
@@ -156,7 +156,8 @@ class Training:
             "data": DEMO_DATA / "corpus.jsonl",
             "output": self.output,
             "device": "cpu",
-            "dtype": self.dtype,
+            "dtype": "bf16" if self.kind == "lora" else self.kind,
+            "lora-rank": 2 if self.kind == "lora" else 0,
             "vram": "200KiB",
             "sequence": 64,
             "batch": 2,

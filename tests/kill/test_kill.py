@@ -76,19 +76,19 @@ class Killing:
         [checkpoint] = training.named_checkpoints()
         return checkpoint
 
-    def expected(self, dtype: str) -> Training:
+    def expected(self, kind: str) -> Training:
         """The training that nobody kills."""
-        if dtype not in self._expected:
-            training = Training(self._folder / f"expected-{dtype}", dtype)
+        if kind not in self._expected:
+            training = Training(self._folder / f"expected-{kind}", kind)
             assert self._run(training).status == 0, training.log.read_text()
             assert sorted(training.steps()) == list(range(1, STEPS + 1))
-            self._expected[dtype] = training
-        return self._expected[dtype]
+            self._expected[kind] = training
+        return self._expected[kind]
 
-    def begin(self, dtype: str) -> Training:
+    def begin(self, kind: str) -> Training:
         self.trainings += 1
         # A name as long as that of the expected one: the settings in a checkpoint hold it.
-        return Training(self._folder / f"killed-{self.trainings:06d}", dtype)
+        return Training(self._folder / f"killed-{self.trainings:06d}", kind)
 
     def kill(self, training: Training, moment: Moment) -> bool:
         """Let it run until ``moment``; whether that came before the end."""
@@ -105,7 +105,7 @@ class Killing:
     def finish(self, training: Training) -> None:
         """Let it run to its end, and compare it with the one that nobody killed."""
         assert self._run(training).status == 0, training.log.read_text()
-        expected = self.expected(training.dtype)
+        expected = self.expected(training.kind)
         assert training.steps() == expected.steps()
         assert training.content() == expected.content()
         assert not training.leftovers()
@@ -155,6 +155,7 @@ def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
 def _at_random(killing: Killing) -> None:
     choices = random.Random(SEED)
     phases: list[str] = []
+    kinds = ["bf16", "fp32"] + (["lora"] if importlib.util.find_spec("peft") is not None else [])
     training = killing.begin("bf16")
     while killing.kills < KILLS:
         if not phases:  # each phase as often as any other
@@ -163,12 +164,12 @@ def _at_random(killing: Killing) -> None:
         there = bool(training.named_checkpoints())
         if phase in WITHOUT and there:
             killing.finish(training)
-            training = killing.begin(choices.choice(["bf16", "fp32"]))
+            training = killing.begin(choices.choice(kinds))
         moment = Moment(phase, choices.randint(1, OFTEN[phase]), choices.choice([None, choices.uniform(0, 0.02)]))
         if phase in WITH_A_CHECKPOINT and not there:
             phases.append(phase)
             moment = Moment("renamed")  # just after the first one
         if not killing.kill(training, moment):  # it came to its end first
             killing.finish(training)
-            training = killing.begin(choices.choice(["bf16", "fp32"]))
+            training = killing.begin(choices.choice(kinds))
     killing.finish(training)
