@@ -8,7 +8,7 @@ C_SOURCES := $(wildcard src/stormtorch/native/csrc/*.[ch])
 # One stamp per compiler: `make test CC=false` after `make test` installs anew, without the native kernels.
 STAMP := $(VENV)/.installed-$(subst /,_,$(firstword $(CC)))
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test check bench kill clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -39,6 +39,9 @@ check: $(STAMP)  ## lint, format, types, import layers, C warnings
 
 bench: $(STAMP)  ## run the micro benchmarks of this machine and print their table
 	@$(BIN)/python -m benchmarks.micro
+
+kill: $(STAMP)  ## kill storm train at random moments, 60 times (STORM_KILLS=N for another number), and compare
+	@STORM_KILLS=$${STORM_KILLS:-60} $(BIN)/python -m pytest -q -s --timeout 0 tests/kill
 
 clean:  ## remove the environment and everything built
 	rm -rf $(VENV) build dist src/*.egg-info src/stormtorch/native/*.so
