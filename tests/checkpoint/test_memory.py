@@ -38,7 +38,7 @@ def now():
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(8))
+        self.blocks = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(4))
     def forward(self, x):
         for block in self.blocks:
             x = torch.tanh(block(x))
@@ -49,7 +49,7 @@ def trained(folder):
     with torch.device("meta"):
         model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = storm.stream(model, optimizer, vram="128MiB", device="cpu", step="serial")
+    session = storm.stream(model, optimizer, vram="96MiB", device="cpu", step="serial")
     if folder:
         session.load(folder)
     model(torch.ones(1, 2048)).square().mean().backward()
@@ -96,7 +96,7 @@ def test_no_second_copy_of_the_model(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     for what, (before, peak) in json.loads(ended.stdout).items():
-        assert before > 512 * MiB  # 128 of weights, 256 of states, 128 of gradients
+        assert before > 256 * MiB  # 64 of weights, 128 of states, 64 of gradients, and torch
         assert peak <= 1.05 * before, f"{what}: {before / MiB:.0f} MiB, {peak / MiB:.0f} at the peak"
 
 

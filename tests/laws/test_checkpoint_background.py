@@ -72,13 +72,23 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("maker", "way"),
-    [*(("adamw", way) for way in WAYS), ("sgd-momentum", "bf16"), ("sgd-momentum", "left"), ("lbfgs", "serial")],
-)
+COMBINATIONS = [*(("adamw", way) for way in WAYS), ("sgd-momentum", "bf16"), ("sgd-momentum", "left")]
+
+
+@pytest.mark.parametrize(("maker", "way"), [*COMBINATIONS, ("lbfgs", "serial")])
 def test_the_file_is_of_the_moment_of_save(tmp_path: Path, brake: Brake, maker: str, way: str) -> None:
     """Nothing is written until three more steps were taken; RAM has room for the copies."""
-    run = Run(CHAIN, maker, **WAYS[way])
+    of_the_moment(tmp_path, brake, maker, way, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("maker", "way"), COMBINATIONS)
+def test_on_a_gpu(tmp_path: Path, brake: Brake, maker: str, way: str) -> None:
+    of_the_moment(tmp_path, brake, maker, way, "cuda")
+
+
+def of_the_moment(tmp_path: Path, brake: Brake, maker: str, way: str, device: str) -> None:
+    run = Run(CHAIN, maker, device=device, **WAYS[way])
     run.losses(0, 3)
     brake.go.set()
     run.save(tmp_path / "waited")
@@ -94,7 +104,7 @@ def test_the_file_is_of_the_moment_of_save(tmp_path: Path, brake: Brake, maker: 
     assert files_of(tmp_path / "behind") == files_of(tmp_path / "waited")
     assert run.session.ledger.used_bytes(Tier.HOST, Tag.CHECKPOINT) == 0
     run.session.close()
-    undisturbed = Run(CHAIN, maker, **WAYS[way])
+    undisturbed = Run(CHAIN, maker, device=device, **WAYS[way])
     undisturbed.losses(0, 3)
     same([one[2:] for one in losses], [one[2:] for one in undisturbed.losses(3, 6)], "losses")
     undisturbed.session.close()

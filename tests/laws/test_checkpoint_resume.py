@@ -22,6 +22,7 @@ from .models import (
     Case,
     adamw,
     frozen,
+    on,
     one_thread,  # noqa: F401  # a fixture
     same,
     stream,
@@ -62,6 +63,7 @@ class Run:
         dtype: torch.dtype = torch.float32,
         accumulate: int = 1,
         clip: bool = False,
+        device: str = "cpu",
         **settings: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -69,7 +71,8 @@ class Run:
         self.model = case.build().to(dtype)
         self.optimizer = MAKERS[maker](self.model)
         self.scheduler = optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
-        self.session: Session = stream(self.model, self.optimizer, **settings)
+        self.device = torch.device(device)
+        self.session: Session = stream(self.model, self.optimizer, device=device, **settings)
 
     def losses(self, start: int, stop: int) -> list[Any]:
         return [self._step(number) for number in range(start, stop)]
@@ -78,9 +81,9 @@ class Run:
         found: list[Any] = [random.random(), float(np.random.rand())]
 
         def backward() -> torch.Tensor:
-            total = torch.zeros(())
+            total = torch.zeros(()).to(self.device)
             for part in range(self.accumulate):
-                batch = self.case.batch(number * self.accumulate + part)
+                batch = on(self.case.batch(number * self.accumulate + part), self.device)
                 loss = self.case.loss(self.model, batch) / self.accumulate
                 loss.backward()
                 total = total + loss.detach().float()
@@ -201,6 +204,21 @@ def test_saved_in_one_placement_loaded_in_another(tmp_path: Path, here: str, the
 @pytest.mark.parametrize(("maker", "dtype"), [("adamw", torch.bfloat16), ("sgd-momentum", torch.float32)], ids=str)
 def test_accumulating_and_clipping(tmp_path: Path, maker: str, dtype: torch.dtype) -> None:
     resumes(tmp_path, CHAIN, maker, accumulate=2, clip=True, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("here", "there"), [*pairwise([*PLACES, "tight"]), ("kept", "backward")])
+def test_on_a_gpu(tmp_path: Path, here: str, there: str) -> None:
+    settings = {"step": "forward", "kept": 0, "seed": None, "vram": "tight", "leave": []}
+    resumes(
+        tmp_path,
+        CHAIN,
+        "adamw",
+        device="cuda",
+        dtype=torch.bfloat16 if "left" not in (here, there) else torch.float32,
+        there={**settings, **PLACES[there]},
+        **PLACES[here],
+    )
 
 
 def test_without_masters(tmp_path: Path) -> None:

@@ -158,9 +158,9 @@ def sweep(parent: Path | str) -> list[Path]:
     for path in _entries(Path(parent)):
         match = _LEFTOVER.fullmatch(path.name)
         if match is not None and path.is_dir() and not _is_at_work(int(match["pid"]), path):
-            with contextlib.suppress(FileNotFoundError):  # another process sweeps too
+            with contextlib.suppress(OSError):  # another process sweeps too, or it is another user's
                 disk.CALLS.remove(str(path))
-            removed.append(path)
+                removed.append(path)
     return removed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 import zlib
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from .random_state import set_random_state
 from .tensor_files import Entry, Filling, fill, read_header
 from .threads import Task, run_all
 
+_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _FIXED = ("amsgrad", "capturable", "differentiable")  # what decides which arithmetic a session has begun with
 
 
@@ -120,7 +122,7 @@ def _weights(model: nn.Module, names: Names, directory: Path, manifest: Manifest
             raise WrongModel(f"{directory} holds an adapter of PEFT. Build the model with get_peft_model first.")
     jobs = []
     for file, wanted in wanted_by_file.items():
-        files = [file] if file else [f for f in manifest.files if f.endswith(".safetensors") and "/" not in f]
+        files = [file] if file else [name for name in manifest.files if _SHARD.fullmatch(name)]
         headers = {name: read_header(directory / name) for name in files if name in manifest.files}
         found = {name: entry for header in headers.values() for name, entry in header.items()}
         compare(found, wanted, str(directory), dtypes=True)

@@ -91,6 +91,8 @@ def _files(path: Path) -> list[str]:
     """The names of the safetensors files that hold the model."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder. Name one with {SINGLE} or {INDEX} in it.")
+    if (path / SINGLE).is_file():  # as transformers looks
+        return [SINGLE]
     if (path / INDEX).is_file():
         try:
             index = json.loads(disk.read_whole(path / INDEX))
@@ -104,8 +106,6 @@ def _files(path: Path) -> list[str]:
                 "there. Copy them too."
             )
         return files
-    if (path / SINGLE).is_file():
-        return [SINGLE]
     others = sorted(file.name for file in path.glob("*.safetensors"))
     if len(others) == 1:
         return others
