@@ -20,7 +20,8 @@ def test_it_trains_within_its_budget_and_compares(capsys: pytest.CaptureFixture[
     assert main(["demo", "--device", "cpu", "--steps", "3"]) == 0
     out = capsys.readouterr().out
     assert "13.9 MiB of weights, device budget 6.9 MiB, 3 steps" in out
-    assert "storm train --model" in out
+    assert "storm train ... --vram 7111KiB" in out
+    assert f"keep it: storm train --model {DATA} --data {DATA / 'corpus.jsonl'} --output my-run --vram 7111KiB" in out
     assert "The loss falls." in out
     assert "The budget held: 6.9 MiB of 6.9 MiB." in out
     assert "equals plain PyTorch's, bit for bit" in out or "Losses differ from plain PyTorch's by at most" in out

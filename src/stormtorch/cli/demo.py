@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, folder: Path) -> int:
     import torch
 
-    from ..core.sizes import format_bytes, parse_bytes
+    from ..core.sizes import KiB, format_bytes, parse_bytes
     from ..memory import limits
     from ..native.library import describe
 
@@ -67,21 +67,21 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     vram = None if options.vram == "auto" else parse_bytes(options.vram, setting="--vram")
     model = _write_model(folder / "model", on_gpu=device.type == "cuda")
     size = _weight_bytes(model)
-    settings = _settings(model, folder, device, size // 2 if vram is None else vram, options.steps)
+    vram = size // 2 // KiB * KiB if vram is None else vram
+    settings = _settings(model, folder, device, f"{vram // KiB}KiB" if vram % KiB == 0 else str(vram), options.steps)
     print(f"{device}: {describe()}")
-    print(
-        f"model    {format_bytes(size)} of weights, device budget {format_bytes(int(settings.vram))}, "
-        f"{options.steps} steps"
-    )
+    print(f"model    {format_bytes(size)} of weights, device budget {format_bytes(vram)}, {options.steps} steps")
     print("plain    torch, transformers and a loop ...", flush=True)
     plain = _train_plain(settings, device)
-    print(f"streamed storm train --model {model} --data {settings.data[0]} --vram {settings.vram} ...")
+    print(f"streamed storm train ... --vram {settings.vram}")
     print(flush=True)
     streamed, peak = _train_streamed(settings)
     if streamed is None:
         return 1
     print()
-    return _compare(plain, streamed, peak, int(settings.vram))
+    status = _compare(plain, streamed, peak, vram)
+    print(f"The demo's files are removed. To train such a model and keep it: {_command(settings)}")
+    return status
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _write_model(folder: Path, *, on_gpu: bool) -> Path:
     return folder
 
 
-def _settings(model: Path, folder: Path, device: torch.device, vram: int, steps: int) -> TrainSettings:
+def _settings(model: Path, folder: Path, device: torch.device, vram: str, steps: int) -> TrainSettings:
     from ..training.settings import TrainSettings
 
     return TrainSettings(
@@ -133,7 +133,7 @@ def _settings(model: Path, folder: Path, device: torch.device, vram: int, steps:
         data=(str(_BUNDLED / "corpus.jsonl"),),
         output=str(folder / "run"),
         device=str(device),
-        vram=str(vram),
+        vram=vram,
         dtype="fp32",
         sequence=128,
         batch=4,
@@ -144,6 +144,13 @@ def _settings(model: Path, folder: Path, device: torch.device, vram: int, steps:
         save_every=0,
         log_every=1,
     )
+
+
+def _command(settings: TrainSettings) -> str:
+    """What a user types for the same training of the bundled model."""
+    flags = {"model": _BUNDLED, "data": _BUNDLED / "corpus.jsonl", "output": "my-run"}
+    flags |= {name: getattr(settings, name) for name in ("vram", "device", "dtype", "sequence", "batch", "lr")}
+    return f"storm train {' '.join(f'--{name} {value}' for name, value in flags.items())}"
 
 
 def _new_model(directory: Path, *, seed: int = 0) -> Any:
