@@ -27,6 +27,11 @@ THOUGHTFUL = (
     "{{ message.content.split('</think>')[-1].lstrip() if not loop.last else message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im|>assistant\n{% endif %}"
 )
+# No generation prompt, the end token right behind the answer, system words inside the first question.
+BRACKETS = (
+    "{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"
+    "{% else %} {{ message.content }}<|end|>{% endif %}{% endfor %}"
+)
 MARKED = (
     "{% for message in messages %}<|im|>{{ message.role }}\n"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
@@ -98,6 +103,26 @@ def test_only_the_assistant_is_learnt(tmp_path: Path, template: str) -> None:
     assert runs == ["First.<|end|>", f"{thought}Second.<|end|>"]  # also what the model has to say before its answer
     expected = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
     assert texts[0].startswith(expected + "<|end|>")  # and nothing before it, or between: the rest is filling
+
+
+def test_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
+    runs, texts = prepared(tmp_path, byte_tokenizer(BRACKETS), {"messages": TWO_TURNS})
+    assert runs == [" First.<|end|>", " Second.<|end|>"]
+    assert texts[0].startswith("[INST] One? [/INST] First.<|end|>[INST] Two?")
+
+
+def test_answers_that_are_also_in_the_questions(tmp_path: Path) -> None:
+    """Found by where they stand, not by what they say."""
+    echo = [{"role": role, "content": "same"} for role in ("user", "assistant", "user", "assistant")]
+    for template in (CHAT, THOUGHTFUL):
+        tokenizer = byte_tokenizer(template)
+        path = json_lines(tmp_path / "echo.jsonl", {"messages": echo})
+        made = prepare([path], tokenizer, sequence=120, packing=False, cache=tmp_path / "cache")
+        ids, labels = rows_of(made)
+        text = tokenizer.decode(ids[0])
+        first = [at for at in range(1, 120) if labels[0][at] != -100 and labels[0][at - 1] == -100]
+        assert len(first) == 2
+        assert all(tokenizer.decode(ids[0][:at]).endswith("<|im|>assistant\n") for at in first), text
 
 
 def test_a_thought_that_the_template_drops(tmp_path: Path) -> None:
