@@ -181,7 +181,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypa
     run.session.save(tmp_path / "good")
     calls, made = counting(0, lambda _name: None)
     monkeypatch.setattr(disk, "CALLS", dataclasses.replace(calls, free_bytes=lambda _folder: 5000))
-    with pytest.raises(StorageError, match=r"needs .*KiB, and 4\.9 KiB are free") as caught:
+    with pytest.raises(StorageError, match=r"needs .*iB, and 4\.9 KiB are free") as caught:
         run.session.save(tmp_path / "next", wait=False)
     assert caught.value.errno == errno.ENOSPC
     assert "write" not in made

@@ -44,6 +44,7 @@ MAKERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "adam": lambda model: optim.Adam(_trained(model), lr=1e-2, foreach=False),
     "amsgrad": lambda model: optim.AdamW(_trained(model), lr=1e-2, amsgrad=True, foreach=False),
     "sgd-momentum": lambda model: optim.SGD(_trained(model), lr=0.1, momentum=0.9, foreach=False),
+    "sgd": lambda model: optim.SGD(_trained(model), lr=0.1, foreach=False),
     "adafactor": lambda model: optim.Adafactor(_trained(model), lr=1e-2, foreach=False),
     "groups": lambda model: optim.AdamW(
         [{"params": _trained(model)[::2], "lr": 1e-2}, {"params": _trained(model)[1::2], "weight_decay": 0.3}]
@@ -149,6 +150,7 @@ def test_every_optimizer(tmp_path: Path, maker: str) -> None:
     [
         ("adamw", torch.bfloat16),
         ("sgd-momentum", torch.bfloat16),
+        ("sgd", torch.bfloat16),
         ("adafactor", torch.bfloat16),
         ("adamw", torch.float16),
         ("sgd-momentum", torch.float16),

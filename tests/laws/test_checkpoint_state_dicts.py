@@ -21,6 +21,7 @@ from .models import (
 MAKERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "adamw": lambda model: optim.AdamW(model.parameters(), lr=1e-2, fused=True),
     "sgd": lambda model: optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False),
+    "plain sgd": lambda model: optim.SGD(model.parameters(), lr=0.01, foreach=False),
     "adafactor": lambda model: optim.Adafactor(model.parameters(), lr=1e-2, foreach=False),
 }
 

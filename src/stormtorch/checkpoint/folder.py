@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,6 +282,5 @@ def describe_versions() -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from .. import __version__
-
-    return {"stormtorch": __version__, "torch": str(torch.__version__), "numpy": np.__version__}
+    ours = sys.modules[__name__.split(".", maxsplit=1)[0]].__version__
+    return {"stormtorch": ours, "torch": str(torch.__version__), "numpy": np.__version__}

@@ -105,9 +105,10 @@ def write_tensors(
 def check_space(content: Content, folder: Path) -> None:
     """Raise StorageError if the disk has no room for ``content``."""
     free = disk.CALLS.free_bytes(str(folder))
-    if content.size + _KEPT_FREE > free:
+    needed = content.size + _KEPT_FREE
+    if needed > free:
         error = StorageError(
-            f"Cannot save to {folder.parent}: the checkpoint needs {format_bytes(content.size)}, and "
+            f"Cannot save to {folder.parent}: the checkpoint needs {format_bytes(needed)}, and "
             f"{format_bytes(free)} are free there. Free space, keep fewer checkpoints, or name a directory on another "
             "disk."
         )

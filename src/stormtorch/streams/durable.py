@@ -84,15 +84,19 @@ class Durable:
         """The optimizer's state of each parameter that has one, as it lies; with the masters, where there are any."""
         if self._optimizer is None:
             return
-        for parameter, state in self._optimizer.optimizer.state.items():
+        states: dict[Any, dict[str, Any]] = dict(self._optimizer.optimizer.state)
+        for place in self._place.values():
+            if self._adam is None and self._optimizer.master(place) is not None:
+                states.setdefault(place.parameter, {})  # an optimizer without a state of its own, as plain SGD is
+        for parameter, state in states.items():
             shown = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-            place = self._place.get(id(parameter))
-            if place is not None and place.trained:
+            where = self._place.get(id(parameter))
+            if where is not None and where.trained:
                 if self._adam is not None:
-                    home = self._adam.homes[place.unit.index]
-                    shown["step"] = torch.tensor(float(home.steps[home.unit.trained.index(place)]))
+                    home = self._adam.homes[where.unit.index]
+                    shown["step"] = torch.tensor(float(home.steps[home.unit.trained.index(where)]))
                 else:
-                    master = self._optimizer.master(place)
+                    master = self._optimizer.master(where)
                     if master is not None:
                         shown[MASTER] = master
             yield parameter, shown
@@ -179,7 +183,8 @@ class Durable:
                 if MASTER not in states.get(place.parameter, {}):
                     self.reset_master(place)
         if self._adam is None:
-            states = {p: {key: v for key, v in state.items() if key != MASTER} for p, state in states.items()}
+            own = {p: {key: v for key, v in state.items() if key != MASTER} for p, state in states.items()}
+            states = {p: state for p, state in own.items() if state}
         self._optimizer.replace_states(dict(states))
 
     def forget_gradients(self) -> None:

@@ -29,8 +29,8 @@ class MasterStates:
         """After ``state_dict()``: the masters too."""
         for number, place in self._numbered(optimizer):
             master = self._generic.master(place)
-            if master is not None and number in state_dict["state"]:
-                state_dict["state"][number] = {**state_dict["state"][number], MASTER: master}
+            if master is not None:
+                state_dict["state"][number] = {**state_dict["state"].get(number, {}), MASTER: master}
 
     def take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before ``load_state_dict``: what torch is not to see."""
