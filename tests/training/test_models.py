@@ -111,8 +111,7 @@ def test_adapters_train_alone_and_open_with_peft(tmp_path: Path) -> None:
     folder = checkpoint(chosen, 4)
     assert (folder / "adapter_config.json").is_file()
     assert not (folder / "model.safetensors").exists()
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(base, folder)
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     moved = [p for n, p in adapted.named_parameters() if "lora_B" in n]
     assert len(moved) == 7 * 3
     assert all(bool((parameter != 0).any()) for parameter in moved)

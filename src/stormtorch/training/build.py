@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import hf_model
+from .chunked_loss import ChunkedLoss
 from .lora import add_adapters
 from .own_model import Loss, make_model, own_loss
 from .settings import TrainSettings, is_callable_name
@@ -53,6 +54,8 @@ def build(settings: TrainSettings, *, values: bool) -> Built:
 def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
     dtype = DTYPES.get(settings.dtype, torch.bfloat16)
     config = hf_model.read_config(path)
+    if settings.lora_rank:
+        config.name_or_path = str(path.resolve())  # by which adapters find their base again
     weights: Path | None = None
     if not values:
         model, origin = hf_model.build_empty(config, dtype), "from the checkpoint"
@@ -71,7 +74,7 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
         model = add_adapters(model, settings)
     return Built(
         model=model,
-        loss=hf_model.hf_loss,
+        loss=ChunkedLoss(base) if settings.chunked_loss else hf_model.hf_loss,
         weights=weights,
         by_tokens=True,
         origin=origin,

@@ -28,12 +28,16 @@ def describe_schedule(settings: TrainSettings, total: int, rows: int) -> str:
     batch = settings.batch * settings.accumulate
     passes = total * batch / rows
     warmup = warmup_steps(settings, total)
-    rising = f"{warmup} step{'' if warmup == 1 else 's'} of warm-up"
+    clipped = f"clipped at {settings.clip:g}" if settings.clip else "not clipped"
     return (
-        f"schedule   {total} steps of {batch} rows ({batch * settings.sequence:,} tokens), {passes:.2f} passes "
-        f"over the data; lr {settings.lr:g}, {settings.schedule}, {rising}; {settings.optimizer}, "
-        f"{f'clipped at {settings.clip:g}' if settings.clip else 'not clipped'}"
+        f"schedule   {_counted(total, 'step')} of {_counted(batch, 'row')} ({batch * settings.sequence:,} tokens), "
+        f"{passes:.2f} passes over the data; lr {settings.lr:g}, {settings.schedule}, "
+        f"{_counted(warmup, 'step')} of warm-up; {settings.optimizer}, {clipped}"
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def describe_placement(session: Session) -> list[str]:

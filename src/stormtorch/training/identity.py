@@ -28,6 +28,7 @@ _SETTINGS = (
     "clip",
     "seed",
     "loss",
+    "chunked_loss",
     "lora_rank",
     "lora_alpha",
     "lora_dropout",

@@ -58,8 +58,9 @@ class Readings:
             self._take(wait=True)
         slot = self._slots[self._next % _SLOTS]
         self._next += 1
-        both = torch.stack([loss.detach().double().reshape(()), (loss if norm is None else norm).double().reshape(())])
-        slot.copy_(both, non_blocking=True)
+        for place, number in ((0, loss), (1, norm)):
+            if number is not None:  # one of the two may have been computed in RAM
+                slot[place].copy_(number.detach().double().reshape(()), non_blocking=True)
         event = None
         if self._device.type != "cpu":
             event = torch.Event(self._device)

@@ -16,6 +16,7 @@ from ..data.loader import DataLoader
 from ..memory.limits import usable_device
 from .build import Built, build
 from .checkpoints import Checkpoints
+from .chunked_loss import ChunkedLoss
 from .describe import describe_model, describe_placement, describe_schedule
 from .identity import identity, read_run_file, write_run_file
 from .loop import Loop
@@ -82,6 +83,7 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
                 stopping=stopping,
                 total=data.total,
                 done=done,
+                before_first=built.loss.check if isinstance(built.loss, ChunkedLoss) else None,
             )
             saved = loop.run()
         return _ending(loop, saved, built, watcher)

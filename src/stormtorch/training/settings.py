@@ -66,6 +66,9 @@ class TrainSettings:
         one_of("auto", "bf16", "fp32"),
         ("of the weights; bf16 has fp32 masters (auto: bf16, for module:callable as it was built)"),
     )
+    chunked_loss: bool = _model(
+        False, switch(), "never hold all logits: less device memory for large vocabularies, other rounding"
+    )
     step: str = _model("auto", one_of("auto", "forward", "backward", "serial"), "when the optimizer runs")
     activations: str = _model("auto", one_of("auto", "keep", "offload", "recompute"), "what happens to activations")
 
@@ -174,6 +177,10 @@ def _check_pairs(settings: TrainSettings) -> None:
         raise SettingError("sample_every needs prompts. Say --sample-prompts 'Once upon a time'.")
     if settings.loss is not None and not is_callable_name(settings.model):
         raise SettingError("loss is for module:callable models; those of transformers have their own. Leave it out.")
+    if settings.chunked_loss and is_callable_name(settings.model):
+        raise SettingError(
+            "chunked_loss is for models of transformers. See stormtorch.linear_cross_entropy for others."
+        )
     if settings.lora_rank and is_callable_name(settings.model):
         raise SettingError("lora_rank is for models of transformers. Put adapters in where the model is made.")
 
