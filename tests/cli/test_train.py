@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import stormtorch
 from stormtorch.cli.live import Live, status_line
 from stormtorch.cli.main import main
+from stormtorch.training import loop
 from stormtorch.training.settings import TrainSettings
 from stormtorch.training.watch import Status
 
@@ -147,6 +149,20 @@ def test_a_loss_that_is_no_number_is_status_3(tmp_path: Path, capsys: pytest.Cap
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("storm train: ")
     assert "not finite" in last or "the loss is" in last
+
+
+def test_a_device_that_is_out_of_memory_gets_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it.")
+
+    monkeypatch.setattr(loop, "forward_backward", out_of_memory)
+    assert main(flags(tmp_path, "--steps", "3")) == 1
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "Tried to allocate 2.00 GiB. Lower --batch" in line
 
 
 class Terminal(io.StringIO):

@@ -69,6 +69,24 @@ def test_a_trained_model_opens_and_trains_on(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
+def test_what_generate_needs_is_kept(tmp_path: Path) -> None:
+    """Also a file that transformers reads and would refuse to write: a temperature without sampling."""
+    model = with_weights(tmp_path / "model")
+    given = {"eos_token_id": [256, 10], "temperature": 0.6, "do_sample": False}
+    (model / "generation_config.json").write_text(json.dumps(given))
+    chosen = settings(tmp_path, model=str(model), steps=1)
+    built = build(chosen, values=True)
+    assert built.model.generation_config.eos_token_id == [256, 10]  # type: ignore[union-attr]
+    assert run(chosen) == 0
+    assert json.loads((checkpoint(chosen, 1) / "generation_config.json").read_text()) == given
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(SettingError, match="is quantised"):
+        run(settings(tmp_path, model=str(model), steps=1))
+
+
 def test_names_that_need_conversion_are_left_to_transformers(tmp_path: Path) -> None:
     """A folder of the base model alone: its names lack the prefix."""
     folder = write_model(tmp_path / "model", tie_word_embeddings=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from stormtorch.core.errors import SettingError, StorageError
 from stormtorch.memory.ledger import Ledger
+from stormtorch.training.extras import require
 from stormtorch.training.metrics import Metrics, cut_back
 from stormtorch.training.optimizer import make_optimizer
 from stormtorch.training.pace import Pace
@@ -151,6 +152,14 @@ def test_optimizers_by_name_with_what_they_take() -> None:
         make_optimizer(model.requires_grad_(False), TrainSettings())
 
 
+def test_a_missing_package_is_asked_for_in_one_line() -> None:
+    with pytest.raises(SettingError) as caught:
+        require("no_such_package.inside", extra="hf", why="--model here")
+    assert str(caught.value) == (
+        "--model here needs the package no_such_package. Install it: pip install 'stormtorch[hf]'."
+    )
+
+
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     chosen = settings(tmp_path, save_every=1, keep=2, steps=6)
     most = 0
@@ -175,7 +184,7 @@ def test_a_disk_that_is_full_during_a_save_does_not_end_the_run(
 
     def save(self: Session, directory: Path, **settings: object) -> None:
         if int(Path(directory).name[5:]) in failing:
-            raise StorageError("Cannot write step: no space left [ENOSPC].")
+            raise OSError(28, "No space left on device")  # as a tokenizer's own writing would
         real(self, directory, **settings)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Session, "save", save)

@@ -42,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(settings: TrainSettings) -> int:
+    import torch
+
     from ..training.finite import NotFinite
     from ..training.run import train
     from .live import Live
@@ -53,6 +55,15 @@ def _train(settings: TrainSettings) -> int:
         live.close()
         print(f"storm train: {error}", file=sys.stderr)
         return 3
+    except torch.OutOfMemoryError as error:
+        live.close()
+        reason = str(error).splitlines()[0]
+        print(
+            f"storm train: the device is out of memory: {reason} Lower --batch or --sequence, or use --chunked-loss or "
+            "--activations recompute.",
+            file=sys.stderr,
+        )
+        return 1
     finally:
         live.close()
 

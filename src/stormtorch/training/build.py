@@ -30,7 +30,7 @@ class Built:
     weights: Path | None
     by_tokens: bool  # whether the loss is a mean over the tokens that are to be learnt
     origin: str  # where its values come from, for the user
-    write_configs: Callable[[Path], None]
+    copy_files: Callable[[Path], None]  # puts files of the model that training does not touch into a checkpoint
     opening: Callable[[str], str]  # how to open a checkpoint of it, in one line
 
 
@@ -45,7 +45,7 @@ def build(settings: TrainSettings, *, values: bool) -> Built:
             weights=None,
             by_tokens=False,
             origin=f"as {settings.model} made it",
-            write_configs=lambda folder: hf_model.write_configs(model, folder),
+            copy_files=lambda _: None,
             opening=lambda path: f"Open it: stormtorch.checkpoint.load_weights(model, {path!r})",
         )
     return _build_hf(Path(settings.model), settings, values=values or settings.lora_rank > 0)
@@ -70,6 +70,7 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
             model = hf_model.build_in_ram(path, dtype)
             origin = f"loaded by transformers, then moved: {reason}"
     base = model
+    hf_model.take_generation_config(base, path)
     if settings.lora_rank:
         model = add_adapters(model, settings)
     return Built(
@@ -78,7 +79,7 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
         weights=weights,
         by_tokens=True,
         origin=origin,
-        write_configs=lambda folder: None if settings.lora_rank else hf_model.write_configs(base, folder),
+        copy_files=lambda folder: hf_model.copy_generation_config(path, folder),
         opening=_opening_adapters if settings.lora_rank else _opening,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..api import Session
 from ..checkpoint.folder import prune
 from ..core.errors import StorageError
+from ..memory.file_calls import storage_error
 from .run_folder import RunFolder
 
 
@@ -44,8 +45,8 @@ class Checkpoints:
         began_s = time.perf_counter()
         try:
             self._session.save(path, also=also, files=lambda folder: self._write_files(folder, step), wait=wait)
-        except StorageError as error:
-            self._say_failed(path, error)
+        except OSError as error:  # StorageError, or what a tokenizer's own writing raised
+            self._say_failed(path, error if isinstance(error, StorageError) else storage_error(f"write {path}", error))
             return False
         self._coming, self._step, self._began_s = path, step, began_s
         if wait:

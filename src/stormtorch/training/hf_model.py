@@ -19,7 +19,8 @@ from ..core.errors import SettingError, StorageError
 from .extras import require
 from .own_model import Batch
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 
 def hf_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -39,11 +40,14 @@ def read_config(path: Path) -> Any:
         )
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
-        if "model_type" not in given:
+        if not isinstance(given, dict) or "model_type" not in given:
             raise ValueError("it names no model_type")
-        return transformers.AutoConfig.for_model(**given)
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise SettingError(f"--model {path}: {file.name} cannot be used: {str(error).splitlines()[0]}.") from error
+    if getattr(config, "quantization_config", None):
+        raise SettingError(f"--model {path} is quantised, and such weights cannot be trained here. Name the original.")
+    return config
 
 
 def vocabulary(config: Any) -> int | None:
@@ -117,13 +121,23 @@ def _names_in(path: Path) -> set[str]:
     return names
 
 
-def write_configs(model: nn.Module, folder: Path) -> None:
-    """What ``from_pretrained`` needs beside the weights."""
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        return
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(str(folder))
-    generation: Any = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(str(folder))
+def take_generation_config(model: nn.Module, path: Path) -> None:
+    """Let ``generate`` do what the model's directory says. Samples are greedy: what is only for others is left out.
+
+    Some files of well-known models name a temperature without sampling, which transformers reads and refuses to write.
+    """
+    anything: Any = model
+    if (path / GENERATION).is_file():
+        transformers = require("transformers", extra="hf", why=f"--model {path}")
+        anything.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
+    config = getattr(anything, "generation_config", None)
+    if config is not None:
+        config.do_sample = False
+        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
+            setattr(config, name, None)
+
+
+def copy_generation_config(path: Path, folder: Path) -> None:
+    """A checkpoint generates as its model did."""
+    if (path / GENERATION).is_file():
+        (folder / GENERATION).write_bytes((path / GENERATION).read_bytes())

@@ -51,7 +51,7 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
         metrics = ends.enter_context(_open_metrics(settings, folder, done, resumed))
 
         def write_files(into: Path, step: int) -> None:
-            built.write_configs(into)
+            built.copy_files(into)
             data.tokenizer.save_pretrained(str(into))
             write_run_file(into, step=step, made_with=made_with, settings=settings)
 

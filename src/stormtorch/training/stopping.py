@@ -26,7 +26,8 @@ class Stopping:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._came)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and the like mean it
+                    self._before[number] = signal.signal(number, self._came)
         return self
 
     def __exit__(
