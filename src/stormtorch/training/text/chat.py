@@ -43,7 +43,7 @@ class ChatTemplate:
         if spans and not any(message["role"] == "assistant" for message in checked):
             raise StorageError(
                 f"{place}: the conversation has no turn of the assistant, so nothing of it is to be learnt. "
-                "Remove the line, or learn everything: --completions-only false."
+                "Remove the line, or learn everything: --no-completions-only."
             )
         try:
             text = self._render(checked, tools)
@@ -100,7 +100,7 @@ class ChatTemplate:
         if start is None or end is None or end <= start:
             raise StorageError(
                 f"{place}: turn {turn + 1} cannot be found in what the chat template makes of the conversation. Mark "
-                "the assistant's words in it ({% generation %}), or learn everything: --completions-only false."
+                "the assistant's words in it ({% generation %}), or learn everything: --no-completions-only."
             )
         # Line ends behind the end-of-turn token: the template puts them there, the model is never asked for them.
         return start, start + len(text[start:end].rstrip())

@@ -81,7 +81,7 @@ def prepare(
     files = data_files(paths)
     if not packing and any(map(is_plain_text, files)):
         raise SettingError(
-            "--packing false takes the first row of each document, and a text file is one document. Give JSON lines, "
+            "--no-packing takes the first row of each document, and a text file is one document. Give JSON lines, "
             "or pack."
         )
     reading = settle(
