@@ -181,9 +181,18 @@ def test_the_line_on_a_terminal_is_redrawn_and_others_stand_above_it(monkeypatch
     live.close()
     line = status_line(STATUS)
     assert out.getvalue() == f"\r{line}\x1b[K\r\x1b[Ksaid\n"
-    assert line == (
-        "step 30/100  ETA 1:02:05  loss 2.5000  12,346 tokens/s  VRAM 3.0 GiB of 8.0 GiB  RAM 1.0 GiB of 16.0 GiB"
-    )
+    assert line == ("step 30/100  ETA 1:02:05  loss 2.5000  12,346 tokens/s  VRAM 3.0/8.0 GiB  RAM 1.0/16.0 GiB")
+
+
+def test_the_last_state_of_the_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    out = Terminal()
+    live = Live(out=out, errors=out)
+    done = dataclasses.replace(STATUS, step=100, ram_bytes=5 << 20)
+    live.show(done)
+    live.say("said")
+    assert out.getvalue() == f"\r{status_line(done)}\x1b[K\nsaid\n"
+    assert status_line(done).endswith("RAM 5.0 MiB/16.0 GiB")
 
 
 def test_elsewhere_only_logged_steps_get_a_line() -> None:

@@ -31,7 +31,7 @@ class Live:
         self._errors = sys.stderr if errors is None else errors
         self._terminal = self._out.isatty()
         self._clock, self._drawn_s = clock, float("-inf")
-        self._drawn = False
+        self._drawn = self._final = False
         self._progress: Progress | None = None
 
     def say(self, line: str) -> None:
@@ -57,7 +57,7 @@ class Live:
         if self._terminal and (now - self._drawn_s >= _REDRAW_S or status.step == status.total):
             width = shutil.get_terminal_size().columns
             print(f"\r{status_line(status)[: width - 1]}\x1b[K", end="", file=self._out, flush=True)
-            self._drawn_s, self._drawn = now, True
+            self._drawn_s, self._drawn, self._final = now, True, status.step == status.total
 
     def log(self, status: Status) -> None:
         if not self._terminal:
@@ -78,7 +78,7 @@ class Live:
     def _clear(self) -> None:
         self._end_progress()
         if self._drawn:
-            print("\r\x1b[K", end="", file=self._out, flush=True)
+            print("" if self._final else "\r\x1b[K", end="\n" if self._final else "", file=self._out, flush=True)
             self._drawn = False
 
 
@@ -88,9 +88,16 @@ def status_line(status: Status) -> str:
     speed = f"{status.tokens_per_s:,.0f}" if status.tokens_per_s is not None else "-"
     return (
         f"step {status.step}/{status.total}  ETA {_time(status.left_s)}  loss {loss}  {speed} tokens/s  "
-        f"VRAM {format_bytes(status.vram_bytes)} of {format_bytes(status.vram_limit_bytes)}  "
-        f"RAM {format_bytes(status.ram_bytes)} of {format_bytes(status.ram_limit_bytes)}"
+        f"VRAM {_share(status.vram_bytes, status.vram_limit_bytes)}  "
+        f"RAM {_share(status.ram_bytes, status.ram_limit_bytes)}"
     )
+
+
+def _share(used: int, limit: int) -> str:
+    """Both in the unit of the limit, where the used part then still says something: a terminal has 80 columns."""
+    text = format_bytes(limit)
+    scaled = used / limit * float(text.split()[0]) if limit else 0.0
+    return f"{scaled:.1f}/{text}" if scaled >= 0.1 else f"{format_bytes(used)}/{text}"
 
 
 def _time(seconds: float | None) -> str:
