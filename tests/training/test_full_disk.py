@@ -1,0 +1,46 @@
+"""A disk that is full while a checkpoint is written in the background: said, survived, the last good one intact."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormtorch.checkpoint import complete, disk
+
+from .tiny import Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved  # noqa: F401
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("call", ["write", "sync", "rename"])
+def test_a_save_in_the_background_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    chosen = settings(tmp_path, save_every=2, keep=9)
+    at, failures = 0, 0
+    real = getattr(disk.CALLS, call)
+
+    def fails_once(*given: object) -> object:
+        nonlocal failures
+        if at >= 4 and not failures:
+            failures += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*given)
+
+    def note(step: int) -> None:
+        nonlocal at
+        at = step
+
+    changed: dict[str, Any] = {call: fails_once}
+    monkeypatch.setattr(disk, "CALLS", dataclasses.replace(disk.CALLS, **changed))
+    watcher = Quiet(note)
+    assert run(chosen, watcher) == 0
+    assert any("step-00000004 was not saved" in line and "ENOSPC" in line for line in watcher.warned), watcher.warned
+    assert steps_saved(chosen) == [2, 6, 8]
+    assert all(complete(checkpoint(chosen, step)) for step in steps_saved(chosen))
+    assert not [path for path in checkpoint(chosen, 2).parent.iterdir() if path.name.startswith(".")]
+    assert losses(chosen).keys() == set(range(1, 9))
+    assert [record["step"] for record in records(chosen, "save")] == steps_saved(chosen)
