@@ -97,7 +97,7 @@ def test_what_happens_in_between_leaves_no_trace() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.BatchNorm1d(2))
     model[2].eval()
     states = random.getstate(), np.random.get_state(legacy=False)["state"], torch.get_rng_state()
-    with untouched(model):
+    with untouched(model, torch.device("cpu")):
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
         random.random(), np.random.rand(), torch.rand(1)

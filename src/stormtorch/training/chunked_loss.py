@@ -54,7 +54,7 @@ class ChunkedLoss:
         """Raises SettingError if the model does something to its logits. Changes nothing."""
         few = {name: tensor[:1, :_TOKENS] for name, tensor in batch.items()}
         few["labels"] = few["input_ids"]
-        with untouched(model):
+        with untouched(model, few["input_ids"].device):
             chunked, plain = self(model, few).float().item(), hf_loss(model, few).float().item()
         if not abs(chunked - plain) <= _CLOSE * abs(plain):
             raise SettingError(

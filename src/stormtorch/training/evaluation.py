@@ -17,11 +17,13 @@ def trained_tokens(batch: Batch) -> torch.Tensor:
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def evaluate(model: nn.Module, loss_of: Loss, batches: Iterable[Batch], *, limit: int | None) -> float:
+def evaluate(
+    model: nn.Module, loss_of: Loss, batches: Iterable[Batch], *, limit: int | None, device: torch.device
+) -> float:
     """Mean loss per token over at most ``limit`` batches. Waits for the result; changes nothing."""
     total: torch.Tensor | None = None
     count: torch.Tensor | None = None
-    with untouched(model):
+    with untouched(model, device):
         for batch in itertools.islice(batches, limit):
             tokens = trained_tokens(batch)
             weighted = loss_of(model, batch).double() * tokens

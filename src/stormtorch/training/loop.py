@@ -151,7 +151,9 @@ class Loop:
     def _evaluate(self) -> None:
         assert self.eval_loader is not None
         self.eval_loader.set_epoch(0)
-        loss = evaluate(self.model, self.loss, self.eval_loader, limit=self.settings.eval_batches)
+        loss = evaluate(
+            self.model, self.loss, self.eval_loader, limit=self.settings.eval_batches, device=self.session.device
+        )
         self._write("evaluation", self.done, loss=loss if math.isfinite(loss) else None)
         self.watcher.say(f"step {self.done}: loss {loss:.4f} on the evaluation data")
 

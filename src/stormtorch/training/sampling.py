@@ -22,7 +22,7 @@ def sample(model: nn.Module, tokenizer: Any, prompts: Sequence[str], *, tokens: 
     """The continuation of each prompt, without the prompt. Changes nothing; random numbers are not used."""
     found = []
     generator: Any = model
-    with untouched(model), warnings.catch_warnings():
+    with untouched(model, device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that home and device differ is how streaming works
         for prompt in prompts:
             given = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64).to(device)

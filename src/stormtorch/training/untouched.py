@@ -12,11 +12,11 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """In here the model is in eval mode without gradients; afterwards modes and all random numbers are as before."""
     modes = [(module, module.training) for module in model.modules()]
     python, numpy = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    devices = [device] if device.type == "cuda" else []  # no other: to ask one for its state costs memory there
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         model.eval()
         try:
