@@ -192,3 +192,20 @@ def test_a_version_is_watched_inside_a_dispatch_mode() -> None:
     assert not probes[-1].changed
     result.add_(1)
     assert probes[-1].changed
+
+
+def test_functions_come_by_the_class_below_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose ``apply`` was taken before, and those of torch itself."""
+    base, seen = torch_private.FUNCTION_BASE, []
+    assert "apply" not in vars(base)
+    taken = Probe.apply
+
+    def apply(cls: Any, *args: Any) -> Any:
+        seen.append(cls)
+        return super(base, cls).apply(*args)
+
+    monkeypatch.setattr(base, "apply", classmethod(apply), raising=False)
+    taken(lambda _: None, *leaves(2)).backward()  # type: ignore[no-untyped-call]
+    checkpoint(torch.sin, torch.ones(3, requires_grad=True), use_reentrant=True).sum().backward()
+    assert seen[0] is Probe
+    assert len(seen) == 2

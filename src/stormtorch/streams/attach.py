@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..core.errors import StormError
+from . import functions
 from .fetch import Fetch, Token
 from .gradients import GradientStream
 from .held import Held
@@ -123,6 +124,7 @@ class Attachment:
                     parameter.data = view
                 parameter.__class__ = HomeParameter
                 parameter._storm = (self, place)
+        functions.attach(self)
         wrapped = {id(entry.module): entry for entry in self._entries}
         for entry in self._entries:
             self._wrap(entry.module, entry)
@@ -151,6 +153,7 @@ class Attachment:
         self.closed = True
         self._clean()
         self._unwrap()
+        functions.detach(self)
         for unit in self._units:
             for place in unit.places:
                 grad = None

@@ -7,7 +7,7 @@ write of a parameter by user code passes through ``__torch_function__``:
   and a write tells the streams that the copy on the device is out of date;
 - inside of it, and wherever other tensors of the device are involved, the parameter's twin there takes its place.
   Modules of a unit hold twins anyway; this serves all other uses, such as a tied weight that is reached through another
-  module.
+  module. An ``autograd.Function`` has to be told about it: functions.py.
 
 Tensors that share home memory leave as `HomeView`, which does the same, for as long as they live: ``w = p.data`` taken
 once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` waits for nothing, using it does.
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .torch_private import without_torch_function
+from .torch_private import in_backward, without_torch_function
 from .unit import Place
 
 
@@ -191,7 +191,7 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
 def _with_homes(
     func: Any, name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    if any(isinstance(home, HomeParameter) and home._storm[0].in_forward() for home in homes):
+    if _in_forward(homes):
         return func(*_exchanged(args, _twin), **_exchanged(dict(kwargs), _twin))
     written = _written(name, homes, args, kwargs)
     if _any_on_device((*args, *kwargs.values())):
@@ -202,6 +202,17 @@ def _with_homes(
         if not _any_on_device([_target(args, kwargs)]):  # of both kinds: torch says what is wrong with that
             args, kwargs = _exchanged(args, _here), _exchanged(dict(kwargs), _here)
     return _on_home(func, name, homes, written, args, kwargs)
+
+
+def for_function(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same for the arguments of an ``autograd.Function``, which does not say whether it writes.
+
+    Also where checkpointing runs a part of a forward again, without calling a module. What stays in home memory is
+    watched further: the function's own code sees these very objects."""
+    with without_torch_function():
+        if in_backward() or _in_forward(_homes(args, {})):
+            args = tuple(_twin(arg) for arg in args)
+        return tuple(_there(arg) for arg in args) if _any_on_device(args) else args
 
 
 def _written(
@@ -245,6 +256,10 @@ def _on_home(
 
 def _is_in(home: torch.Tensor, value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(home is item for item in value)
+
+
+def _in_forward(homes: list[HomeParameter | HomeView]) -> bool:
+    return any(isinstance(home, HomeParameter) and home._storm[0].in_forward() for home in homes)
 
 
 def _kind(home: HomeParameter | HomeView) -> str:

@@ -122,3 +122,6 @@ _CASTS_AND_VIEWS = frozenset(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "AsStrided")
 )
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+FUNCTION_BASE: Any = (
+    torch.autograd.function._SingleLevelFunction
+)  # between Function and C++; has no ``apply`` of its own

@@ -29,7 +29,6 @@ from ...core.errors import StormError
 from ...observe.report import Report
 from . import resume
 from .settings import checked, keep_in_ram, refuse_arguments, refuse_model
-from .twins import hand_out_parameters, hand_out_twins
 
 _Base: Any = object
 
@@ -127,12 +126,10 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
     def _storm_open(self, optimizer: Any) -> None:
         refuse_model(self.model)
         self.session = stream(self.model, optimizer, **{**self._storm, "device": self.args.device})
-        hand_out_twins(self.model)
 
     def _storm_close(self) -> None:
         session, self.session = self.session, None
         if session is not None:
-            hand_out_parameters(self.model)
             session.close()
 
 
