@@ -85,7 +85,7 @@ def check(vram: str, folder: Path, mode: str, *, recompute: bool, dtype: torch.d
             optimizer.zero_grad()
 
         found = waits(run, folder)
-        adam = session._adam
+        adam = session._parts.adam
         assert adam is not None
         assert all((home.kept is not None) == (vram == "auto") for home in adam.homes)
     assert not found, f"{len(found)} waits: {sorted(set(found))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import re
 from collections.abc import Callable, Iterator
@@ -708,6 +709,17 @@ def test_closed_twice_is_closed(pair: Pair) -> None:
 
 def test_streamed_twice_at_once_is_refused() -> None:
     with Pair(CHAIN, fused) as pair:
+        with pytest.raises(storm.StormError, match=r"[Cc]lose"):
+            stream(pair.streamed.model, pair.streamed.optimizer)
+        pair.steps(2)
+        pair.check()
+
+
+def test_a_session_that_nobody_keeps_streams_on() -> None:
+    with Pair(CHAIN, fused) as pair:
+        pair.session.close()
+        stream(pair.streamed.model, pair.streamed.optimizer)
+        gc.collect()
         with pytest.raises(storm.StormError, match=r"[Cc]lose"):
             stream(pair.streamed.model, pair.streamed.optimizer)
         pair.steps(2)

@@ -35,7 +35,7 @@ def train(
     losses = []
     vram = 125_000 + (500_000 if kept else 0)
     with Session(model, optimizer, Settings(vram=vram, device="cpu", step=step), trial=trial) as session:
-        adam = session._adam
+        adam = session._parts.adam
         assert adam is not None
         for _ in range(5):
             for _ in range(micro):

@@ -98,7 +98,7 @@ def test_what_a_stay_remembers_does_not_grow() -> None:
     with Session(model, optimizer, Settings(vram=600_000, device="cpu"), trial=Trial(kept=99)) as session:
         for number in range(50):
             step(model, optimizer, number)
-        stays = [residence.stay for residence in session._parameters.residences if residence.stay is not None]
+        stays = [residence.stay for residence in session._parts.parameters.residences if residence.stay is not None]
         assert stays
         assert max(len(stay.uses) for stay in stays) <= 4
 
@@ -150,11 +150,13 @@ def test_sets_are_as_large_as_what_passes_through() -> None:
 
 def test_a_unit_that_is_kept_no_longer_may_be_too_large_to_pass() -> None:
     def meddle(session: Session, number: int) -> None:
-        assert session._adam is not None
-        there = session._adam.there
+        assert session._parts.adam is not None
+        there = session._parts.adam.there
         if number == 0:
-            session._pool.grow(1 << 20)
+            session._parts.ground.pool.grow(1 << 20)
             there.keep([0], wide=False)
-        there.share(number % 3 / 2, session._pool.capacity_bytes - there.kept_bytes - session.placement.least_bytes)
+        there.share(
+            number % 3 / 2, session._parts.ground.pool.capacity_bytes - there.kept_bytes - session.placement.least_bytes
+        )
 
     assert equal(topheavy(Trial(), meddle), topheavy(Trial()))

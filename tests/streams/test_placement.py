@@ -55,12 +55,12 @@ def test_a_pool_that_is_too_small_is_enlarged_within_the_budget() -> None:
     """Whoever holds more of the device than was planned, with views in graphs, say, gets what the budget has left."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     with Session(model, None, Settings(vram=MiB, device="cpu")) as session:
-        pool, limit = session._pool, session.ledger.budgets[Tier.DEVICE].limit_bytes
+        pool, limit = session._parts.ground.pool, session.ledger.budgets[Tier.DEVICE].limit_bytes
         assert pool.capacity_bytes < MiB // 2
-        lane = session._lanes.compute
-        held = session._parameters.room(MiB // 2, lane, Tag.GRADIENTS)
+        lane = session._parts.ground.lanes.compute
+        held = session._parts.parameters.room(MiB // 2, lane, Tag.GRADIENTS)
         assert session.ledger.used_bytes(Tier.DEVICE) <= limit
         with pytest.raises(OutOfBudget, match="vram"):
-            session._parameters.room(MiB // 2, lane, Tag.GRADIENTS)
-        session._parameters.give(held, lane.record())
+            session._parts.parameters.room(MiB // 2, lane, Tag.GRADIENTS)
+        session._parts.parameters.give(held, lane.record())
         assert torch.isfinite(model(torch.randn(2, 64))).all()

@@ -46,17 +46,17 @@ class GradientStream:
         lanes: Lanes,
         parameters: ParameterStream,
         waits: WaitMeter,
-        gate: Callable[[Unit, Lane], None],
         make_own: Callable[[], list[torch.Tensor]],
         make_wide: Callable[[Unit], torch.Tensor],
         serial: bool,
         poison: Lane | None,
     ) -> None:
         """``make_own`` gives the home buffers when the first gradient comes, ``make_wide`` one when it is needed."""
-        self.homes, self._lanes, self._parameters, self._gate = homes, lanes, parameters, gate
+        self.homes, self._lanes, self._parameters = homes, lanes, parameters
         self._waits = waits
         self._make_own, self._make_wide, self._serial = make_own, make_wide, serial
         # Set by whoever takes over an optimizer:
+        self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None  # a lane waits for what reads home grads
         self.consume: Callable[[GradHome], None] | None = None  # for step="backward"
         self.join_readers: Callable[[Unit], None] = lambda _unit: None  # wait for updates that read home grads
         self.before_adding: Callable[[], None] = lambda: None
@@ -207,7 +207,7 @@ class GradientStream:
         target, bucket, lanes = home.wide if home.is_wide else home.own, home.there, self._lanes
         assert target is not None
         assert bucket is not None
-        self._gate(home.unit, lanes.store)  # the worker may still be reading the gradients of the step before
+        self.gate(home.unit, lanes.store)  # the worker may still be reading the gradients of the step before
         assert home.ready is not None
         lanes.store.wait(home.ready)
         lanes.store.copy(target, bucket, Tag.GRADIENTS)

@@ -101,14 +101,13 @@ class ParameterStream:
         pool: DevicePool,
         ledger: Ledger,
         waits: WaitMeter,
-        gate: Callable[[Unit, Lane], None],
         enlarge: Callable[[int], bool],
         serial: bool,
     ) -> None:
-        """``gate`` makes a lane wait until the home image of a unit is up to date. ``enlarge`` is the last resort where
-        the pool is full: it adds to it, if the budget has that much left at the moment."""
+        """``enlarge`` is the last resort where the pool is full: it adds to it, if the budget has that much left at the
+        moment."""
         self.residences, self._lanes, self._pool, self._ledger = residences, lanes, pool, ledger
-        self._waits, self._gate, self._enlarge, self._serial = waits, gate, enlarge, serial
+        self._waits, self._enlarge, self._serial = waits, enlarge, serial
         self.lock = threading.RLock()
         self.order = Order(len(residences))
         self._by_storage: dict[int, Residence] = {}
@@ -116,6 +115,8 @@ class ParameterStream:
         self._loads_before = 0
         self._passes, self._passes_per_step = 0, 1
         self.on_drop: Callable[[Unit], None] = lambda _unit: None
+        # Set by whoever updates weights: makes a lane wait until the home image of a unit is up to date.
+        self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None
         # Set by whoever updates weights on the device: what must happen with the weights there before they are used
         # (False: the stay is stale now); and what has to be loaded ahead beside them (False: there is no room yet).
         self.before_use: Callable[[Unit, Stay], bool] | None = None
@@ -296,7 +297,7 @@ class ParameterStream:
         uses: list[Event] = []
         places: set[Hashable] = set()
         base = self._pool.lend(piece, uses, places)
-        self._gate(unit, lane)
+        self.gate(unit, lane)
         lane.copy(piece.bytes, residence.image, Tag.PARAMETERS)
         loaded = lane.record()
         uses.append(loaded)  # compute may never wait for it

@@ -1,0 +1,117 @@
+"""What a session stands on: budgets, units and where they go, home memory, lanes, flags and the pool.
+
+Opened before anything of the model is touched; what does not fit is refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .core.endings import Endings
+from .core.errors import SettingError
+from .core.tags import Tag, Tier
+from .memory.flags import Flags
+from .memory.host import HostArena, capacity_for
+from .memory.lane import Lane
+from .memory.lanes import Lanes, open_lanes
+from .memory.ledger import Ledger, open_ledger
+from .memory.page_lock import PageLock, page_lock_for
+from .memory.pool import DevicePool
+from .memory.wait_meter import WaitMeter
+from .observe.recorder import Recorder
+from .streams.device_states import kept_bytes
+from .streams.meta import give_substance
+from .streams.partition import Partition, partition
+from .streams.placement import Placement, place
+from .streams.settings import Settings, Trial
+from .streams.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """Memory and what moves it: no stream yet, and no tensor of the model's."""
+
+    device: torch.device
+    ledger: Ledger
+    endings: Endings
+    partition: Partition
+    placement: Placement
+    page_lock: PageLock | None
+    recorder: Recorder
+    lanes: Lanes
+    board: Flags
+    pool: DevicePool
+    waits: WaitMeter
+    poison: Lane | None  # for tests: fills with NaN whatever is freed on the device
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.partition.units
+
+    def arena(self, capacity_bytes: int, tag: Tag) -> HostArena:
+        """Home memory; whoever asks for it says when it ends."""
+        return HostArena(capacity_bytes, ledger=self.ledger, tag=tag, page_lock=self.page_lock)
+
+
+def open_ground(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
+) -> tuple[Ground, list[torch.Tensor]]:
+    """The ground, and home memory for the weights of each unit."""
+    device = _device(settings.device)
+    ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
+    give_substance(model, optimizer)
+    found = partition(
+        model,
+        unit_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes // 6,
+        only=None if settings.only is None else list(settings.only),
+        leave=list(settings.leave),
+    )
+    units = found.units
+    if not units:
+        raise SettingError("The model has no parameters to stream.")
+    kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
+    placement = place(found, device, ledger, training=any(unit.trained for unit in units), reserve_bytes=kept)
+    page_lock = page_lock_for(device)
+    recorder = Recorder()
+    arena = HostArena(
+        capacity_for(unit.image_bytes for unit in units), ledger=ledger, tag=Tag.PARAMETERS, page_lock=page_lock
+    )
+    endings.before_others(arena.close)
+    images = [arena.tensor((unit.image_bytes,), torch.uint8) for unit in units]
+    lanes = open_lanes(device, home=arena, ledger=ledger, sink=recorder, delay=trial.delay)
+    endings.before_others(lanes.close)
+    board = Flags(sum(1 + len(unit.trained) for unit in units), ledger=ledger, device=device, page_lock=page_lock)
+    endings.before_others(board.close)
+    poison = lanes.store if trial.poison else None
+    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, compute=lanes.compute, poison=poison)
+    endings.before_others(pool.close)
+    pool.grow(placement.pool_bytes)
+    ground = Ground(
+        device=device,
+        ledger=ledger,
+        endings=endings,
+        partition=found,
+        placement=placement,
+        page_lock=page_lock,
+        recorder=recorder,
+        lanes=lanes,
+        board=board,
+        pool=pool,
+        waits=WaitMeter(lanes.compute, recorder),
+        poison=poison,
+    )
+    return ground, images
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise SettingError(
+            f"device={device!r} cannot be meant. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ..."
+        ) from None

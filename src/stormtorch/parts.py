@@ -1,0 +1,310 @@
+"""Opens the parts of a session, each on those before it: the ground, the streams, the model's ties, the optimizer.
+
+Whatever is opened says at once how it ends. Where opening fails, what was there until then ends, and model and
+optimizer are the ordinary ones that they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .core.endings import Endings
+from .core.errors import SettingError
+from .core.tags import Tag
+from .ground import Ground, open_ground
+from .memory.flags import Flag
+from .memory.host import capacity_for
+from .memory.lanes import Lanes
+from .native.jobs import Worker
+from .native.worker import open_worker
+from .streams.adam import AdamStream
+from .streams.adam_home import AdamHome
+from .streams.arrangement import Surroundings, open_saving
+from .streams.attach import Attachment
+from .streams.device_states import kept_bytes
+from .streams.durable import Durable
+from .streams.grad_home import GradHome
+from .streams.gradients import GradientStream
+from .streams.optimizer import OptimizerStream, runs_as_adam
+from .streams.parameters import ParameterStream, Residence
+from .streams.saving import Saving
+from .streams.settings import Settings, Trial
+from .streams.still import Still
+from .streams.torch_step import is_separable
+from .streams.unit import Unit
+from .tuning import Tuning
+
+# What is tied to a model lives as long as its parameters are streamed, also where nobody has kept the session.
+_TIED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """All that a session consists of."""
+
+    ground: Ground
+    tuning: Tuning
+    parameters: ParameterStream
+    gradients: GradientStream
+    attachment: Attachment
+    saving: Saving | None  # None: activations are kept
+    optimizer: OptimizerStream | None
+    adam: AdamStream | None  # None: torch's own step runs, or none
+    worker: Worker | None  # Adam's
+    durable: Durable
+    drain: Callable[[], None]  # blocks until all that was asked for is done
+
+
+def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial) -> Parts:
+    """Stream ``model`` in place, and take over ``optimizer``; ``ground.endings`` make both ordinary again."""
+    earlier = _TIED.get(model)
+    if earlier is not None and (attachment := earlier()) is not None and not attachment.closed:
+        raise SettingError("This model is being streamed already. Close that session first.")
+    endings = Endings()
+    try:
+        parts = _open(model, optimizer, settings, trial, endings)
+    except BaseException:
+        endings.run()
+        raise
+    _TIED[model] = weakref.ref(parts.attachment)
+    return parts
+
+
+def _open(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
+) -> Parts:
+    ground, images = open_ground(model, optimizer, settings, trial, endings)
+    flags = (ground.board[index] for index in range(len(ground.board)))
+    tuning = Tuning(
+        ground.device,
+        ledger=ground.ledger,
+        pool=ground.pool,
+        placement=ground.placement,
+        partition=ground.partition,
+        recorder=ground.recorder,
+        mode=settings.step,
+    )
+    parameters, gradients = _open_streams(ground, images, flags, tuning, serial=settings.step == "serial")
+    attachment = Attachment(
+        model,
+        ground.partition.entries,
+        ground.units,
+        device=ground.device,
+        parameters=parameters,
+        gradients=gradients,
+    )
+    endings.before_others(attachment.detach)
+    attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
+    tuning.note_foreign_memory(model)
+    saving = _arrange(model, ground, tuning, attachment, settings.activations, trial)
+    drain = functools.partial(_drain, attachment, ground.lanes)
+    endings.before_others(drain)
+    for parameter in ground.partition.left:
+        parameter.data = parameter.data.to(ground.device)
+    adam = worker = taken = None
+    if optimizer is not None:
+        gradients.prepare()
+        _refuse_foreign(model, optimizer)
+        masters = settings.master_dtype is not None
+        mode = "forward" if settings.step == "auto" else settings.step
+        if runs_as_adam(optimizer, ground.units, masters):
+            adam, worker = _open_adam(ground, images, flags, parameters, gradients, trial)
+            tuning.take_adam(adam, worker, fixed_share=trial.device_share)
+        elif mode == "backward" and not is_separable(optimizer):
+            raise SettingError(
+                f'step="backward" needs an optimizer of torch.optim that updates each parameter by itself; '
+                f'{type(optimizer).__name__} is not known to. Use step="forward".'
+            )
+        taken = OptimizerStream(
+            optimizer,
+            access=attachment,
+            units=ground.units,
+            left=ground.partition.left,
+            parameters=parameters,
+            gradients=gradients,
+            adam=adam,
+            masters=masters,
+            mode=mode,
+        )
+        endings.before_others(taken.release)
+        taken.on_step = functools.partial(tuning.after_step, gradients)
+        _make_known(taken, attachment, parameters, gradients)
+    attachment.durable = durable = Durable(
+        units=ground.units,
+        parameters=parameters,
+        gradients=gradients,
+        attachment=attachment,
+        optimizer=taken,
+        adam=adam,
+        still=Still(ground.ledger),
+        drain=drain,
+    )
+    endings.before_others(functools.partial(_settle, attachment, parameters, drain))
+    return Parts(
+        ground=ground,
+        tuning=tuning,
+        parameters=parameters,
+        gradients=gradients,
+        attachment=attachment,
+        saving=saving,
+        optimizer=taken,
+        adam=adam,
+        worker=worker,
+        durable=durable,
+        drain=drain,
+    )
+
+
+def _open_streams(
+    ground: Ground, images: list[torch.Tensor], flags: Iterator[Flag], tuning: Tuning, *, serial: bool
+) -> tuple[ParameterStream, GradientStream]:
+    parameters = ParameterStream(
+        [Residence(unit, image) for unit, image in zip(ground.units, images, strict=True)],
+        lanes=ground.lanes,
+        pool=ground.pool,
+        ledger=ground.ledger,
+        waits=ground.waits,
+        enlarge=tuning.enlarge,
+        serial=serial,
+    )
+    gradients = GradientStream(
+        [GradHome(unit, next(flags)) for unit in ground.units],
+        lanes=ground.lanes,
+        parameters=parameters,
+        waits=ground.waits,
+        make_own=functools.partial(_own_grads, ground),
+        make_wide=functools.partial(_wide_grads, ground),
+        serial=serial,
+        poison=ground.poison,
+    )
+    ground.endings.after_others(parameters.forget)
+    ground.endings.after_others(gradients.forget)
+    return parameters, gradients
+
+
+def _own_grads(ground: Ground) -> list[torch.Tensor]:
+    """Home memory for gradients, when the first ones come; it ends late: the model takes over what is in it."""
+    arena = ground.arena(capacity_for(unit.grad_bytes for unit in ground.units), Tag.GRADIENTS)
+    ground.endings.after_others(arena.close)
+    return [arena.tensor((unit.grad_bytes,), torch.uint8) for unit in ground.units]
+
+
+def _wide_grads(ground: Ground, unit: Unit) -> torch.Tensor:
+    arena = ground.arena(unit.wide_bytes, Tag.GRADIENTS)
+    ground.endings.after_others(arena.close)
+    return arena.tensor((unit.wide_bytes,), torch.uint8)
+
+
+def _arrange(
+    model: nn.Module, ground: Ground, tuning: Tuning, attachment: Attachment, mode: str, trial: Trial
+) -> Saving | None:
+    """See to activations by ``mode``; None where they are kept."""
+    free = ground.device.type == "cpu" and trial.activation_room is None  # RAM on either side: "auto" would keep all
+    if mode == "keep" or (mode == "auto" and free):
+        return None
+    around = Surroundings(
+        device=ground.device,
+        lanes=ground.lanes,
+        ledger=ground.ledger,
+        page_lock=ground.page_lock,
+        waits=ground.waits,
+        lock=attachment.lock,
+        rates=tuning.free_rates,
+        peak=tuning.peak,
+        limit_bytes=tuning.limit_bytes,
+        foreign_bytes=tuning.foreign_bytes,
+        can_recompute=tuning.can_recompute,
+    )
+    left = ground.partition.left
+    saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *left], trial)
+    ground.endings.before_others(end)
+    attachment.saving = saving
+    tuning.activation_wish = lambda: saving.wish_bytes
+    return saving
+
+
+def _refuse_foreign(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise SettingError(
+            f"The optimizer holds {foreign} parameters that the model does not. Build it from model.parameters()."
+        )
+
+
+def _open_adam(
+    ground: Ground,
+    images: list[torch.Tensor],
+    flags: Iterator[Flag],
+    parameters: ParameterStream,
+    gradients: GradientStream,
+    trial: Trial,
+) -> tuple[AdamStream, Worker]:
+    units, endings = ground.units, ground.endings
+    sizes = [size for unit in units for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
+    states = ground.arena(capacity_for(sizes), Tag.OPTIMIZER)
+    endings.before_others(states.close)
+    factors = ground.arena(64 * 64, Tag.STAGING)
+    endings.before_others(factors.close)
+    homes = []
+    for unit in units:
+        exp_avg, exp_avg_sq = (states.tensor((unit.state_count,), torch.float32) for _ in range(2))
+        masters = states.tensor((unit.master_bytes,), torch.uint8)
+        home = AdamHome(unit, exp_avg, exp_avg_sq, masters, [next(flags) for _ in unit.trained])
+        for item in unit.trained:
+            master = home.master(item)
+            if master is not None and item.dtype == torch.float16:
+                master.copy_(item.in_image(images[unit.index]))
+        homes.append(home)
+    worker = open_worker()
+    endings.before_others(worker.close)
+    adam = AdamStream(
+        homes,
+        images=images,
+        worker=worker,
+        board=ground.board,
+        lanes=ground.lanes,
+        parameters=parameters,
+        gradients=gradients,
+        waits=ground.waits,
+        factors=factors.tensor((64, 16), torch.float32)[:, :1],
+        poison=ground.poison,
+    )
+    endings.after_others(adam.forget)
+    if trial.kept:
+        ground.pool.grow(sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept]))
+        adam.there.keep([unit.index for unit in units[: trial.kept]], wide=True)
+    parameters.pending = adam.pending
+    parameters.before_use = adam.before_use
+    parameters.prepare = adam.prepare
+    return adam, worker
+
+
+def _make_known(
+    optimizer: OptimizerStream, attachment: Attachment, parameters: ParameterStream, gradients: GradientStream
+) -> None:
+    """From now on the others wait for the optimizer's work."""
+    attachment.optimizer = optimizer
+    parameters.gate = gradients.gate = optimizer.gate
+    gradients.join_readers = optimizer.join
+    gradients.before_adding = optimizer.apply_factor
+
+
+def _drain(attachment: Attachment, lanes: Lanes) -> None:
+    if attachment.optimizer is not None:
+        attachment.optimizer.join_all()
+    lanes.synchronize()
+
+
+def _settle(attachment: Attachment, parameters: ParameterStream, drain: Callable[[], None]) -> None:
+    """Bring everything home, before anything ends."""
+    if attachment.optimizer is not None:
+        attachment.optimizer.apply_factor()
+    drain()
+    parameters.drop_all()
