@@ -120,3 +120,15 @@ def test_forgetting_in_the_middle_of_a_pass() -> None:
     levels.reach(1, 0)
     levels.begin()
     assert levels.bases == {2: WEIGHTS, 1: WEIGHTS}
+
+
+def test_a_peak_that_the_user_resets_tells_nothing() -> None:
+    """As people do who print the peak of every step. The first block's rise would be negative, and least of all."""
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    for _ in range(3):
+        train(device, levels, [10] * 4)
+        device.peak = device.allocated
+    levels.begin()
+    rises = levels.rises("block", saved_bytes=SAVED, gain_bytes=80)
+    assert rises.whole == SAVED - 10 + WORK

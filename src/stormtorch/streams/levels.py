@@ -10,7 +10,8 @@ which is when the gradient of its output is there, and the peak with it.
              What was travelling and is used up by then, with nothing after it, came on top too: it was early
 
 Torch's peak is never reset, it belongs to the user. So what it shows of a block may be another's, and is an upper bound
-only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all."""
+only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all. When the
+user resets it, it tells nothing about the block that ran last, and that one is left out."""
 
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ class Levels:
     def __init__(self, allocated: Callable[[], int], peak: Callable[[], int]) -> None:
         self._allocated, self._peak = allocated, peak
         self._now = _Pass()
+        self._peak_before = 0
         self.bases: dict[int, int] = {}  # the highest: gradients may stay from one pass to the next
         self.seen: dict[tuple[Hashable, Way], int] = {}  # rises
         self.end_rise: int | None = None  # from the end of forward to the first block of backward: the loss
@@ -96,11 +98,13 @@ class Levels:
         self._now.last = position
 
     def _close_last(self, travelling_bytes: int) -> None:
-        last = self._now.last
+        last, peak = self._now.last, self._peak()
+        was_reset, self._peak_before = peak < self._peak_before, peak
         if last is not None:
-            self._now.tops[last] = self._peak()
-            self._now.early[last] = max(0, self._now.travelling[last] - travelling_bytes)
             self._now.last = None
+            if not was_reset:
+                self._now.tops[last] = peak
+                self._now.early[last] = max(0, self._now.travelling[last] - travelling_bytes)
 
     def rooms(self, limit_bytes: int, count: int, held: Sequence[int]) -> list[int]:
         """What is left for activations while backward is in each of ``count`` blocks, and last, at the end of forward.
