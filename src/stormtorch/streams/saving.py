@@ -125,6 +125,7 @@ class Saving:
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else self._way_bytes
         self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
+        self._stream.is_strict = self.plan is not None
         try:
             yield
         finally:
@@ -285,6 +286,10 @@ class Saving:
             return self.plan.blocks[position]
         return self._provisional(position, kind)
 
+    def _is_last(self) -> bool:
+        """Whether the block that is being called should be the last one of the pass."""
+        return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
+
     def _run(self, plan: BlockPlan, tape: Tape, block: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
         with self._set(sending=plan.kind == "offload" or plan.inputs_away):
             if plan.kind != "recompute":
@@ -335,7 +340,7 @@ class Saving:
         known = self._measured.get(kind) or self._profiles[kind]
         count = len(self._last_sequence) or len(self._blocks)
         ahead = max(1, count - position) + 1  # and one to compute with
-        if position == count - 1:
+        if self._is_last():
             return KEEP
         if self.mode == "auto" and known.saved_bytes * ahead <= self._room():
             return KEEP
@@ -347,7 +352,7 @@ class Saving:
         self, kind: Any, size: int, block: nn.Module, original: Call, args: Any, kwargs: Any
     ) -> tuple[Any, int]:
         """Run the block plainly and see what it does; also the bytes that it keeps by that."""
-        away = self._tight and not self._rounds[kind]  # the first block of all is held longest
+        away = self._tight and not self._is_last()  # backward begins with that one; the others are held for longer
         tape = Tape(is_sure=not torch.is_autocast_enabled(self._device.type))
         measurement = self._measuring = Measurement(size, tape=tape)
         before = state_of(block, args, kwargs)
