@@ -57,7 +57,7 @@ from .levels import Levels, Way
 from .measurement import Measurement
 from .replay import Measuring, Recording, Replaying
 from .tape import Operation, Tape
-from .torch_private import has_plain_storage, in_backward, in_functorch, innermost_hooks
+from .torch_private import at_end_of_backward, has_plain_storage, in_backward, in_functorch, innermost_hooks
 
 _ROUNDS = 2
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
@@ -124,7 +124,8 @@ class Saving:
         self._held, self._sequence, self._loose_bytes = [], [], 0
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else self._way_bytes
-        self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
+        self._stream.window_bytes = way_bytes
+        self._stream.ahead_bytes = 0 if self.plan is None and self._tight else way_bytes
         self._stream.is_strict = self.plan is not None
         try:
             yield
@@ -144,9 +145,16 @@ class Saving:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: ``tensor``, or a note if it leaves."""
-        if self._measuring is not None and has_plain_storage(tensor) and not self._stream.is_weight(tensor):
-            self._measuring.see(tensor)
-        packed = self._stream.pack(tensor) if self._sending else Held(tensor)
+        measuring = self._measuring
+        if measuring is not None:
+            measuring.is_packing = True
+            if has_plain_storage(tensor) and not self._stream.is_weight(tensor):
+                measuring.see(tensor)
+        try:
+            packed = self._stream.pack(tensor) if self._sending else Held(tensor)
+        finally:
+            if measuring is not None:
+                measuring.is_packing = False
         if not self._in_block and not isinstance(packed, Held):
             self._loose_bytes += tensor.nbytes
         return packed
@@ -317,6 +325,7 @@ class Saving:
                 saving._stream.ahead_bytes = ahead
                 if noting and saving.passes == number:
                     saving._levels.reach(position, saving._stream.travelling_bytes())
+                    at_end_of_backward(saving._levels.end)
 
         for leaf in leaves_of(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -356,7 +365,9 @@ class Saving:
         tape = Tape(is_sure=not torch.is_autocast_enabled(self._device.type))
         measurement = self._measuring = Measurement(size, tape=tape)
         before = state_of(block, args, kwargs)
-        timing = Measuring(measurement.tape, lambda call: timed(self._device, call))
+        timing = Measuring(
+            measurement.tape, lambda call: timed(self._device, call), is_foreign=lambda: measurement.is_packing
+        )
         mode: AbstractContextManager[Any] = timing
         if is_compiled(block):
             mode = contextlib.nullcontext()
