@@ -50,6 +50,9 @@ def main() -> int:
     parser.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="run all cases of a group so often, in turns"
     )
+    parser.add_argument(
+        "--patience", type=float, metavar="S", help="seconds that a case of `flat` may wait for a quiet machine"
+    )
     parser.add_argument("--limit", type=float, metavar="S", help="seconds that one case may take")
     parser.add_argument(
         "--budget", type=float, metavar="S", help="seconds for everything; what is left over is not run"
@@ -106,6 +109,8 @@ def _cases(group: str, folder: Path, options: argparse.Namespace) -> list[Case]:
         disk_free_bytes=shutil.disk_usage(folder).free, ram_bytes=host_available_bytes(), device=options.device
     )
     cases = cases_of(group, folder, machine, tiny=options.tiny, largest=options.largest, packages=options.peers)
+    if options.patience is not None:
+        cases = [replace(case, patience_s=options.patience, limit_s=case.limit_s + options.patience) for case in cases]
     if options.limit is not None:
         cases = [replace(case, limit_s=options.limit) for case in cases]
     return [case for case in cases if not options.methods or case.method in options.methods]

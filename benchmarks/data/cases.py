@@ -11,6 +11,7 @@ from dataclasses import dataclass
 ROW_FLOATS = 3072  # an image of CIFAR's shape
 ROW_BYTES = ROW_FLOATS * 4
 SEQUENCE = 2048
+SHARD_ROWS = 50_000  # 0.6 GB: the smallest dataset, and the shards of all larger ones
 WORKERS = (0, 1, 2)
 OURS = ("storm", "storm-cached", "storm-direct", "train", "train-direct")
 
@@ -31,7 +32,10 @@ def package_of(method: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``folder`` holds the data. ``seconds`` is how long is measured, warm-up not counted, ``limit_s`` when it ends."""
+    """``folder`` holds the data. ``seconds`` is how long is measured, warm-up not counted, ``limit_s`` when it ends.
+
+    With ``set_rows`` the rows are whole shards, chosen at random, out of a set of so many rows.
+    """
 
     group: str
     method: str
@@ -45,6 +49,10 @@ class Case:
     device: str = "cpu"
     width: int = 64  # of the convnet
     note: str = ""  # for the table
+    set_rows: int = 0
+    shard_rows: int = SHARD_ROWS
+    window: str = "256MiB"  # the loader's, in the group `flat`
+    patience_s: float = 60  # in the group `flat`: how long to wait, in all, for others to leave the CPU alone
 
     @property
     def row_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""CPU time of this process and its workers: what a method costs, also where others share the machine."""
+"""CPU time of this process and its workers: what a method costs, also where others share the machine, and theirs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 def cpu_seconds() -> float:
     """Of all threads of this process and of its children, the living and those that were waited for; theirs not."""
     return sum(_spent(process) for process in [os.getpid(), *_children()])
+
+
+def machine_busy_seconds() -> float:
+    """Of all cores, by whomever; also what the hypervisor gave to others."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split(maxsplit=11)[1:11]]
+    user, nice, system, _, _, irq, softirq, stolen, *_ = fields
+    return (user + nice + system + irq + softirq + stolen) * _TICK_S
 
 
 def _children() -> list[int]:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from .cases import ROW_FLOATS, SEQUENCE, Case
 
 Array = npt.NDArray[Any]
+Shard = tuple[Path, int, int]  # file, first row, number of rows
 _PIECE_ROWS = 4096
-SHARD_ROWS = 50_000  # 0.6 GB: the smallest dataset, and the shards of all larger ones
 CLASSES = 10
 
 
@@ -72,9 +72,19 @@ def plain_file(folder: Path, kind: str) -> Path:
     return folder / ("rows.npy" if kind == "rows" else "tokens.bin")
 
 
-def shard_files(case: Case) -> list[tuple[Path, int, int]]:
-    """File, first row and number of rows of each shard. Larger datasets begin with the shards of smaller ones."""
-    cuts = [(first, min(SHARD_ROWS, case.rows - first)) for first in range(0, case.rows, SHARD_ROWS)]
+def shard_files(case: Case) -> list[Shard]:
+    """What the case reads. Of cases with one data set, the larger ones read what the smaller ones read, and more."""
+    shards, count = _all_shards(case), -(-case.rows // case.shard_rows)
+    if not case.set_rows:
+        return shards
+    if case.rows % case.shard_rows or count > len(shards):
+        raise ValueError(f"{case.rows} rows are not whole shards of {case.set_rows} rows")
+    return [shards[number] for number in np.random.default_rng(3).permutation(len(shards))[:count]]
+
+
+def _all_shards(case: Case) -> list[Shard]:
+    rows, most = case.set_rows or case.rows, case.shard_rows
+    cuts = [(first, min(most, rows - first)) for first in range(0, rows, most)]
     return [(Path(case.folder) / f"rows_{first:08}_{count}.npy", first, count) for first, count in cuts]
 
 
@@ -83,13 +93,17 @@ def labels_file(case: Case) -> Path:
 
 
 def make(case: Case) -> None:
-    """Makes what torch and STORM read in this case, where it is not there already: one file, or shards and labels."""
+    """Makes what torch and STORM read in this case, where it is not there already: one file, or shards and labels.
+
+    Of a data set, all of it: what is written between two measurements would change what the disk has at hand.
+    """
     plain = plain_file(Path(case.folder), case.kind)
     if case.group in {"flat", "gpu"}:
-        for file, first, count in shard_files(case):
+        for file, first, count in _all_shards(case):
             if not file.exists():
                 make_rows(file, count, first=first, drop=case.group == "flat")
-        np.save(labels_file(case), np.random.default_rng(7).integers(0, CLASSES, case.rows, dtype=np.int64))
+        if case.group == "gpu":
+            np.save(labels_file(case), np.random.default_rng(7).integers(0, CLASSES, case.rows, dtype=np.int64))
         os.sync()  # what is still on its way to the disk would be measured too
     elif not plain.exists():
         (make_rows if case.kind == "rows" else make_tokens)(plain, case.rows)

@@ -6,6 +6,8 @@ the sum, and two mistakes would have to cancel to the last of 64 bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,13 +29,16 @@ class Tally:
         self.count += len(numbers)
         self.sum = (self.sum + int(_hashed(numbers.astype(np.uint64)).sum())) & (1 << 64) - 1
 
-    def check(self, rows: int, *, times: int) -> None:
-        """Raises unless each of ``rows`` rows was added ``times`` times."""
+    def check(self, spans: Sequence[range], *, times: int) -> None:
+        """Raises unless each row of ``spans`` was added ``times`` times."""
         due = Tally()
-        for first in range(0, rows, _PIECE):
-            due.add(np.arange(first, min(first + _PIECE, rows)))
-        if (self.count, self.sum) != (rows * times, due.sum * times & (1 << 64) - 1):
-            raise RuntimeError(f"{rows} rows were due {times} times each; {self.count} came, and not the right ones")
+        for span in spans:
+            for first in range(span.start, span.stop, _PIECE):
+                due.add(np.arange(first, min(first + _PIECE, span.stop)))
+        if (self.count, self.sum) != (due.count * times, due.sum * times & (1 << 64) - 1):
+            raise RuntimeError(
+                f"{due.count} rows were due {times} times each; {self.count} came, and not the right ones"
+            )
 
 
 def _hashed(numbers: Array) -> Array:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .cases import PEERS, ROW_BYTES, Case
-from .made import SHARD_ROWS
+from .cases import PEERS, ROW_BYTES, SHARD_ROWS, Case
 
 GROUPS = ("rows", "tokens", "flat", "gpu")
 _SHARE_OF_DISK = 0.95  # of what is free: a disk that is full to the brim is a slow one
@@ -38,24 +37,28 @@ def cases_of(
 
 
 def _flat(folder: Path, machine: Machine, tiny: bool, largest: int) -> list[Case]:
+    settings: dict[str, Any] = {"group": "flat", "kind": "rows", "folder": str(folder), "device": machine.device}
     if tiny:
-        return [
-            Case(group="flat", method=method, kind="rows", rows=rows, folder=str(folder), seconds=0.1)
-            for method, rows in (("storm-direct", 512), ("storm-direct", 2048), ("storm-cached", 512))
-        ]
+        settings |= {
+            "set_rows": 4096,
+            "shard_rows": 512,
+            "seconds": 0.01,
+            "window": "512KiB",
+            "batch": 16,
+            "patience_s": 0,
+        }
+        plans = (("storm-direct", 512), ("storm-direct", 4096), ("storm-cached", 512))
+        return [Case(method=method, rows=rows, **settings) for method, rows in plans]
     most, note = _bounded(largest // ROW_BYTES, machine)
+    settings |= {"set_rows": most, "seconds": 8, "limit_s": 900}
     sizes = [SHARD_ROWS]
     while sizes[-1] * _GROWTH < most:
         sizes.append(sizes[-1] * _GROWTH)
-    sizes += [most] if most > sizes[-1] else []
-    settings: dict[str, Any] = {
-        "group": "flat",
-        "kind": "rows",
-        "folder": str(folder),
-        "device": machine.device,
-        "seconds": 8,
-    }
-    direct = [Case(method="storm-direct", rows=rows, limit_s=300, **settings) for rows in sizes]
+    if most < 2 * sizes[-1]:
+        sizes[-1] = most
+    else:
+        sizes += [most]
+    direct = [Case(method="storm-direct", rows=rows, **settings) for rows in sizes]
     direct[-1] = _noted(direct[-1], note)
     cached = [
         Case(method="storm-cached", rows=rows, **settings)

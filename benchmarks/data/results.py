@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,9 +50,18 @@ COLUMNS: dict[str, tuple[tuple[str, str, Shown], ...]] = {
         ("reading", "reading", str),
         ("µs a sample", "sample_s", _as(".2f", 1e6)),
         ("of the smallest", "of_smallest", _as(".3f")),
+        ("plain direct reads, µs a sample", "disk_s", _as(".2f", 1e6)),
+        ("of the smallest", "disk_of_smallest", _as(".3f")),
+        ("STORM : plain", "ratio", _as(".3f")),
+        ("of the smallest", "ratio_of_smallest", _as(".3f")),
+        ("CPU µs a sample", "cpu_s", _as(".2f", 1e6)),
+        ("of the smallest", "cpu_of_smallest", _as(".3f")),
         ("GB/s", "bytes_per_s", _GB),
-        ("plain direct reads GB/s", "disk_bytes_per_s", _GB),
-        ("of it", "of_disk", _as(".0%")),
+        ("plain GB/s", "disk_bytes_per_s", _GB),
+        ("plain, the pass before, GB/s", "before_bytes_per_s", _GB),
+        ("slices", "slices", str),
+        ("CPU of others", "others", _as(".0%")),
+        ("epochs", "epochs", str),
         ("RSS MiB", "rss_bytes", _MIB),
         ("ring MiB", "ring_bytes", _MIB),
         ("load before", "load", _as(".1f")),
@@ -73,6 +83,14 @@ COLUMNS: dict[str, tuple[tuple[str, str, Shown], ...]] = {
     ),
 }
 
+_OF_SMALLEST = {
+    "sample_s": "of_smallest",
+    "disk_s": "disk_of_smallest",
+    "ratio": "ratio_of_smallest",
+    "cpu_s": "cpu_of_smallest",
+}
+_SPREAD = {"sample_s": "a sample", "disk_s": "plain reads", "ratio": "STORM : plain", "cpu_s": "CPU"}
+
 
 def completed(results: list[Result]) -> list[Result]:
     """With the figures that compare a case with others of its group."""
@@ -87,8 +105,35 @@ def _compared(result: Result, results: list[Result]) -> dict[str, float]:
         peers = [other.figures["rate"] for other in group if package_of(other.case.method) != "storm"]
         return {"of_best_peer": result.figures["rate"] / max(peers)} if peers else {}
     alike = [other for other in group if other.case.method == result.case.method]
-    smallest = min(alike, key=lambda other: other.case.rows)
-    return {"of_smallest": result.figures["sample_s"] / smallest.figures["sample_s"]}
+    least = min(other.case.rows for other in alike)
+    smallest = [other.figures for other in alike if other.case.rows == least]
+    return {
+        shown: result.figures[name] / statistics.median(figures[name] for figures in smallest)
+        for name, shown in _OF_SMALLEST.items()
+        if name in result.figures
+    }
+
+
+def spread(results: list[Result]) -> str:
+    """How flat the group is: for each method the least and the most, each size by the median of its runs."""
+    lines = []
+    for method in dict.fromkeys(result.case.method for result in results):
+        runs = [result for result in results if result.case.method == method and not result.failed]
+        sizes = sorted({run.case.total_bytes for run in runs})
+        if len(sizes) < 2:
+            continue
+        parts = []
+        for name, text in _SPREAD.items():
+            if name not in runs[0].figures:
+                continue
+            by_size = [
+                statistics.median(run.figures[name] for run in runs if run.case.total_bytes == size) for size in sizes
+            ]
+            of_smallest = [value / by_size[0] for value in by_size[1:]]
+            parts.append(f"{text} {min(of_smallest):.2f} to {max(of_smallest):.2f}")
+        span = f"{sizes[0] / 1e9:.1f} GB, up to {sizes[-1] / 1e9:.1f} GB"
+        lines.append(f"{method}, of what it is at {span}: {', '.join(parts)}.  ")
+    return "\n".join(lines)
 
 
 def table(results: list[Result]) -> str:
@@ -115,7 +160,8 @@ def text_of(results: list[Result], about: dict[str, str]) -> str:
     """What is printed last and committed: where it ran, then a table for each group."""
     parts = ["\n".join(f"{key}: {value}  " for key, value in about.items())]
     for group in dict.fromkeys(result.case.group for result in results):
-        parts += [f"## {group}", table([result for result in results if result.case.group == group])]
+        members = [result for result in results if result.case.group == group]
+        parts += [f"## {group}", table(members), *([spread(members)] if group == "flat" else [])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ import pytest
 import torch
 from benchmarks.data import made
 from benchmarks.data.cases import HF, MOSAIC, PEERS, TORCH, Case, package_of
-from benchmarks.data.disk import read_rate
+from benchmarks.data.disk import PlainReads, read_rate
 from benchmarks.data.isolation import run_isolated
 from benchmarks.data.made import make, pieces, plain_file, shard_files
 from benchmarks.data.once import Tally
 from benchmarks.data.plan import Machine, cases_of
-from benchmarks.data.results import Result, completed, ours_failed, table
+from benchmarks.data.results import Result, completed, ours_failed, spread, table
+from benchmarks.data.slices import Windows
 from benchmarks.data.timing import check_once, numbers_of, timed_epochs
 from benchmarks.data.torch_feed import feed
 
@@ -65,7 +68,7 @@ def test_what_grows_runs_tiny(tmp_path: Path) -> None:
     assert not any(row["failed"] for row in rows)
     flat = [row["figures"] for row in rows if row["case"]["group"] == "flat"]
     assert all(figures["sample_s"] > 0 and figures["ring_bytes"] > 0 for figures in flat)
-    assert all(figures["of_disk"] > 0 for figures in flat if figures["reading"] == "direct")
+    assert all(figures["ratio"] > 0 for figures in flat if figures["reading"] == "direct")
     train = [row["figures"] for row in rows if row["case"]["method"] == "train"]
     assert all("overhead" in figures for figures in train)
 
@@ -118,19 +121,18 @@ def test_the_tally_tells_every_row_once_from_anything_else() -> None:
     tally = Tally()
     for part in (numbers[:600], torch.from_numpy(numbers[600:])):
         tally.add(part)
-    tally.check(1000, times=1)
+    tally.check([range(400), range(400, 1000)], times=1)
     tally.add(numbers)
-    tally.check(1000, times=2)
+    tally.check([range(400), range(400, 1000)], times=2)
     for wrong in (numbers[:-1], np.where(numbers == 5, 6, numbers), np.where(numbers < 2, 1 - numbers * 0, numbers)):
         tally = Tally()
         tally.add(wrong)
         with pytest.raises(RuntimeError, match="1000 rows were due 1 times"):
-            tally.check(1000, times=1)
+            tally.check([range(400), range(400, 1000)], times=1)
 
 
-def test_shards_grow_and_keep_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made, "SHARD_ROWS", 4)
-    small = Case(group="gpu", method="train", kind="rows", rows=4, folder=str(tmp_path))
+def test_shards_grow_and_keep_what_is_there(tmp_path: Path) -> None:
+    small = Case(group="gpu", method="train", kind="rows", rows=4, folder=str(tmp_path), shard_rows=4)
     make(small)
     ((first, _, _),) = shard_files(small)
     stamp = first.stat().st_mtime_ns
@@ -153,11 +155,71 @@ def test_sizes_follow_the_machine(tmp_path: Path) -> None:
     assert "20 GB free" in direct[-1].note
     assert max(case.total_bytes for case in flat if case.method == "storm-cached") < 6 * GB
     large = replace(small, disk_free_bytes=100 * GB, ram_bytes=200 * GB)
+    flat = cases_of("flat", tmp_path, large, **settings)
+    assert [case.rows for case in flat if case.method == "storm-direct"] == [50_000, 200_000, 800_000, 3_250_000]
     assert [case.rows for case in cases_of("gpu", tmp_path, large, **settings)][:5] == [
         50_000, 100_000, 500_000, 1_000_000, 5_000_000,
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"need 0\.6 GB of disk"):
         cases_of("gpu", tmp_path, replace(small, disk_free_bytes=GB // 2), **settings)
+
+
+def test_a_size_is_a_choice_of_shards(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "group": "flat",
+        "kind": "rows",
+        "folder": str(tmp_path),
+        "set_rows": 20,
+        "shard_rows": 2,
+    }
+    small = Case(method="storm-direct", rows=4, **settings)
+    make(small)
+    assert len(list(tmp_path.glob("*.npy"))) == 10, "all of the set is made at once"
+    large = replace(small, rows=10)
+    assert set(shard_files(small)) < set(shard_files(large)) < set(shard_files(replace(small, rows=20)))
+    for file, first, count in shard_files(large):
+        assert np.load(file)[:, 0].tolist() == list(range(first, first + count))
+    for wrong in (replace(small, rows=3), replace(small, rows=22)):
+        with pytest.raises(ValueError, match="not whole shards of 20 rows"):
+            shard_files(wrong)
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(1000, 2), (250, 9), (90, 30)])
+def test_slices_begin_and_end_with_whole_windows_and_never_overlap(rows: int, epochs: int) -> None:
+    windows = Windows(rows=rows, window_rows=100, batch=16, epochs=epochs)
+    slices = list(windows.slices())
+    whole = {windows.batch_of(window) for window in range(windows.per_epoch * epochs) if windows.is_whole(window)}
+    assert whole.issuperset(batch for pair in slices for batch in pair)
+    per_window = min(rows, 100) / 16
+    assert all(last - first > 3 * per_window for first, last in slices)
+    assert all(before[1] + 2 * per_window < after[0] for before, after in pairwise(slices))
+    assert len(slices) >= 1
+    assert slices[-1][1] < epochs * -(-rows // 16)
+
+
+def test_a_run_too_short_has_no_slice() -> None:
+    assert not list(Windows(rows=650, window_rows=100, batch=16, epochs=1).slices())
+
+
+def test_plain_reads_take_every_block_once_before_any_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [made.make_rows(tmp_path / f"{number}.npy", 20, drop=True) for number in range(2)]
+    size, seen = files[0].stat().st_size, list[tuple[int, int]]()
+    read = os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        seen.append((descriptor, at))
+        return read(descriptor, buffers, at)
+
+    try:
+        plain = PlainReads(files, threads=2, block=65536)
+    except OSError:
+        pytest.skip("no direct I/O here")
+    monkeypatch.setattr(os, "preadv", preadv)
+    with plain:
+        for _ in range(2):
+            seen.clear()
+            assert plain.read(2 * -(-size // 65536) * 65536) > 0
+            assert len(set(seen)) == len(seen) == 2 * -(-size // 65536)
 
 
 def test_the_disk_is_read(tmp_path: Path) -> None:
@@ -175,14 +237,16 @@ def test_the_table_compares_with_the_best_peer_and_the_smallest_size() -> None:
 
     def cost(rows: int, sample_s: float) -> Result:
         case = Case(group="flat", method="storm-direct", kind="rows", rows=rows, folder="")
-        return Result(case=case, figures={"sample_s": sample_s})
+        return Result(case=case, figures={"sample_s": sample_s, "ratio": 1.5})
 
     rows = [speed("storm", 300), speed("torch-items-0", 50), speed("hf-iter-0", 100)]
     rows.append(replace(speed("mosaic-items-0", 0), failed="a | b", figures={}))
-    flat = [cost(10, 2e-6), cost(40, 2.1e-6)]
+    flat = [cost(10, 2e-6), cost(40, 2.1e-6), cost(10, 2e-6), cost(10, 9e-6), cost(80, 1.8e-6)]
     figures = [result.figures for result in completed([*rows, *flat])]
     assert [figure.get("of_best_peer") for figure in figures[:4]] == [3, 0.5, 1, None]
-    assert figures[5]["of_smallest"] == pytest.approx(1.05)
+    assert figures[5]["of_smallest"] == pytest.approx(1.05), "of the median of the smallest"
+    assert figures[5]["ratio_of_smallest"] == 1
+    assert "a sample 0.90 to 1.05, STORM : plain 1.00 to 1.00" in spread(flat)
     lines = table(rows).splitlines()
     assert "| FAILED: a / b |" in lines[-1]
     assert len({line.count("|") for line in lines}) == 1

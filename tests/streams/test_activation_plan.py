@@ -134,6 +134,15 @@ def test_in_parts_where_a_whole_block_has_no_room() -> None:
     assert gain_of(PARTED.parts) == 500 * MiB
 
 
+def test_half_of_what_travels_gives_way_before_a_block_is_cut() -> None:
+    """In parts a block brings no results from RAM: that costs more than a shorter way ahead."""
+    rooms = [-60 * MiB, 40 * MiB, 120 * MiB, *([5 * GiB] * 8)]
+    plan = choose([PARTED] * 10, means(rooms, 30 * GiB, [PARTED] * 10, way=200 * MiB))
+    assert [bool(block.parts) for block in plan.blocks[:3]] == [True, True, False]
+    assert plan.blocks[2].results_away
+    assert plan.way_bytes[2] <= 120 * MiB
+
+
 def test_what_is_on_its_way_has_room_too() -> None:
     rooms = [0, 100 * MiB, 200 * MiB, *([5 * GiB] * 8)]
     plan = choose(BLOCKS, means(rooms, 30 * GiB, way=150 * MiB))

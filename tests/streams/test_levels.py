@@ -120,3 +120,41 @@ def test_forgetting_in_the_middle_of_a_pass() -> None:
     levels.reach(1, 0)
     levels.begin()
     assert levels.bases == {2: WEIGHTS, 1: WEIGHTS}
+
+
+def test_what_was_not_seen_of_a_kind_is_taken_from_others() -> None:
+    """Backward takes memory of its own, beside what was saved."""
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    train(device, levels, [10, 10, SAVED])
+    levels.begin()
+    assert levels.rises("other block", saved_bytes=90, gain_bytes=40) == Rises(
+        keep=WORK, whole=90 + WORK, parts=50 + WORK
+    )
+
+
+def test_the_end_of_backward_is_noted_before_the_user_resets_the_peak() -> None:
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    levels.begin()
+    levels.hold("the only one", "whole", 0)
+    levels.reach(1, 0)
+    levels.reach(0, 0)
+    device.take(SAVED)
+    device.take(-SAVED)
+    levels.end()
+    device.peak = device.allocated
+    levels.begin()
+    assert levels.seen["the only one", "whole"] == SAVED
+
+
+def test_a_peak_that_the_user_resets_tells_nothing() -> None:
+    """As people do who print the peak of every step. The first block's rise would be negative, and least of all."""
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    for _ in range(3):
+        train(device, levels, [10] * 4)
+        device.peak = device.allocated
+    levels.begin()
+    rises = levels.rises("block", saved_bytes=SAVED, gain_bytes=80)
+    assert rises.whole == SAVED - 10 + WORK

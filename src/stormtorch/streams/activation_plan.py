@@ -171,10 +171,11 @@ def _made(blocks: list[BlockPlan], reason: str, rooms: _Rooms) -> ActivationPlan
 
 def _recomputed(early: list[BlockProfile], means: Means, rooms: _Rooms) -> list[BlockPlan]:
     """All blocks recomputed, with nothing left on the device. In parts where a whole block has no room beside everybody
-    else's; where its largest part has none either, that one's activations come back one by one. Rooms grow by that."""
+    else's, and beside half of what may travel: less would make compute wait, and parts have no results to bring them.
+    Where a block's largest part has no room either, its activations come back one by one. Rooms grow by that."""
     blocks: list[BlockPlan] = []
     for index, profile in enumerate(early):
-        if not profile.repeatable or not profile.parts or rooms.left[index] >= 0:
+        if not profile.repeatable or not profile.parts or rooms.left[index] + rooms.way_bytes // 2 >= 0:
             blocks.append(leanest(repeatable=profile.repeatable, parts={}))
             continue
         parts = dict(profile.parts)

@@ -165,6 +165,7 @@ class ActivationStream:
         self._weights, self._small_bytes = weights, small_bytes
         self._addresses: set[int] = set()  # of the weights
         self.window_bytes, self.ahead_bytes = window_bytes, ahead_bytes
+        self.is_strict = False  # whether ``ahead_bytes`` holds even where it is less than one parcel
         self._leaving: deque[tuple[weakref.ref[Parcel], int]] = deque()  # with their sizes
         self._leaving_bytes = 0
         self._staying: list[tuple[weakref.ref[Parcel], int]] = []  # not sent: backward will begin with them
@@ -336,14 +337,17 @@ class ActivationStream:
         self._ahead_bytes += parcel.size
 
     def _load_ahead(self, parcel: Parcel) -> None:
-        """Fetch what should be asked for next, as far as ``ahead_bytes`` go; what never left counts in that."""
+        """Fetch what should be asked for next, as far as ``ahead_bytes`` go; what never left counts in that.
+
+        At least one, unless that is strict, or nothing at all."""
         still_here = self._still_here_bytes(parcel.ride)
         for other in parcel.ride.after(parcel.number):
             if other.here is not None or other.back is not None:
                 continue
             ahead = self._ahead_bytes + still_here
-            if (ahead or not self.ahead_bytes) and ahead + other.size > self.ahead_bytes:
-                return  # at least one, unless there is no room at all
+            first_one = ahead == 0 and self.ahead_bytes > 0 and not self.is_strict
+            if ahead + other.size > self.ahead_bytes and not first_one:
+                return
             self._load(other)
 
     def _still_here_bytes(self, ride: Ride) -> int:

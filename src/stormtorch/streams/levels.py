@@ -10,7 +10,8 @@ which is when the gradient of its output is there, and the peak with it.
              What was travelling and is used up by then, with nothing after it, came on top too: it was early
 
 Torch's peak is never reset, it belongs to the user. So what it shows of a block may be another's, and is an upper bound
-only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all."""
+only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all. When the
+user resets it in the middle, it tells nothing about the block that ran then, and that one is left out."""
 
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ class Levels:
     def __init__(self, allocated: Callable[[], int], peak: Callable[[], int]) -> None:
         self._allocated, self._peak = allocated, peak
         self._now = _Pass()
+        self._peak_before = 0
         self.bases: dict[int, int] = {}  # the highest: gradients may stay from one pass to the next
         self.seen: dict[tuple[Hashable, Way], int] = {}  # rises
         self.end_rise: int | None = None  # from the end of forward to the first block of backward: the loss
@@ -65,9 +67,13 @@ class Levels:
         """Inputs are larger now. The pass that runs goes on."""
         self.bases, self.seen, self.end_rise = {}, {}, None
 
+    def end(self) -> None:
+        """Backward is through, and the user may do as they like with the peak."""
+        self._close_last(0)
+
     def begin(self) -> None:
         """A pass begins; the one before is over."""
-        self._close_last(0)
+        self.end()
         past, self._now = self._now, _Pass()
         for position, base in past.bases.items():
             self.bases[position] = max(base, self.bases.get(position, base))
@@ -96,11 +102,13 @@ class Levels:
         self._now.last = position
 
     def _close_last(self, travelling_bytes: int) -> None:
-        last = self._now.last
+        last, peak = self._now.last, self._peak()
+        was_reset, self._peak_before = peak < self._peak_before, peak
         if last is not None:
-            self._now.tops[last] = self._peak()
-            self._now.early[last] = max(0, self._now.travelling[last] - travelling_bytes)
             self._now.last = None
+            if not was_reset:
+                self._now.tops[last] = peak
+                self._now.early[last] = max(0, self._now.travelling[last] - travelling_bytes)
 
     def rooms(self, limit_bytes: int, count: int, held: Sequence[int]) -> list[int]:
         """What is left for activations while backward is in each of ``count`` blocks, and last, at the end of forward.
@@ -114,8 +122,10 @@ class Levels:
         return rooms
 
     def rises(self, kind: Hashable, *, saved_bytes: int, gain_bytes: int) -> Rises:
-        """What was seen of a kind of block; else what follows from what it saves, and what parts gain."""
-        keep = self.seen.get((kind, "keep"))
-        whole = self.seen.get((kind, "whole"), saved_bytes + (keep or 0))
+        """What was seen of a kind of block; else what follows from what it saves, from what other kinds take beside
+        that, and from what parts gain."""
+        others = max((rise for (_, way), rise in self.seen.items() if way == "keep"), default=0)
+        keep = self.seen.get((kind, "keep"), others)
+        whole = self.seen.get((kind, "whole"), saved_bytes + keep)
         parts = self.seen.get((kind, "parts"), whole - gain_bytes)
-        return Rises(keep=keep if keep is not None else 0, whole=whole, parts=min(parts, whole))
+        return Rises(keep=keep, whole=whole, parts=min(parts, whole))

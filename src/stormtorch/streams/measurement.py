@@ -20,16 +20,16 @@ class Measurement:
     input_bytes: int
     seconds: Reading = lambda: None
     tape: Tape = field(default_factory=Tape)
-    storages: dict[int, tuple[int, str]] = field(default_factory=dict)  # saved by autograd: bytes and part, by address
+    storages: dict[int, tuple[int, str]] = field(default_factory=dict)  # saved: bytes and part, by number on the tape
     given: dict[str, int] = field(default_factory=dict)  # bytes that each part was called with
     part: str = ""  # the child of the block that is running
     repeatable: bool = True
+    is_packing: bool = False  # what runs now sends an activation away, and is not the block's
 
     def see(self, tensor: torch.Tensor) -> None:
         """Autograd saves ``tensor``."""
-        self.tape.save(tensor)
-        storage = tensor.untyped_storage()
-        self.storages.setdefault(storage.data_ptr(), (storage.nbytes(), self.part))
+        number = self.tape.save(tensor)  # not the address: what has left makes way for the next one at the same place
+        self.storages.setdefault(number, (tensor.untyped_storage().nbytes(), self.part))
 
     @property
     def saved_bytes(self) -> int:

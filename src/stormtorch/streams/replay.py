@@ -214,10 +214,16 @@ class Measuring(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tape: Tape, time: Callable[[Callable[[], Any]], tuple[Any, Reading]]) -> None:
-        """``time`` runs a call and returns its result, and what will tell the seconds."""
+    def __init__(
+        self,
+        tape: Tape,
+        time: Callable[[Callable[[], Any]], tuple[Any, Reading]],
+        is_foreign: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``time`` runs a call and returns its result, and what will tell the seconds. ``is_foreign``: whether what
+        runs now is not the block's."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape, self._time = tape, time
+        self._tape, self._time, self._is_foreign = tape, time, is_foreign
         self._numbers = Numbering()
 
     def __torch_dispatch__(
@@ -225,7 +231,7 @@ class Measuring(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = _kind_of(func)
-        if kind == "view":
+        if kind == "view" or self._is_foreign():
             return func(*args, **kwargs)
         result, seconds = self._time(lambda: func(*args, **kwargs))
         if kind == "random":

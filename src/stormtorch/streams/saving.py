@@ -57,7 +57,7 @@ from .levels import Levels, Way
 from .measurement import Measurement
 from .replay import Measuring, Recording, Replaying
 from .tape import Operation, Tape
-from .torch_private import has_plain_storage, in_backward, in_functorch, innermost_hooks
+from .torch_private import at_end_of_backward, has_plain_storage, in_backward, in_functorch, innermost_hooks
 
 _ROUNDS = 2
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
@@ -124,7 +124,9 @@ class Saving:
         self._held, self._sequence, self._loose_bytes = [], [], 0
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else self._way_bytes
-        self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
+        self._stream.window_bytes = way_bytes
+        self._stream.ahead_bytes = 0 if self.plan is None and self._tight else way_bytes
+        self._stream.is_strict = self.plan is not None
         try:
             yield
         finally:
@@ -143,9 +145,16 @@ class Saving:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: ``tensor``, or a note if it leaves."""
-        if self._measuring is not None and has_plain_storage(tensor) and not self._stream.is_weight(tensor):
-            self._measuring.see(tensor)
-        packed = self._stream.pack(tensor) if self._sending else Held(tensor)
+        measuring = self._measuring
+        if measuring is not None:
+            measuring.is_packing = True
+            if has_plain_storage(tensor) and not self._stream.is_weight(tensor):
+                measuring.see(tensor)
+        try:
+            packed = self._stream.pack(tensor) if self._sending else Held(tensor)
+        finally:
+            if measuring is not None:
+                measuring.is_packing = False
         if not self._in_block and not isinstance(packed, Held):
             self._loose_bytes += tensor.nbytes
         return packed
@@ -285,6 +294,10 @@ class Saving:
             return self.plan.blocks[position]
         return self._provisional(position, kind)
 
+    def _is_last(self) -> bool:
+        """Whether the block that is being called should be the last one of the pass."""
+        return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
+
     def _run(self, plan: BlockPlan, tape: Tape, block: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
         with self._set(sending=plan.kind == "offload" or plan.inputs_away):
             if plan.kind != "recompute":
@@ -312,6 +325,7 @@ class Saving:
                 saving._stream.ahead_bytes = ahead
                 if noting and saving.passes == number:
                     saving._levels.reach(position, saving._stream.travelling_bytes())
+                    at_end_of_backward(saving._levels.end)
 
         for leaf in leaves_of(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -335,7 +349,7 @@ class Saving:
         known = self._measured.get(kind) or self._profiles[kind]
         count = len(self._last_sequence) or len(self._blocks)
         ahead = max(1, count - position) + 1  # and one to compute with
-        if position == count - 1:
+        if self._is_last():
             return KEEP
         if self.mode == "auto" and known.saved_bytes * ahead <= self._room():
             return KEEP
@@ -347,11 +361,13 @@ class Saving:
         self, kind: Any, size: int, block: nn.Module, original: Call, args: Any, kwargs: Any
     ) -> tuple[Any, int]:
         """Run the block plainly and see what it does; also the bytes that it keeps by that."""
-        away = self._tight and not self._rounds[kind]  # the first block of all is held longest
+        away = self._tight and not self._is_last()  # backward begins with that one; the others are held for longer
         tape = Tape(is_sure=not torch.is_autocast_enabled(self._device.type))
         measurement = self._measuring = Measurement(size, tape=tape)
         before = state_of(block, args, kwargs)
-        timing = Measuring(measurement.tape, lambda call: timed(self._device, call))
+        timing = Measuring(
+            measurement.tape, lambda call: timed(self._device, call), is_foreign=lambda: measurement.is_packing
+        )
         mode: AbstractContextManager[Any] = timing
         if is_compiled(block):
             mode = contextlib.nullcontext()

@@ -97,9 +97,11 @@ class Tape:
             )
         )
 
-    def save(self, tensor: torch.Tensor) -> None:
-        """Autograd saves ``tensor``."""
-        self.saved.add(self._number(tensor))
+    def save(self, tensor: torch.Tensor) -> int:
+        """Autograd saves ``tensor``; the number of its storage."""
+        number = self._number(tensor)
+        self.saved.add(number)
+        return number
 
     def close(self) -> None:
         """The block is through: nothing is added any more."""
