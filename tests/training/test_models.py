@@ -207,7 +207,7 @@ def test_models_of_the_users_own(tmp_path: Path, own_module: str) -> None:
         ("no_such_module:make", "cannot import no_such_module"),
         ("own_module_of_a_test:absent", "has no callable 'absent'"),
         ("own_module_of_a_test:no_model", "returned a int. Accepted: an nn.Module"),
-        ("own_module_of_a_test:Own", "The loss is a NoneType"),
+        ("own_module_of_a_test:Own", "The loss is a tensor of shape (2, 32, 257)"),
     ],
 )
 def test_models_that_cannot_be_used(tmp_path: Path, own_module: str, model: str, words: str) -> None:

@@ -87,3 +87,15 @@ def test_skipping_leaves_out_that_update_only(
     last = load_file(checkpoint(chosen, 8) / "model.safetensors")
     assert not torch.equal(before["head.weight"], last["head.weight"])
     assert all(bool(weight.isfinite().all()) for weight in last.values())
+
+
+def test_skipping_for_ever_is_not_training(tmp_path: Path) -> None:
+    """An update may itself make weights that nothing good comes of."""
+    chosen = settings(tmp_path, steps=40, lr=1e30, warmup=0, on_nan="skip", save_every=5)
+    watcher = Quiet()
+    with pytest.raises(NotFinite, match="for the 10th time in a row"):
+        run(chosen, watcher)
+    assert len(watcher.warned) == 10
+    for step in steps_saved(chosen):
+        weights = load_file(checkpoint(chosen, step) / "model.safetensors")
+        assert all(bool(weight.isfinite().all()) for weight in weights.values())

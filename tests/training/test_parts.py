@@ -148,6 +148,9 @@ def test_optimizers_by_name_with_what_they_take() -> None:
         make_optimizer(model, TrainSettings(optimizer="sgd", betas=(0.5, 0.6)))
     with pytest.raises(SettingError, match=r"optimizer='adamv' is not in torch\.optim\. Did you mean adam"):
         make_optimizer(model, TrainSettings(optimizer="adamv"))
+    for name, words in (("lbfgs", "several times in a step"), ("SparseAdam", "not sparse"), ("muon", "2D parameters")):
+        with pytest.raises(SettingError, match=f"optimizer={name} cannot be used: .*{words}"):
+            make_optimizer(model, TrainSettings(optimizer=name))
     with pytest.raises(SettingError, match="Nothing is to be trained"):
         make_optimizer(model.requires_grad_(False), TrainSettings())
 
@@ -200,4 +203,4 @@ def test_a_disk_that_is_full_during_a_save_does_not_end_the_run(
     longer = settings(tmp_path, steps=12, schedule="constant", save_every=0, output=str(tmp_path / "other"))
     watcher = Quiet()
     assert run(longer, watcher) == 1
-    assert "The last step is not saved. The last good checkpoint is none." in watcher.warned[-1]
+    assert "The last step is not saved. The last complete checkpoint is none." in watcher.warned[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,8 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
     watcher = Quiet()
     assert run(chosen, watcher) == 0
     assert any("2 of 2 steps are done" in line for line in watcher.said)
+    assert any("nothing is left to train" in line for line in watcher.said)
+    assert not any(line.startswith("steps 0") for line in watcher.said)
     assert losses(chosen) == before
 
 
@@ -172,6 +175,21 @@ def test_from_a_named_checkpoint(tmp_path: Path) -> None:
     assert losses(branch) == {step: loss for step, loss in losses(chosen).items() if step > 3}
     with pytest.raises(CheckpointError, match="no checkpoint of STORM"):
         run(elsewhere(chosen, "third", resume=str(tmp_path / "model")))
+    for folder in (Path(chosen.output), Path(chosen.output) / "checkpoints"):
+        with pytest.raises(SettingError, match=r"holds checkpoints and is none\. Name one of them, such as .*00000008"):
+            run(elsewhere(chosen, "third", resume=str(folder)))
+
+
+def test_how_to_go_on_after_a_branch_was_stopped(tmp_path: Path) -> None:
+    """The same command would name the old checkpoint again."""
+    chosen = settings(tmp_path, save_every=3, keep=3)
+    assert run(chosen) == 0
+    branch = elsewhere(chosen, "branch", resume=str(checkpoint(chosen, 3)))
+    watcher = Quiet(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 5 else None)
+    assert run(branch, watcher) == 130
+    assert "The same command with --resume auto goes on from there." in watcher.said[-1]
+    assert run(dataclasses.replace(branch, resume="auto")) == 0
+    assert losses(branch) == {step: loss for step, loss in losses(chosen).items() if step > 3}
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:

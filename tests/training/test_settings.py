@@ -53,6 +53,9 @@ def test_yaml_as_people_write_it(tmp_path: Path) -> None:
         ("sav_every: 1\n", ["no setting 'sav_every'", "Did you mean save_every"]),
         ("lr: [1\n", ["run.yaml line 2 is not YAML"]),
         ("- lr\n", ["holds a list", "name: value"]),
+        ("lr: 1\nbatch: 2\nlr: 2\n", ["run.yaml line 3 gives lr a second time"]),
+        ("save_every: 1\nsave-every: 2\n", ["line 2 gives save_every a second time"]),
+        ("seed: 2026-99-99\n", ["is not YAML: month must be in 1..12"]),
     ],
 )
 def test_files_that_cannot_be_meant(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -78,6 +81,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"batch": 0}, "batch=0 is not accepted. Accepted: a whole number of at least 1"),
         ({"batch": 1.5}, "batch=1.5 is not accepted"),
         ({"batch": True}, "batch=True is not accepted"),
+        ({"seed": 1 << 63}, "seed=9223372036854775808 is not accepted"),
+        ({"sequence": "1e30"}, "at most 16777216"),
+        ({"epochs": 1e300}, "above 0 and at most 1e+06"),
         ({"schedule": "exponential"}, "Accepted: cosine, linear, constant"),
         ({"vram": "8G"}, "vram='8G' is not a byte size"),
         ({"betas": [0.9]}, "Accepted: two numbers from 0 to below 1"),
@@ -94,6 +100,21 @@ def test_values_that_cannot_be_meant(changes: dict[str, Any], words: str) -> Non
     with pytest.raises(SettingError) as caught:
         TrainSettings(**changes)
     assert words in str(caught.value)
+
+
+def test_numbers_are_read_exactly() -> None:
+    assert TrainSettings(seed=str((1 << 63) - 1)).seed == (1 << 63) - 1  # which no float is
+    assert TrainSettings(steps="1e3").steps == 1000
+
+
+def test_a_tilde_is_the_home_in_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/anne")
+    found = TrainSettings(model="~/models/small", data=["~/a.jsonl", "./b.jsonl"], output="~/run")
+    assert (found.model, found.data, found.output) == (
+        "/home/anne/models/small",
+        ("/home/anne/a.jsonl", "./b.jsonl"),
+        "/home/anne/run",
+    )
 
 
 def test_model_and_data_are_required() -> None:

@@ -30,12 +30,14 @@ def refused(paths: list[Path], tokenizer: Any, **settings: Any) -> str:
     [
         (b"{'text': 1}", ["no JSON"]),
         (b'{"text": "a"', ["no JSON"]),
-        (b"[1, 2]", ["a JSON array and no object"]),
+        (b"[1, 2]", ["a JSON array and no object", "jq -c"]),
+        (b"[", ["a JSON array and no object"]),
         (b'{"txt": "a"}', ["no field 'text'", "'txt'"]),
         (b'{"text": 3}', ["'text'", "int"]),
         (b'{"text": ["a"]}', ["'text'", "list"]),
         (b'{"text": ""}', ["'text' is empty"]),
         (b'{"text": "\xff"}', ["not UTF-8 at byte 10"]),
+        (b'{"text": "abc \\ud83c"}', ["character 5 is '\\ud83c', a half of one"]),
         (b'{"text": [1, -5]}', ["token -5"]),
         (b'{"text": [99999999999]}', ["beyond 32 bits"]),
         (b'{"text": [257]}', ["token 257", "vocabulary of 257"]),
@@ -114,6 +116,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert f"{blank} holds no document" in refused([blank], tokenizer)
     assert f"{other} is neither JSON lines nor text" in refused([other], tokenizer)
     assert "does not exist" in refused([tmp_path / "missing.jsonl"], tokenizer)
+    (tmp_path / "nothing" / "folder.jsonl").mkdir()
+    (tmp_path / "nothing" / "._copied.jsonl").write_bytes(b"\0\5\x16\7")  # what a Mac leaves beside files
     assert "holds no data" in refused([tmp_path / "nothing"], tokenizer)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import shutil
 import sys
 import time
@@ -27,28 +30,34 @@ class Live:
         errors: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._out = sys.stdout if out is None else out
-        self._errors = sys.stderr if errors is None else errors
-        self._terminal = self._out.isatty()
+        self._out = _stream(out, sys.stdout)
+        self._errors = _stream(errors, sys.stderr)
+        self._dumb = os.environ.get("TERM") == "dumb"
+        self._terminal = self._out.isatty() and not self._dumb
         self._clock, self._drawn_s = clock, float("-inf")
         self._drawn = self._final = False
         self._progress: Progress | None = None
+        self._deaf = False
 
     def say(self, line: str) -> None:
         self._clear()
-        print(line, file=self._out, flush=True)
+        self._print(line)
 
     def warn(self, line: str) -> None:
         self._clear()
-        print(f"storm train: {line}", file=self._errors, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"storm train: {line}", file=self._errors, flush=True)
 
     def reading(self, total_bytes: int) -> Callable[[int], None]:
         """A bar that appears with the first piece: text that was made tokens before is not read again."""
 
         def read(count: int) -> None:
+            if self._dumb:
+                return
             if self._progress is None:
                 self._progress = Progress(total_bytes, stream=self._errors)
-            self._progress(count)
+            with contextlib.suppress(OSError, ValueError):
+                self._progress(count)
 
         return read
 
@@ -56,30 +65,48 @@ class Live:
         now = self._clock()
         if self._terminal and (now - self._drawn_s >= _REDRAW_S or status.step == status.total):
             width = shutil.get_terminal_size().columns
-            print(f"\r{status_line(status)[: width - 1]}\x1b[K", end="", file=self._out, flush=True)
+            self._print(f"\r{status_line(status)[: width - 1]}\x1b[K", end="")
             self._drawn_s, self._drawn, self._final = now, True, status.step == status.total
 
     def log(self, status: Status) -> None:
         if not self._terminal:
-            print(status_line(status), file=self._out, flush=True)
+            self._print(status_line(status))
 
     def close(self) -> None:
         """Leave the last state of the line, and begin a new one."""
         self._end_progress()
         if self._drawn:
-            print(file=self._out, flush=True)
+            self._print("")
             self._drawn = False
+
+    def _print(self, text: str, *, end: str = "\n") -> None:
+        """To whoever listens. A pipe or a terminal that is gone ends no run: hours of work may hang on it."""
+        if self._deaf:
+            return
+        try:
+            print(text, end=end, file=self._out, flush=True)
+        except (OSError, ValueError):  # closed by the reader, or by ourselves
+            self._deaf = True
+            if self._out is sys.stdout:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more when it flushes at exit
+            self.warn("Nobody reads what is printed any more. Training goes on; metrics.jsonl has its numbers.")
 
     def _end_progress(self) -> None:
         if self._progress is not None and self._errors.isatty():
-            self._progress.close()
+            with contextlib.suppress(OSError, ValueError):
+                self._progress.close()
         self._progress = None
 
     def _clear(self) -> None:
         self._end_progress()
         if self._drawn:
-            print("" if self._final else "\r\x1b[K", end="\n" if self._final else "", file=self._out, flush=True)
             self._drawn = False
+            self._print("" if self._final else "\r\x1b[K", end="\n" if self._final else "")
+
+
+def _stream(given: TextIO | None, usual: TextIO | None) -> TextIO:
+    """Python has no stream at all where the process was started without one: what is said then is lost."""
+    return given or usual or io.StringIO()
 
 
 def status_line(status: Status) -> str:

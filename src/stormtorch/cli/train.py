@@ -1,22 +1,44 @@
 """``storm train``: fine-tunes a model that does not fit, with checkpoints that survive anything.
 
 Its flags are the fields of `TrainSettings`. Exit status: 0 trained, 1 an error, 2 flags that argparse refuses, 3 a loss
-that is not finite, 130 and 143 stopped by Ctrl-C and SIGTERM, with a checkpoint.
+that is not finite, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM, with a checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
+import traceback
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import StormError
 from ..training.settings import TrainSettings, check_required
 from ..training.values import Kind
 
+_EPILOG = """\
+exit status: 0 trained; 1 an error, in one line; 2 flags that do not exist; 3 a loss that is not finite; 129, 130, 143
+stopped by a terminal that went, Ctrl-C or SIGTERM, with a checkpoint. The same command goes on from the last one.
+"""
+_ERROR_FILE = "error.txt"
+
+
+class _Wide(argparse.HelpFormatter):
+    """Flags in a column that most of them fit in, and lines of 100 columns where the terminal has them."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "storm train --model MODEL --data PATH [PATH ...] [flags]\n       storm train --config FILE [flags]"
+    parser.allow_abbrev = False  # --step is not --steps
+    parser.formatter_class = _Wide
+    parser.epilog = _EPILOG
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings; flags override it")
     parser.add_argument("--print-config", action="store_true", help="print the settings as YAML, and do nothing")
     groups: dict[str, Any] = {}
@@ -42,6 +64,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(settings: TrainSettings) -> int:
+    # transformers says much that is not for our users, and draws bars into log files. Read when it is imported.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import torch
 
     from ..training.finite import NotFinite
@@ -50,22 +76,48 @@ def _train(settings: TrainSettings) -> int:
 
     live = Live()
     try:
-        return train(settings, live)
+        with warnings.catch_warnings():
+            warnings.showwarning = _in_one_line(live.warn)
+            return train(settings, live)
     except NotFinite as error:
-        live.close()
-        print(f"storm train: {error}", file=sys.stderr)
+        live.warn(str(error))
         return 3
+    except StormError:
+        raise
     except torch.OutOfMemoryError as error:
-        live.close()
         reason = str(error).splitlines()[0]
-        print(
-            f"storm train: the device is out of memory: {reason} Lower --batch or --sequence, or use --chunked-loss or "
-            "--activations recompute.",
-            file=sys.stderr,
+        live.warn(
+            f"the device is out of memory: {reason} Lower --batch or --sequence, or use --chunked-loss or "
+            "--activations recompute."
         )
+        return 1
+    except Exception as error:  # of the user's model, of a library, or a mistake of ours
+        live.warn(_unexpected(error, Path(settings.output)))
         return 1
     finally:
         live.close()
+
+
+def _in_one_line(warn: Callable[[str], None]) -> Callable[..., None]:
+    """Warnings of libraries: their first line, above the line that is redrawn."""
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        warn(f"{category.__name__}: {(str(message).splitlines() or [''])[0][:300]}")
+
+    return show
+
+
+def _unexpected(error: Exception, output: Path) -> str:
+    """One line; everything else goes to a file, where whoever mends it finds it."""
+    from ..training.reason import reason_and_place
+
+    file = output / _ERROR_FILE
+    try:
+        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        rest = f"All of it is in {file}."
+    except OSError:
+        rest = f"({file} could not be written.)"
+    return f"{reason_and_place(error)}. {rest}"
 
 
 def _add_flag(group: Any, name: str, kind: Kind, meaning: str) -> None:
@@ -86,4 +138,8 @@ def _add_flag(group: Any, name: str, kind: Kind, meaning: str) -> None:
 def _meaning(item: dataclasses.Field[Any]) -> str:
     text = str(item.metadata["help"]).replace("%", "%%")
     shown = item.default is not None and item.default != () and "default" not in text
-    return f"{text} (default: {item.default})" if shown else text
+    return f"{text} (default: {_shown(item.default)})" if shown else text
+
+
+def _shown(default: object) -> object:
+    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else default

@@ -28,6 +28,7 @@ class Built:
     model: nn.Module
     loss: Loss
     weights: Path | None
+    read_bytes: int  # of the files that its values come from; 0 where there are none
     by_tokens: bool  # whether the loss is a mean over the tokens that are to be learnt
     origin: str  # where its values come from, for the user
     copy_files: Callable[[Path], None]  # puts files of the model that training does not touch into a checkpoint
@@ -43,6 +44,7 @@ def build(settings: TrainSettings, *, values: bool) -> Built:
             model=model,
             loss=own_loss(settings.loss),
             weights=None,
+            read_bytes=0,
             by_tokens=False,
             origin=f"as {settings.model} made it",
             copy_files=lambda _: None,
@@ -57,9 +59,10 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
     if settings.lora_rank:
         config.name_or_path = str(path.resolve())  # by which adapters find their base again
     weights: Path | None = None
+    files = hf_model.weight_files(path) if values else []
     if not values:
         model, origin = hf_model.build_empty(config, dtype), "from the checkpoint"
-    elif not hf_model.has_weights(path):
+    elif not files:
         model, origin = hf_model.build_random(config, dtype), f"random, seed {settings.seed}"
     else:
         model = hf_model.build_empty(config, dtype)
@@ -77,6 +80,7 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
         model=model,
         loss=ChunkedLoss(base) if settings.chunked_loss else hf_model.hf_loss,
         weights=weights,
+        read_bytes=sum(file.stat().st_size for file in files if file.is_file()),
         by_tokens=True,
         origin=origin,
         copy_files=lambda folder: hf_model.copy_generation_config(path, folder),

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from ..api import Session
-from ..checkpoint.folder import prune
-from ..core.errors import StorageError
+from ..checkpoint.folder import prune, read_manifest
+from ..core.errors import CheckpointError, StorageError
 from ..memory.file_calls import storage_error
 from .run_folder import RunFolder
+
+WriteFiles = Callable[[Path, int, bool], None]
+OnSaved = Callable[[int, float, int], None]
 
 
 class Checkpoints:
     """``save`` starts or makes a checkpoint; ``poll``, after every step, tidies up when one was completed.
 
-    ``on_saved`` is told of each that is complete: its step, and the seconds since it was asked for.
+    ``write_files`` puts files beside the weights: it is given the folder, the step, and whether the optimizer's states
+    are there too. ``on_saved`` is told of each that is complete: step, seconds since it was asked for, bytes.
     """
 
     def __init__(
@@ -26,17 +30,18 @@ class Checkpoints:
         folder: RunFolder,
         *,
         keep: int,
-        write_files: Callable[[Path, int], None],
+        optimizer: bool,
+        write_files: WriteFiles,
         warn: Callable[[str], None],
-        on_saved: Callable[[int, float], None],
+        on_saved: OnSaved,
         last: Path | None = None,
     ) -> None:
-        self._session, self._folder, self._keep = session, folder, keep
-        self._write_files, self._warn = write_files, warn
-        self._on_saved = on_saved
+        self._session, self._folder, self._keep, self._optimizer = session, folder, keep, optimizer
+        self._write_files, self._warn, self._on_saved = write_files, warn, on_saved
         self._coming: Path | None = None
         self._step, self._began_s = 0, 0.0
         self.last = last  # the newest that is known to be complete
+        self.weights_alone: Path | None = None  # what was saved at the end, where there was no room for more
 
     def save(self, step: int, also: dict[str, Any], *, wait: bool) -> bool:
         """Whether it went well so far. A disk that is full is said; the run goes on, and the last one is intact."""
@@ -44,21 +49,35 @@ class Checkpoints:
         self.finish()
         began_s = time.perf_counter()
         try:
-            self._session.save(path, also=also, files=lambda folder: self._write_files(folder, step), wait=wait)
-        except OSError as error:  # StorageError, or what a tokenizer's own writing raised
-            self._say_failed(path, error if isinstance(error, StorageError) else storage_error(f"write {path}", error))
+            self._write(path, step, also, wait=wait, optimizer=self._optimizer)
+        except StorageError as error:
+            self._say_failed(path, error, goes_on=not wait)
             return False
         self._coming, self._step, self._began_s = path, step, began_s
         if wait:
             self.poll()
         return True
 
+    def save_weights_alone(self, step: int, also: dict[str, Any]) -> None:
+        """For the end of a run whose last checkpoint was not saved: what can be used is, if there is room for that.
+
+        Nothing is removed for it: the last one with the optimizer's states stays."""
+        path = self._folder.checkpoint(step)
+        began_s = time.perf_counter()
+        try:
+            self._write(path, step, also, wait=True, optimizer=False)
+        except StorageError as error:
+            self._warn(f"Nor were the weights alone: {error}")
+            return
+        self.weights_alone = path
+        self._on_saved(step, time.perf_counter() - began_s, _size(path))
+
     def poll(self) -> None:
         """Note what was completed in the background, and remove what is too old. Costs one look at a file name."""
         if self._coming is None or not self._coming.exists():
             return
         self.last, self._coming = self._coming, None
-        self._on_saved(self._step, time.perf_counter() - self._began_s)
+        self._on_saved(self._step, time.perf_counter() - self._began_s, _size(self.last))
         try:
             prune(self._folder.checkpoints, self._keep)
         except StorageError as error:
@@ -71,12 +90,33 @@ class Checkpoints:
         try:
             self._session.synchronize()
         except StorageError as error:
-            self._say_failed(self._coming, error)
+            self._say_failed(self._coming, error, goes_on=True)
             self._coming = None
             return False
         self.poll()
         return True
 
-    def _say_failed(self, path: Path, error: StorageError) -> None:
+    def _say_failed(self, path: Path, error: StorageError, *, goes_on: bool) -> None:
         good = f"the last good one is {self.last}" if self.last is not None else "there is none yet"
-        self._warn(f"{path.name} was not saved: {error} Training goes on; {good}.")
+        self._warn(f"{path.name} was not saved: {error} {f'Training goes on; {good}' if goes_on else good}.")
+
+    def _write(self, path: Path, step: int, also: dict[str, Any], *, wait: bool, optimizer: bool) -> None:
+        try:
+            self._session.save(
+                path,
+                also=also,
+                files=lambda folder: self._write_files(folder, step, optimizer),
+                wait=wait,
+                **({} if optimizer else {"optimizer": False}),
+            )
+        except StorageError:
+            raise
+        except OSError as error:  # what a tokenizer's own writing raised
+            raise storage_error(f"write {path}", error) from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return read_manifest(path).total_bytes
+    except (CheckpointError, StorageError):  # it is there; somebody has removed it meanwhile
+        return 0

@@ -8,16 +8,19 @@ convert, which is said.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.errors import SettingError, StorageError
+from ..core.errors import SettingError, StorageError, WrongModel
 from .extras import require
 from .own_model import Batch
+from .reason import reason
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -35,16 +38,19 @@ def read_config(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         what = "has no config.json" if path.is_dir() else "does not exist"
+        if (path / "adapter_config.json").is_file():
+            what = "holds adapters and no model (peft's merge_and_unload makes one of both)"
         raise SettingError(
-            f"--model {path} {what}. Accepted: a model's directory, a config's JSON file, module:callable."
+            f"--model {path} {what}. Accepted: a model's directory, on this machine; a config's JSON file; "
+            "module:callable."
         )
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(given, dict) or "model_type" not in given:
             raise ValueError("it names no model_type")
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise SettingError(f"--model {path}: {file.name} cannot be used: {str(error).splitlines()[0]}.") from error
+    except Exception as error:  # whatever a class of transformers raises for values that it does not like
+        raise SettingError(f"--model {path}: {file.name} cannot be used: {reason(error)}. Correct it.") from error
     if getattr(config, "quantization_config", None):
         raise SettingError(f"--model {path} is quantised, and such weights cannot be trained here. Name the original.")
     return config
@@ -56,8 +62,26 @@ def vocabulary(config: Any) -> int | None:
     return found
 
 
-def has_weights(path: Path) -> bool:
-    return path.is_dir() and any(path.glob("*.safetensors")) | any(path.glob("pytorch_model*.bin"))
+def check_positions(config: Any, sequence: int) -> str | None:
+    """What is to be said of rows longer than the model knows. Raises SettingError where it has no such positions."""
+    inner = config.get_text_config()
+    known = getattr(inner, "max_position_embeddings", None)
+    if not isinstance(known, int) or sequence <= known:
+        return None
+    if getattr(inner, "rope_parameters", None) is None:
+        raise SettingError(f"sequence={sequence}, and the model has {known} positions. Use --sequence {known} or less.")
+    return f"Rows of {sequence} tokens are longer than the {known} positions that the model was made for."
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files with a model's weights, as an index names them, be they there or not; or whatever there is."""
+    for kind in ("model.safetensors", "pytorch_model.bin"):
+        index, single = path / f"{kind}.index.json", path / kind
+        if index.is_file():
+            return [path / name for name in sorted(set(_weight_map(index).values()))]
+        if single.is_file():
+            return [single]
+    return sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
 
 
 def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -65,7 +89,7 @@ def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:
     transformers = require("transformers", extra="hf", why="This model")
     accelerate = require("accelerate", extra="hf", why="This model")
     initialization = require("transformers.initialization", extra="hf", why="This model")
-    with accelerate.init_empty_weights(include_buffers=False), initialization.no_init_weights():
+    with _refused(config), accelerate.init_empty_weights(include_buffers=False), initialization.no_init_weights():
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     model.train()
@@ -75,22 +99,46 @@ def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:
 def build_random(config: Any, dtype: torch.dtype) -> nn.Module:
     """The model with random weights, as torch's seed has them."""
     transformers = require("transformers", extra="hf", why="This model")
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with _refused(config):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.train()
     return model  # type: ignore[no-any-return]
 
 
 def build_in_ram(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The model as transformers loads it."""
+    """The model as transformers loads it, which would fill up what it does not find with random numbers."""
     transformers = require("transformers", extra="hf", why=f"--model {path}")
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
+    try:
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # pickle's, torch's, safetensors': whatever reads the files
+        raise StorageError(f"--model {path} cannot be loaded: {reason(error)}. Copy its files again.") from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise WrongModel(
+            f"--model {path}: {len(missing)} weights are not in its files, {missing[0]!r} among them. Copy them again; "
+            "config.json must be that of these files."
+        )
     model.train()
     return model  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def _refused(config: Any) -> Iterator[None]:
+    """Says what transformers has against building a model."""
+    try:
+        yield
+    except Exception as error:  # ValueError for another kind of model, anything for numbers that do not go together
+        raise SettingError(
+            f"No causal language model can be built of a config of type {config.model_type!r}: {reason(error)}. "
+            "Correct it, or name another --model."
+        ) from error
+
+
 def why_not_direct(model: nn.Module, path: Path) -> str | None:
     """Why the files cannot be read straight into ``model``, or None: their names are the model's own."""
-    if not any(path.glob("*.safetensors")):
+    if weight_files(path)[0].suffix != ".safetensors":
         return "its weights are not safetensors"
     found = _names_in(path)
     tensors = model.state_dict(keep_vars=True)
@@ -107,18 +155,23 @@ def _names_in(path: Path) -> set[str]:
     safetensors = require("safetensors", extra="hf", why=f"--model {path}")
     index = path / INDEX
     if index.is_file():
-        try:
-            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{index} is damaged ({error}). Copy it again.") from error
+        return set(_weight_map(index))
     names: set[str] = set()
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         try:
             with safetensors.safe_open(str(file), framework="pt") as opened:
                 names.update(opened.keys())
         except (OSError, safetensors.SafetensorError) as error:
-            raise StorageError(f"{file} cannot be read ({error}). Copy it again.") from error
+            raise StorageError(f"{file} cannot be read ({reason(error)}). Copy it again.") from error
     return names
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which file holds which weight."""
+    try:
+        return {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"{index} is damaged ({reason(error)}). Copy it again.") from error
 
 
 def take_generation_config(model: nn.Module, path: Path) -> None:
@@ -129,7 +182,10 @@ def take_generation_config(model: nn.Module, path: Path) -> None:
     anything: Any = model
     if (path / GENERATION).is_file():
         transformers = require("transformers", extra="hf", why=f"--model {path}")
-        anything.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
+        try:
+            anything.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError, TypeError) as error:
+            raise SettingError(f"{path / GENERATION} cannot be used: {reason(error)}. Correct it.") from error
     config = getattr(anything, "generation_config", None)
     if config is not None:
         config.do_sample = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError, SettingError
 from .schedule import warmup_steps
@@ -50,19 +50,31 @@ def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any
     return found
 
 
-def write_run_file(folder: Path, *, step: int, made_with: dict[str, Any], settings: TrainSettings) -> None:
+class RunRecord(NamedTuple):
+    """What a checkpoint says of the run that made it; ``optimizer``: whether its states are in it."""
+
+    step: int
+    made_with: dict[str, Any]
+    optimizer: bool
+
+
+def write_run_file(folder: Path, record: RunRecord, settings: TrainSettings) -> None:
     path = folder / RUN_FILE
     path.parent.mkdir(exist_ok=True)
-    content = {"step": step, "identity": made_with, "settings": settings.as_mapping()}
+    content = {
+        "step": record.step,
+        "optimizer": record.optimizer,
+        "identity": record.made_with,
+        "settings": settings.as_mapping(),
+    }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def read_run_file(checkpoint: Path) -> tuple[int, dict[str, Any]]:
-    """Step and identity of the run that made a checkpoint."""
+def read_run_file(checkpoint: Path) -> RunRecord:
     path = checkpoint / RUN_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return int(content["step"]), dict(content["identity"])
+        return RunRecord(int(content["step"]), dict(content["identity"]), bool(content.get("optimizer", True)))
     except FileNotFoundError:
         raise CheckpointError(
             f"{checkpoint} was not made by storm train: it has no {RUN_FILE}. Open it as --model, in a new --output."

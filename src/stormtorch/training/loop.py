@@ -2,7 +2,7 @@
 
 It waits for nothing that the device computes, but keeps no more than two steps ahead of it: so much hides everything,
 and a Ctrl-C or a bad loss is noticed soon. Losses are looked at as they arrive. Before a checkpoint all of them are,
-and where no norm of the gradients was taken, the weights too: a poisoned state is never saved.
+and where no norm of the gradients was taken, or a step was skipped, the weights too: a poisoned state is never saved.
 
 Order between steps: evaluation and samples come before the save, so that whoever resumes from a checkpoint has
 everything that belongs to its step in the metrics.
@@ -22,6 +22,7 @@ from ..api import Session
 from ..core.tags import Tier
 from ..data.loader import DataLoader
 from .checkpoints import Checkpoints
+from .ending import peaks
 from .evaluation import evaluate
 from .finite import NotFinite, problem_in_weights
 from .metrics import Metrics
@@ -36,6 +37,7 @@ from .stopping import Stopping
 from .watch import Status, Watcher
 
 _AHEAD = 2  # steps that the host may be ahead of the device
+_MOST_SKIPPED = 10  # in a row: then it is the weights, and not the data
 
 
 @dataclass(kw_only=True)
@@ -62,6 +64,8 @@ class Loop:
     _last: Reading | None = field(default=None, init=False)
     _saved: bool = field(default=True, init=False)  # whether the last save went well
     _saved_step: int = field(default=0, init=False)
+    _skipped_in_row: int = field(default=0, init=False)
+    _suspect: bool = field(default=False, init=False)  # whether the weights are to be looked at before the next save
 
     def __post_init__(self) -> None:
         self._saved_step = self.done
@@ -81,6 +85,17 @@ class Loop:
             return self._saved
         finally:
             self._readings.close()
+
+    def write_end(self) -> None:
+        """The last record of a run, with what it needed."""
+        step_s = self._pace.mean_step_s
+        self._write(
+            "end",
+            self.done,
+            steps=self._pace.steps,
+            tokens_per_s=None if not step_s else round(self.tokens_per_step / step_s, 1),
+            **peaks(self.session),
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -115,10 +130,14 @@ class Loop:
             problem = reading.problem()
             if problem is None:
                 self._record(reading)
+                self._skipped_in_row = 0
             else:
-                skip = True
+                skip = self._suspect = True
+                self._skipped_in_row += 1
                 self.watcher.warn(f"Step {reading.step} is skipped: {problem}.")
                 self._write("skip", reading.step, reason=problem)
+                if self._skipped_in_row == _MOST_SKIPPED:
+                    raise self._not_finite(reading.step, f"{problem}, for the {_MOST_SKIPPED}th time in a row")
         return skip
 
     def _between(self, *, last: bool) -> None:
@@ -127,19 +146,21 @@ class Loop:
         with self._pace.pause():
             if self.eval_loader is not None and _due(step, settings.eval_every, last):
                 self._evaluate()
-            if settings.sample_prompts and settings.sample_every and _due(step, settings.sample_every, last):
+            if settings.sample_prompts and _due(step, settings.sample_every, last):
                 self._sample()
             if _due(step, settings.save_every, last):
                 self._note(self._readings.all())
                 self._save(wait=last)
 
     def _save(self, *, wait: bool) -> None:
-        step = self.done
-        problem = problem_in_weights(self.model) if not self.settings.clip else None
+        step, also = self.done, {"loader": self.loader}
+        problem = problem_in_weights(self.model) if self._suspect or not self.settings.clip else None
         if problem is not None:
             raise self._not_finite(step, problem)
-        self._saved_step = step
-        self._saved = self.checkpoints.save(step, {"loader": self.loader}, wait=wait)
+        self._saved_step, self._suspect = step, False
+        self._saved = self.checkpoints.save(step, also, wait=wait)
+        if not self._saved and step == self.total and self.settings.save_optimizer:
+            self.checkpoints.save_weights_alone(step, also)
 
     def _save_last(self) -> None:
         """After a signal: what was done is saved, unless it is, or is being so."""
@@ -179,7 +200,8 @@ class Loop:
         self.checkpoints.finish()
         good = self.checkpoints.last
         kept = f"The last good checkpoint is {good}" if good is not None else "There is no checkpoint yet"
-        return NotFinite(f"Step {step}: {problem}. {kept}. Lower --lr, look at the data, or use --on-nan skip.")
+        other = "" if self.settings.on_nan == "skip" else ", or use --on-nan skip"
+        return NotFinite(f"Step {step}: {problem}. {kept}. Lower --lr, look at the data{other}.")
 
     def _record(self, reading: Reading) -> None:
         self._last = reading

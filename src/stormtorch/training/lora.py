@@ -9,13 +9,14 @@ from torch import nn
 
 from ..core.errors import SettingError
 from .extras import require
+from .reason import reason
 from .settings import TrainSettings
 
 
 def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
     """The model with adapters, the only parameters that train; torch's seed decides their first values."""
     peft = require("peft", extra="hf", why="lora_rank")
-    targets: Any = list(settings.lora_targets) if settings.lora_targets is not None else "all-linear"
+    targets = list(settings.lora_targets) if settings.lora_targets is not None else linear_layers(model)
     config = peft.LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha if settings.lora_alpha is not None else 2 * settings.lora_rank,
@@ -25,12 +26,30 @@ def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
     )
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise SettingError(f"lora_targets={targets!r} cannot be used: {str(error).splitlines()[0]}") from error
-    for module in adapted.modules():
+    except (ValueError, TypeError) as error:
+        raise SettingError(f"lora_targets={targets!r} cannot be used: {reason(error)}.") from error
+    for name, module in adapted.named_modules():
+        if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
+            # It replaces the weight in each forward, and so does whoever streams it.
+            raise SettingError(
+                f"lora_targets: {name} is no linear layer, and its weights cannot be streamed with adapters. Name "
+                "others, such as q_proj v_proj."
+            )
         if hasattr(module, "reset_lora_parameters"):
             _give_values(module)
     return adapted
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Their last names, the head's excepted: what transformers calls linear, GPT-2's own kind included."""
+    anything: Any = model
+    head = anything.get_output_embeddings()
+    found = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and module is not head
+    }
+    return sorted(found)
 
 
 def _give_values(layer: Any) -> None:

@@ -20,10 +20,14 @@ from .extras import require
 
 def cut_back(path: Path, step: int) -> None:
     """Leave out every line of a later step than ``step``, and a last one that was cut in two. Atomic."""
-    if not path.exists():
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a text may hold other line ends
+    except FileNotFoundError:
         return
+    except OSError as error:
+        raise storage_error(f"read {path}", error) from error
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines:
         try:
             record = json.loads(line)
         except ValueError:

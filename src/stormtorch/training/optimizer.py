@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from ..core.errors import SettingError
+from .reason import reason
 from .settings import TrainSettings
+
+_UNUSABLE = {"lbfgs": "it calls the model several times in a step", "sparseadam": "gradients here are not sparse"}
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
@@ -30,12 +33,14 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Opt
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise SettingError("Nothing is to be trained: no parameter of the model requires a gradient.")
-    if not settings.weight_decay:
-        return kind(trained, **options)
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     others = [parameter for parameter in trained if parameter.dim() <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return kind([group for group in groups if group["params"]], **options)
+    given: Any = [group for group in groups if group["params"]] if settings.weight_decay else trained
+    try:
+        return kind(given, **options)
+    except (ValueError, TypeError) as error:  # Muon, for one, takes matrices only
+        raise SettingError(f"optimizer={settings.optimizer} cannot be used: {reason(error)}. Use another.") from error
 
 
 def _kind(name: str) -> type[torch.optim.Optimizer]:
@@ -48,4 +53,6 @@ def _kind(name: str) -> type[torch.optim.Optimizer]:
         near = difflib.get_close_matches(name.lower(), found, n=3)
         meant = f"Did you mean {' or '.join(near)}?" if near else f"Accepted: {', '.join(sorted(found))}."
         raise SettingError(f"optimizer={name!r} is not in torch.optim. {meant}")
+    if name.lower() in _UNUSABLE:
+        raise SettingError(f"optimizer={name} cannot be used: {_UNUSABLE[name.lower()]}. Use another, such as adamw.")
     return found[name.lower()]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import SettingError
+from ..core.errors import SettingError, StormError
+from .reason import reason_and_place
 
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
@@ -27,10 +28,12 @@ def find_callable(name: str, *, setting: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise SettingError(
             f"{setting} {name}: cannot import {module_name} ({error}). Is it in this directory?"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise SettingError(f"{setting} {name}: importing {module_name} raised {reason_and_place(error)}.") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise SettingError(f"{setting} {name}: {module_name} has no callable {attribute!r}.")
@@ -39,7 +42,15 @@ def find_callable(name: str, *, setting: str) -> Callable[..., Any]:
 
 def make_model(name: str, dtype: torch.dtype | None) -> nn.Module:
     """Calls what ``name`` names, without arguments; ``dtype`` None leaves the model as it was built."""
-    model = find_callable(name, setting="--model")()
+    make = find_callable(name, setting="--model")
+    try:
+        model = make()
+    except StormError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise SettingError(
+            f"--model {name}, which is called without arguments, raised {reason_and_place(error)}."
+        ) from error
     if not isinstance(model, nn.Module):
         raise SettingError(f"--model {name} returned a {type(model).__name__}. Accepted: an nn.Module.")
     return model if dtype is None else model.to(dtype)
@@ -52,16 +63,28 @@ def own_loss(name: str | None) -> Loss:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         output = model(**batch)
         found = _loss_of(output) if function is None else function(output, batch)
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            shown = f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-            raise SettingError(
-                f"The loss is a {shown}. Accepted: a tensor with one number, as the output's .loss, as its entry "
-                "'loss', or from --loss module:callable(output, batch)."
-            )
-        return found
+        if (
+            isinstance(found, torch.Tensor)
+            and found.numel() == 1
+            and (found.requires_grad or not torch.is_grad_enabled())
+        ):
+            return found.reshape(())
+        shown = type(found).__name__ if found is not None else f"not in the model's {type(output).__name__}"
+        if isinstance(found, torch.Tensor):
+            shown = f"a tensor of shape {tuple(found.shape)}" if found.numel() != 1 else "computed of no weight"
+        raise SettingError(
+            f"The loss is {shown}. Accepted: a tensor with one number that depends on the weights: what the model "
+            "returns, its .loss, its entry 'loss', the first of a tuple, or from --loss module:callable(output, batch)."
+        )
 
     return loss
 
 
 def _loss_of(output: object) -> object:
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, tuple) and output and not hasattr(output, "loss"):
+        return output[0]
+    return getattr(output, "loss", None)

@@ -7,15 +7,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+_FIRST = 5  # steps that are not like the others: memory is found, kernels are chosen
+
 
 class Pace:
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter, window: int = 50) -> None:
         self._clock = clock
         self._paused_s = 0.0
         self._ends: deque[float] = deque([clock()], maxlen=window + 1)
+        self._steady_s = 0.0  # when the last of the first steps ended
+        self.steps = 0
 
     def step_ended(self) -> None:
         self._ends.append(self._clock() - self._paused_s)
+        self.steps += 1
+        if self.steps == _FIRST:
+            self._steady_s = self._ends[-1]
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -30,3 +37,8 @@ class Pace:
     def step_s(self) -> float | None:
         """Seconds of a step, of the last ones; None before the first."""
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """Seconds of a step, of all but the first; None before there is one."""
+        return (self._ends[-1] - self._steady_s) / (self.steps - _FIRST) if self.steps > _FIRST else None

@@ -36,9 +36,12 @@ def candidates(folder: RunFolder, settings: TrainSettings) -> list[Path]:
 
 
 def _named(path: Path, folder: RunFolder) -> Path:
+    inside = all_complete(path / "checkpoints") or all_complete(path)
+    if inside:
+        raise SettingError(f"--resume {path} holds checkpoints and is none. Name one of them, such as {inside[-1]}.")
     check_complete(path)
-    step, _ = read_run_file(path)
-    later = [other for other in all_complete(folder.checkpoints) if read_run_file(other)[0] > step]
+    step = read_run_file(path).step
+    later = [other for other in all_complete(folder.checkpoints) if read_run_file(other).step > step]
     if later:
         raise SettingError(
             f"{later[-1]} is of a later step than --resume {path}, and would be taken for the newest. Delete it, or "
@@ -53,7 +56,7 @@ def tidy(folder: RunFolder, resumed: Path, keep: int) -> list[Path]:
     It is moved to ``damaged/``, for whoever wants to look at it; returns where. What a kill left unpruned goes too.
     """
     moved = []
-    step, _ = read_run_file(resumed)
+    step = read_run_file(resumed).step
     for path in sorted(folder.checkpoints.glob("step-*")):
         if path.name > folder.checkpoint(step).name:
             target = folder.path / "damaged" / path.name
@@ -69,19 +72,26 @@ def tidy(folder: RunFolder, resumed: Path, keep: int) -> list[Path]:
     return moved
 
 
-def same_run(found: Sequence[Path], made_with: dict[str, Any], warn: Callable[[str], None]) -> list[Path]:
+def same_run(
+    found: Sequence[Path], made_with: dict[str, Any], settings: TrainSettings, total: int, warn: Callable[[str], None]
+) -> list[Path]:
     """Those of ``found`` whose run gives the same numbers; raises SettingError if one was made with other settings."""
     usable = []
     first: CheckpointError | None = None
     for path in found:
         try:
-            _, then = read_run_file(path)
+            record = read_run_file(path)
         except CheckpointError as error:
             first = first or error
             if path != found[-1]:
                 warn(f"{error} The checkpoint before it is tried.")
             continue
-        check_same(path, then, made_with)
+        check_same(path, record.made_with, made_with)
+        if path == found[0] and not record.optimizer and settings.save_optimizer and record.step < total:
+            raise SettingError(
+                f"{path} holds the weights alone: whoever goes on from it begins the optimizer anew, with other "
+                "numbers. Say --no-save-optimizer if you want that, or delete it to go on from the one before it."
+            )
         usable.append(path)
     if first is not None and not usable:
         raise first

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import SettingError
-from .values import Kind, accept, count, number, one_of, pair, size, switch, text, words
+from .values import Kind, accept, count, number, one_of, pair, path, several, size, switch, text
 
 
 def _setting(default: Any, kind: Kind, group: str, meaning: str) -> Any:
@@ -37,10 +37,14 @@ def _lora(default: Any, kind: Kind, meaning: str) -> Any:
 
 
 def _run(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "run", meaning)
+    return _setting(default, kind, "run and checkpoints", meaning)
 
 
-_PATH = text("a path", "PATH")
+def _seen(default: Any, kind: Kind, meaning: str) -> Any:
+    return _setting(default, kind, "metrics, evaluation and samples", meaning)
+
+
+_PATH, _PATHS = path(), several(path())
 _CALLABLE = text("module:callable", "MODULE:CALLABLE")
 
 
@@ -50,7 +54,7 @@ class TrainSettings:
 
     model: str | None = _model(
         None,
-        text("a directory, a JSON file or module:callable", "MODEL"),
+        path("a directory, a JSON file or module:callable", "MODEL"),
         (
             "a directory of transformers with weights, one or a JSON file with a config only (random weights), "
             "or module:callable that returns an nn.Module"
@@ -64,18 +68,26 @@ class TrainSettings:
     dtype: str = _model(
         "auto",
         one_of("auto", "bf16", "fp32"),
-        ("of the weights; bf16 has fp32 masters (auto: bf16, for module:callable as it was built)"),
+        ("of the weights, bf16 with fp32 masters; auto: bf16, or as module:callable has built it"),
     )
     chunked_loss: bool = _model(
         False, switch(), "never hold all logits: less device memory for large vocabularies, other rounding"
     )
-    step: str = _model("auto", one_of("auto", "forward", "backward", "serial"), "when the optimizer runs")
-    activations: str = _model("auto", one_of("auto", "keep", "offload", "recompute"), "what happens to activations")
+    step: str = _model(
+        "auto",
+        one_of("auto", "forward", "backward", "serial"),
+        "when the optimizer runs: beside the next forward, in backward as gradients arrive, or by itself",
+    )
+    activations: str = _model(
+        "auto",
+        one_of("auto", "keep", "offload", "recompute"),
+        "kept on the device, moved to RAM, or computed again in backward",
+    )
 
-    data: tuple[str, ...] = _data((), words("paths", "PATH"), "JSON lines or text files, or directories of them")
-    format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the documents (auto: by their keys)")
+    data: tuple[str, ...] = _data((), _PATHS, "JSON lines or text files, or directories of them")
+    format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the documents; auto: by their keys")
     text_field: str | None = _data(None, text("a key", "KEY"), "key of the text (default: text)")
-    sequence: int = _data(1024, count(2), "tokens in a row")
+    sequence: int = _data(1024, count(2, 1 << 24), "tokens in a row")
     packing: bool = _data(True, switch(), "join documents to full rows, instead of one per row")
     completions_only: bool | None = _data(
         None, switch(), ("learn from answers only (default: yes for chat and completion)")
@@ -83,7 +95,7 @@ class TrainSettings:
 
     batch: int = _update(1, count(1), "rows in a forward pass")
     accumulate: int = _update(1, count(1), "forward passes in a step")
-    epochs: float = _update(1.0, number(0.0, above=True), "passes over the data, unless steps are given")
+    epochs: float = _update(1.0, number(0.0, above=True, most=1e6), "passes over the data, unless steps are given")
     steps: int | None = _update(None, count(1), "optimizer steps, instead of epochs")
     optimizer: str = _update("adamw", text("the name of an optimizer of torch.optim", "NAME"), "one of torch.optim")
     lr: float = _update(1e-5, number(0.0, above=True), "learning rate at its highest")
@@ -107,25 +119,30 @@ class TrainSettings:
     lora_alpha: float | None = _lora(None, number(0.0, above=True), "scale of the adapters (default: twice the rank)")
     lora_dropout: float = _lora(0.0, number(0.0, most=0.99), "dropout in front of the adapters")
     lora_targets: tuple[str, ...] | None = _lora(
-        None, words("names of modules", "NAME"), ("modules that get adapters (default: all linear layers but the head)")
+        None,
+        several(text("the name of a module", "NAME")),
+        ("modules that get adapters (default: all linear layers but the head)"),
     )
 
     output: str = _run("storm-run", _PATH, "directory of the run: checkpoints, metrics.jsonl, prepared data")
     resume: str = _run(
         "auto",
-        text("auto, never or a checkpoint's directory", "auto|never|PATH"),
+        path("auto, never or a checkpoint's directory", "auto|never|PATH"),
         ("auto: go on from the newest complete checkpoint, if there is one"),
     )
     save_every: int = _run(500, count(0), "steps between checkpoints; 0: only at the end")
     keep: int = _run(2, count(1), "checkpoints to keep")
-    log_every: int = _run(10, count(1), "steps between lines of metrics")
-    tensorboard: bool = _run(False, switch(), "write TensorBoard files too")
-    eval_data: tuple[str, ...] | None = _run(None, words("paths", "PATH"), "documents to evaluate on")
-    eval_every: int = _run(500, count(0), "steps between evaluations; 0: only at the end")
-    eval_batches: int | None = _run(None, count(1), "batches of an evaluation at most (default: all)")
-    sample_every: int = _run(0, count(0), "steps between samples; 0: none")
-    sample_prompts: tuple[str, ...] | None = _run(None, words("texts", "TEXT"), "what samples begin with")
-    sample_tokens: int = _run(64, count(1), "tokens of a sample")
+    save_optimizer: bool = _run(
+        True, switch(), "without: checkpoints of weights alone, and a resume begins the optimizer anew"
+    )
+    log_every: int = _seen(10, count(1), "steps between lines of metrics")
+    tensorboard: bool = _seen(False, switch(), "write TensorBoard files too")
+    eval_data: tuple[str, ...] | None = _seen(None, _PATHS, "documents to evaluate on")
+    eval_every: int = _seen(500, count(0), "steps between evaluations; 0: only at the end")
+    eval_batches: int | None = _seen(None, count(1), "batches of an evaluation at most (default: all)")
+    sample_every: int = _seen(0, count(0), "steps between samples; 0: only at the end")
+    sample_prompts: tuple[str, ...] | None = _seen(None, several(text("a text", "TEXT")), "what samples begin with")
+    sample_tokens: int = _seen(64, count(1), "tokens of a sample")
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

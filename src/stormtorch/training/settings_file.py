@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import SettingError
+from .reason import reason
 from .settings import TrainSettings, known_names
 
 
@@ -14,19 +15,34 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The settings in a file, by name."""
     yaml = _yaml()
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        found = yaml.safe_load(text)
+        twice = _first_named_twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except OSError as error:
         raise SettingError(f"--config {path} cannot be read: {error.strerror}. Name a YAML file.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or a date that is none
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark is not None else ""
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SettingError(f"--config {path}{where} is not YAML: {reason}.") from None
+        problem = getattr(error, "problem", None) or reason(error)
+        raise SettingError(f"--config {path}{where} is not YAML: {problem}.") from None
     if found is None:
         return {}
+    if twice is not None:
+        raise SettingError(f"--config {path} line {twice[1]} gives {twice[0]} a second time. Remove one of the two.")
     if not isinstance(found, dict):
         raise SettingError(f"--config {path} holds a {type(found).__name__}. Accepted: lines of 'name: value'.")
     return known_names(found, source=str(path))
+
+
+def _first_named_twice(node: Any) -> tuple[str, int] | None:
+    """YAML would silently take the last one. Names and lines are in the nodes; dashes are underscores here too."""
+    seen: set[str] = set()
+    for key, _ in node.value if getattr(node, "id", None) == "mapping" else ():
+        name = str(key.value).replace("-", "_")
+        if name in seen:
+            return name, key.start_mark.line + 1
+        seen.add(name)
+    return None
 
 
 def to_yaml(settings: TrainSettings) -> str:

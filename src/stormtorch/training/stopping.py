@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first lets the running step end and its result be saved; a second Ctrl-C ends at once."""
+"""Ctrl-C, SIGTERM and a terminal that goes: the step that runs ends and is saved. A second Ctrl-C ends at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 
 class Stopping:
-    """While entered, ``signal`` holds what has come: SIGINT, SIGTERM or None. Does nothing off the main thread."""
+    """While entered, ``signal`` holds what has come: SIGINT, SIGTERM, SIGHUP, or None. Only on the main thread."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.signal: signal.Signals | None = None
@@ -25,7 +25,7 @@ class Stopping:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and the like mean it
                     self._before[number] = signal.signal(number, self._came)
         return self

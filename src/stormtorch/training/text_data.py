@@ -44,10 +44,14 @@ class TextData:
 
 def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextData:
     """Prepare the rows, or find them in ``cache``; says what they are."""
-    tokenizer = load_tokenizer(settings)
     vocabulary = None
     if not is_callable_name(settings.model):
-        vocabulary = hf_model.vocabulary(hf_model.read_config(Path(str(settings.model))))
+        config = hf_model.read_config(Path(str(settings.model)))
+        vocabulary = hf_model.vocabulary(config)
+        longer = hf_model.check_positions(config, settings.sequence)
+        if longer is not None:
+            watcher.warn(longer)
+    tokenizer = load_tokenizer(settings)
 
     def prepared(paths: tuple[str, ...]) -> Prepared:
         return prepare(

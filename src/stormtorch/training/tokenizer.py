@@ -8,6 +8,7 @@ from typing import Any
 from ..core.errors import SettingError, StormError
 from ..data.text_tokens import TextTokenizer
 from .extras import require
+from .reason import reason
 from .settings import TrainSettings
 
 
@@ -25,12 +26,11 @@ def load_tokenizer(settings: TrainSettings) -> Any:
         if path.is_file() and not (path.parent / "tokenizer_config.json").is_file():
             return _bare(transformers, path)
         folder = path.parent if path.is_file() else path
-        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except StormError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SettingError(f"No tokenizer can be read from {path}: {reason}. Say --tokenizer PATH.") from error
+        raise SettingError(f"No tokenizer can be read from {path}: {reason(error)}. Say --tokenizer PATH.") from error
 
 
 def _bare(transformers: Any, file: Path) -> Any:

@@ -6,6 +6,7 @@ A flag gives words, YAML gives numbers, booleans and lists too (and calls ``1e-5
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,14 +48,15 @@ def one_of(*words: str) -> Kind:
     return Kind(convert, ", ".join(words), choices=words)
 
 
-def count(least: int) -> Kind:
+def count(least: int, most: int = (1 << 63) - 1) -> Kind:
     def convert(value: object) -> int:
-        number = _number(value)
-        if number != int(number) or number < least:
+        number = _whole(value)
+        if not least <= number <= most:
             raise ValueError
-        return int(number)
+        return number
 
-    return Kind(convert, f"a whole number of at least {least}", metavar="N")
+    at_most = f" and at most {most}" if most < (1 << 63) - 1 else ""
+    return Kind(convert, f"a whole number of at least {least}{at_most}", metavar="N")
 
 
 def number(least: float = 0.0, *, above: bool = False, most: float = math.inf) -> Kind:
@@ -79,13 +81,23 @@ def text(accepted: str, metavar: str | None = None) -> Kind:
     return Kind(convert, accepted, metavar=metavar)
 
 
-def words(accepted: str, metavar: str) -> Kind:
-    one = text(accepted)
+def path(accepted: str = "a path", metavar: str = "PATH") -> Kind:
+    """A path or some other word; ``~`` is the home, in a file too."""
+    word = text(accepted)
 
-    def convert(value: object) -> tuple[str, ...]:
+    def convert(value: object) -> str:
+        return os.path.expanduser(str(word.convert(value)))  # noqa: PTH111  # a Path would drop a leading ./
+
+    return Kind(convert, accepted, metavar=metavar)
+
+
+def several(one: Kind) -> Kind:
+    """One or more of a kind, as a list or as words behind a flag."""
+
+    def convert(value: object) -> tuple[Any, ...]:
         return tuple(one.convert(item) for item in _items(value))
 
-    return Kind(convert, accepted, metavar=metavar, many=True)
+    return Kind(convert, f"{one.accepted}, or several", metavar=one.metavar, many=True)
 
 
 def pair() -> Kind:
@@ -120,6 +132,18 @@ def size(name: str) -> Kind:
 
 def _items(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else [value]
+
+
+def _whole(value: object) -> int:
+    """Exact, also where a float is not."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lstrip("+-").isdigit():
+        return int(value)
+    number = _number(value)
+    if number != int(number):
+        raise ValueError
+    return int(number)
 
 
 def _number(value: object) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core.errors import SettingError, StorageError
+from ..reason import reason
 
 _STAND_IN = "\u2043stand-in for the words of turn\u2043"  # not a text that a template would change, or a user write
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -59,9 +60,8 @@ class ChatTemplate:
         except (SettingError, StorageError):
             raise
         except Exception as error:  # a template raises what it likes: jinja's errors, TypeError, KeyError
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise StorageError(
-                f"{place}: the chat template refuses the conversation ({reason}). Correct it."
+                f"{place}: the chat template refuses the conversation ({reason(error)}). Correct it."
             ) from error
         return text, found
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import SettingError, StorageError
+from ..reason import reason
 from .documents import Document, Span
 
 IGNORED = -100  # the label of a token that is not to be learnt, as torch's cross_entropy has it
@@ -80,7 +81,10 @@ class Encoder:
         if self._tokenizer is None:
             raise SettingError(f"{documents[0].place}: text, and no tokenizer is there. Name one: --tokenizer PATH.")
         masked = self._offsets and any(document.learn is not None for document in documents)
-        made = self._call([str(document.content) for document in documents], opening, offsets=masked)
+        try:
+            made = self._call([str(document.content) for document in documents], opening, offsets=masked)
+        except Exception as error:  # tokenizers raises TypeError, or bare Exception
+            raise self._refusal(documents, error) from error
         for at, document in enumerate(documents):
             ids = made["input_ids"][at]
             if document.learn is None:
@@ -112,6 +116,18 @@ class Encoder:
         return self._tokenizer(
             texts, add_special_tokens=opening, return_attention_mask=False, truncation=False, verbose=False, **extra
         )
+
+    def _refusal(self, documents: Sequence[Document], error: Exception) -> StorageError:
+        """Which document the tokenizer cannot take: one that is no Unicode, if there is such."""
+        for document in documents:
+            try:
+                str(document.content).encode()
+            except UnicodeEncodeError as half:
+                found = str(document.content)[half.start]
+                return StorageError(
+                    f"{document.place}: character {half.start + 1} is {found!r}, a half of one. Remove it."
+                )
+        return StorageError(f"{documents[0].place}: the tokenizer cannot take it or what follows: {reason(error)}.")
 
     def _end(self) -> int:
         end = self._tokenizer.eos_token_id

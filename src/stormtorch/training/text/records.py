@@ -43,7 +43,8 @@ def data_files(paths: Sequence[Path | str]) -> list[Path]:
     for path in map(Path, paths):
         if path.is_dir():
             kinds = JSON_LINES | PLAIN_TEXT - {".md"}  # a README beside the data is no data unless it is named
-            inside = sorted((file for file in path.iterdir() if file.suffix.lower() in kinds), key=natural_order)
+            files_there = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+            inside = sorted((file for file in files_there if file.suffix.lower() in kinds), key=natural_order)
             if not inside:
                 raise SettingError(f"{path} holds no data. Accepted: {_accepted()}.")
             files += inside
@@ -73,6 +74,10 @@ def _objects(path: Path, progress: Progress | None) -> Iterator[Record]:
         if not line.strip():
             continue
         place = f"{path}, line {number}"
+        if line.lstrip().startswith("["):
+            raise StorageError(
+                f"{place}: a JSON array and no object. Each line is one JSON object: jq -c '.[]' {path} > data.jsonl."
+            )
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:
