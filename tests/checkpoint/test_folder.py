@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from stormtorch.checkpoint import all_complete, complete, newest, prune, sweep
-from stormtorch.checkpoint.folder import Draft, read_manifest
+from stormtorch.checkpoint.draft import Draft
+from stormtorch.checkpoint.folder import read_manifest
 from stormtorch.core.errors import CheckpointError, SettingError
 
 from .made import Run
@@ -86,6 +87,7 @@ def test_leftovers_of_the_dead_go_those_of_the_living_stay(tmp_path: Path) -> No
         path.mkdir()
         (path / "file").write_bytes(b"x" * 100)
     mine = Draft(tmp_path / "step-2")
+    mine.make()
     assert sorted(sweep(tmp_path)) == sorted([dead, removing])
     assert sorted(tmp_path.iterdir()) == sorted([living, other, mine.path])
     mine.discard()

@@ -56,12 +56,21 @@ class Content:
         return sum(file.size for file in self.files) + sum(len(data) for data in self.small.values())
 
     @property
+    def optimizer_bytes(self) -> int:
+        """What of it the optimizer's tensors take."""
+        return sum(file.size for file in self.files if file.name.startswith(OPTIMIZER))
+
+    @property
     def pieces(self) -> list[Piece]:
         return [piece for file in self.files for piece in file.pieces]
 
 
-def gather(model: nn.Module, durable: Durable, *, step: int, also: Mapping[str, Any]) -> Content:
-    """Look at everything as it is now. Copies nothing large; home memory must be settled."""
+def gather(
+    model: nn.Module, durable: Durable, *, step: int, also: Mapping[str, Any], with_states: bool = True
+) -> Content:
+    """Look at everything as it is now; without ``with_states``, at nothing that the optimizer keeps.
+
+    Copies nothing large; home memory must be settled."""
     content = Content(step)
     names = names_of(model)
     if is_adapted(model):
@@ -77,7 +86,7 @@ def gather(model: nn.Module, durable: Durable, *, step: int, also: Mapping[str, 
         {
             "format": 1,
             "step": step,
-            "optimizer": _optimizer(content, durable, names.tensors),
+            "optimizer": _optimizer(content, durable, names.tensors, with_states),
             "random": random_state(),
             "extra": extra_states(names),
             "also": {
@@ -96,7 +105,7 @@ def _piece(durable: Durable, tensor: torch.Tensor, name: str) -> Piece:
         raise SettingError(
             f"{name!r} cannot be saved: safetensors has no {found.dtype} tensors of layout {found.layout}."
         )
-    return Piece(found, unit)
+    return Piece(found, unit, durable.is_steady(tensor))
 
 
 def _add(content: Content, shards: list[Shard], pieces: Mapping[str, Piece]) -> None:
@@ -122,15 +131,17 @@ def parameter_names(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.
     }
 
 
-def _optimizer(content: Content, durable: Durable, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
-    """The optimizer's tensors to files of their own; returns the rest."""
+def _optimizer(
+    content: Content, durable: Durable, tensors: Mapping[str, torch.Tensor], with_states: bool
+) -> dict[str, Any] | None:
+    """The optimizer's tensors to files of their own; returns the rest. Without them, "numbers" is None."""
     optimizer = durable.optimizer
     if optimizer is None:
         return None
     called = parameter_names(optimizer, tensors)
     pieces: dict[str, Piece] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    for parameter, state in durable.states():
+    for parameter, state in durable.states() if with_states else ():
         name = called.get(id(parameter))
         if name is None:
             continue  # of a parameter that is in no group any more
@@ -153,7 +164,7 @@ def _optimizer(content: Content, durable: Durable, tensors: Mapping[str, torch.T
     return {
         "class": type(optimizer).__name__,
         "groups": groups,
-        "numbers": numbers,
+        "numbers": numbers if with_states else None,
         "masters": any(name.endswith(f".{MASTER}") for name in pieces),
     }
 
@@ -170,15 +181,21 @@ def _has_file_form(key: str, value: Any) -> bool:
 
 def _serialised(state: dict[str, Any]) -> bytes:
     """As ``torch.load`` reads it without running code; what it would not read is refused now, not when it is needed."""
-    for name, value in state["also"].items():
-        try:
-            _read_back(value)
-        except Exception as error:
-            raise SettingError(
-                f"also[{name!r}] cannot be saved: it holds objects that torch.load(weights_only=True) refuses. Give "
-                f"numbers, strings, tensors, and lists and dicts of them. ({str(error).splitlines()[0]})"
-            ) from error
-    return _read_back(state)
+    try:
+        return _read_back(state)
+    except Exception as error:
+        for name, value in state["also"].items():
+            try:
+                _read_back(value)
+            except Exception as cause:
+                raise SettingError(
+                    f"also[{name!r}] cannot be saved: it holds objects that torch.load(weights_only=True) refuses. "
+                    f"Give numbers, strings, tensors, and lists and dicts of them. ({str(cause).splitlines()[0]})"
+                ) from cause
+        raise SettingError(
+            "The optimizer's state, or an extra state of a module, cannot be saved: it holds objects that "
+            f"torch.load(weights_only=True) refuses. ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _read_back(value: Any) -> bytes:
@@ -186,5 +203,5 @@ def _read_back(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    torch.load(buffer, weights_only=True)
+    torch.load(buffer, weights_only=True, map_location="cpu")
     return buffer.getvalue()

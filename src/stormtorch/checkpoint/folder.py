@@ -3,19 +3,21 @@
 A checkpoint is written under another name, `.<name>.writing-<pid>-<random>`, beside its place. When every file is on
 the disk, the manifest is written as the last one, the folder is renamed, and its parent is forced to the disk. So a
 folder with a checkpoint's name is whole, whenever the machine stopped. It goes the same way: first its name, to
-`.<name>.removing-...`, then its files. What dead processes have left under such names is removed by `sweep`.
+`.<name>.removing-...`, then its files. Where two names cannot be exchanged in one step, the old checkpoint is
+`.<name>.replaced-...` for a moment. What dead processes have left under such names is removed by `sweep`, which gives
+a replaced one its name back if the new one did not come to have it. Whoever writes a folder holds a lock on it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
+import fcntl
 import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,9 @@ from .disk import Record
 FORMAT = 1
 STORM = "storm"  # the folder inside of a checkpoint with what only STORM reads
 MANIFEST = "manifest.json"
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(writing|removing)-(?P<pid>\d+)-[0-9a-f]+")
-_OURS: set[str] = set()  # unfinished folders of this process
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<why>writing|removing|replaced)-(?P<pid>\d+)-[0-9a-f]+")
+OURS: set[str] = set()  # unfinished folders of this process
+_YOUNG_S = 60.0  # a folder of this age may be about to be locked
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,15 @@ def complete(path: Path | str) -> bool:
 
 
 def all_complete(parent: Path | str) -> list[Path]:
-    """The complete checkpoints in ``parent``, oldest first: by step, then by the time of writing."""
+    """The complete checkpoints in ``parent``, oldest first: by step, then by the time of writing.
+
+    A link to one of them is not another one."""
     found = []
-    for path in _entries(Path(parent)):
+    entries = _entries(Path(parent))
+    here = {os.path.realpath(path) for path in entries if not path.is_symlink()}
+    for path in entries:
+        if path.is_symlink() and os.path.realpath(path) in here:
+            continue
         if not path.name.startswith(".") and path.is_dir():
             with contextlib.suppress(CheckpointError, StorageError):
                 manifest = check_complete(path)
@@ -133,24 +142,28 @@ def prune(parent: Path | str, keep: int) -> list[Path]:
         raise SettingError(f"keep={keep} is not accepted. Accepted: whole numbers of at least 1.")
     old = all_complete(parent)[:-keep]
     for path in old:
-        remove(path)
+        try:
+            remove(path)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:  # another process prunes too
+                raise
     return old
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: at no moment is there half of one under its name."""
-    hidden = _beside(path, "removing")
-    _OURS.add(str(hidden))
+    """Remove a checkpoint: at no moment is there half of one under its name. Of a link, only the link goes."""
+    hidden = beside(path, "removing")
+    OURS.add(str(hidden))
     try:
         disk.CALLS.rename(str(path), str(hidden))
         disk.sync_folder(path.parent)
-        disk.CALLS.remove(str(hidden))
+        _delete(hidden)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise storage_error(f"remove {path}", error) from error
     finally:
-        _OURS.discard(str(hidden))
+        OURS.discard(str(hidden))
 
 
 def sweep(parent: Path | str) -> list[Path]:
@@ -160,107 +173,77 @@ def sweep(parent: Path | str) -> list[Path]:
         match = _LEFTOVER.fullmatch(path.name)
         if match is not None and path.is_dir() and not _is_at_work(int(match["pid"]), path):
             with contextlib.suppress(OSError):  # another process sweeps too, or it is another user's
-                disk.CALLS.remove(str(path))
-                removed.append(path)
+                before = path.parent / match["name"]
+                if match["why"] == "replaced" and not before.exists() and complete(path):
+                    disk.CALLS.rename(str(path), str(before))  # killed between the two names
+                else:
+                    _delete(path)
+                    removed.append(path)
     return removed
 
 
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        disk.CALLS.remove(str(path))
+
+
 def _is_at_work(pid: int, path: Path) -> bool:
-    if pid == os.getpid():
-        return str(path) in _OURS
+    """Whether somebody still writes, or removes, an unfinished folder.
+
+    The lock knows best: it ends with its process, and numbers of processes are given again, and in each container
+    anew. Where there is no lock, because the file system has none or it is yet to be taken, the number decides."""
+    if pid == os.getpid() and str(path) in OURS:
+        return True
     try:
-        began = psutil.Process(pid).create_time()
-        return began <= path.stat().st_mtime + 1  # else the number has passed on to another process
-    except psutil.NoSuchProcess:
+        locked = _is_locked(path)
+        if locked:
+            return True
+        if pid == os.getpid():
+            return False
+        began, changed = psutil.Process(pid).create_time(), path.stat().st_mtime
+        would_be_locked = locked is False and ".writing-" in path.name and time.time() - changed > _YOUNG_S
+        return not would_be_locked and began <= changed + 1  # else the number has passed on to another process
+    except (psutil.NoSuchProcess, FileNotFoundError):
         return False
     except psutil.AccessDenied:
         return True
+
+
+def lock(path: Path) -> int | None:
+    """A descriptor that holds a lock on a folder until it is closed; None where that cannot be."""
+    fd = None
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return fd
+    if fd is not None:
+        os.close(fd)
+    return None
+
+
+def _is_locked(path: Path) -> bool | None:
+    """Whether somebody holds a lock on a folder; None where that cannot be known."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        raise
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return False
 
 
-class Draft:
-    """A checkpoint on its way: a folder beside the place that it will have."""
-
-    def __init__(self, directory: Path) -> None:
-        """Makes the folder, and its parents. Refuses a place that holds something else."""
-        self.directory = Path(os.path.abspath(directory))  # noqa: PTH100  # a symbolic link stays one
-        if self.directory.exists() and not _may_be_replaced(self.directory):
-            raise SettingError(
-                f"{directory} exists and is no checkpoint. Give a name that is free, or that of a checkpoint."
-            )
-        self.path = _beside(self.directory, "writing")
-        self._done = False
-        _OURS.add(str(self.path))
-        try:
-            self.directory.parent.mkdir(parents=True, exist_ok=True)
-            disk.CALLS.mkdir(str(self.path))
-            disk.CALLS.mkdir(str(self.path / STORM))
-        except OSError as error:
-            self.discard()
-            raise storage_error(f"create {self.path}", error) from error
-        except BaseException:
-            self.discard()
-            raise
-
-    def publish(self, step: int, records: Mapping[str, Record], versions: dict[str, str]) -> None:
-        """Write the manifest and give the folder its name. ``records``: the files that are on the disk already."""
-        known = dict(records)
-        folders = {self.path / STORM}
-        for path in sorted(self.path.rglob("*")):
-            if path.is_dir():
-                folders.add(path)
-            elif path.is_file() and str(path.relative_to(self.path)) not in known:
-                known[str(path.relative_to(self.path))] = disk.sync_file(path)
-        created = datetime.datetime.now(datetime.UTC).isoformat()
-        manifest = Manifest(step, created, known, versions)
-        disk.write_file(self.path / STORM / MANIFEST, manifest.to_json().encode())
-        for folder in sorted(folders):
-            disk.sync_folder(folder)
-        disk.sync_folder(self.path)
-        try:
-            self._rename()
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise storage_error(f"rename {self.path} to {self.directory}", error) from error
-        disk.sync_folder(self.directory.parent)
-        self._done = True
-        _OURS.discard(str(self.path))
-
-    def _rename(self) -> None:
-        """To the final name. A checkpoint that has it is exchanged in one step, where the file system can."""
-        if not self.directory.exists() or not any(self.directory.iterdir()):
-            disk.CALLS.rename(str(self.path), str(self.directory))
-            return
-        try:
-            disk.CALLS.exchange(str(self.path), str(self.directory))
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-                raise
-            remove(self.directory)
-            disk.CALLS.rename(str(self.path), str(self.directory))
-        else:
-            disk.sync_folder(self.directory.parent)
-            with contextlib.suppress(StorageError):  # the new one is there; the next sweep tries again
-                remove(self.path)  # which is the old one now
-
-    def discard(self) -> None:
-        """Remove what was written, unless it is published. Never raises: what went wrong before must be heard."""
-        if not self._done:
-            self._done = True
-            with contextlib.suppress(OSError):
-                disk.CALLS.remove(str(self.path))
-            _OURS.discard(str(self.path))
-
-
-def _may_be_replaced(directory: Path) -> bool:
-    if not directory.is_dir():
-        return False
-    return (directory / STORM / MANIFEST).is_file() or not any(directory.iterdir())
-
-
-def _beside(path: Path, why: str) -> Path:
+def beside(path: Path, why: str) -> Path:
+    """Another name for a checkpoint, in the same folder, that says why it has it and by whom."""
     stem = path.name
     match = _LEFTOVER.fullmatch(stem)
     if match is not None:

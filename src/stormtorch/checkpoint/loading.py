@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..core.errors import CheckpointError, SettingError, WrongModel
+from ..core.notices import say_once
 from ..streams.durable import Durable
 from ..streams.home import plain
 from . import disk
@@ -51,15 +52,22 @@ def load_into(
     names = names_of(model)
     jobs = _weights(model, names, directory, manifest)
     states: dict[nn.Parameter, dict[str, Any]] = {}
+    saved = state["optimizer"]
+    groups: list[dict[str, Any]] = []
     if durable.optimizer is not None:
-        jobs += _states(durable, names, directory, manifest, state["optimizer"], states)
+        if saved is not None and saved["numbers"] is None:
+            groups = _groups_that_fit(durable.optimizer, names, saved)
+            _say_anew(directory, durable.optimizer, bool(groups))
+        else:
+            jobs += _states(durable, names, directory, manifest, saved, states)
+            groups = saved["groups"]
     begin(directory)
     with torch.no_grad(), durable.rewriting(model.parameters(), with_states=durable.optimizer is not None):
         read_all(jobs)
     if durable.optimizer is not None:
         with torch.no_grad():
             durable.install(states)
-        _set_groups(durable.optimizer, state["optimizer"]["groups"])
+        _set_groups(durable.optimizer, groups)
     durable.forget_gradients()
     for name, value in state["extra"].items():
         names.modules_with_extra[name].set_extra_state(value)
@@ -165,7 +173,8 @@ def _states(
             raise WrongModel(
                 f"{directory} has {error.args[0]!r} of {name!r} in another shape or dtype than is kept here."
             ) from None
-        states[parameter] = {**saved["numbers"][name], **rooms}
+        numbers = _where_torch_wants(optimizer, parameter, saved["numbers"][name], durable.unit_of(parameter) is None)
+        states[parameter] = {**numbers, **rooms}
     jobs = []
     for file, header in headers.items():
         jobs.append(
@@ -176,6 +185,47 @@ def _states(
             )
         )
     return jobs
+
+
+def _where_torch_wants(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, numbers: dict[str, Any], on_device: bool
+) -> dict[str, Any]:
+    """The small tensors of a state, which were read into RAM: with a parameter that is not streamed, beside it.
+
+    But for "step", which only some of torch's kernels want there."""
+    if not on_device:
+        return numbers
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    keeps_step_there = bool(group.get("capturable") or group.get("fused"))
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(parameter.device)
+        return [moved(item) for item in value] if isinstance(value, list) else value
+
+    return {key: value if key == "step" and not keeps_step_there else moved(value) for key, value in numbers.items()}
+
+
+def _groups_that_fit(optimizer: torch.optim.Optimizer, names: Names, saved: dict[str, Any]) -> list[dict[str, Any]]:
+    """The saved settings of the groups, learning rates say, if they are of this very optimizer; else none."""
+    called = parameter_names(optimizer, names.tensors)
+    mine = [[called[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups: list[dict[str, Any]] = saved["groups"]
+    fits = saved["class"] == type(optimizer).__name__ and mine == [group["params"] for group in groups]
+    fits = fits and all(
+        group.get(key) == theirs.get(key)
+        for group, theirs in zip(optimizer.param_groups, groups, strict=True)
+        for key in _FIXED
+    )
+    return groups if fits else []
+
+
+def _say_anew(directory: Path, optimizer: torch.optim.Optimizer, has_groups: bool) -> None:
+    settings = "Learning rates and other settings are those" if has_groups else "Its settings are not those"
+    say_once(
+        f"{directory} was saved without the optimizer's states: {type(optimizer).__name__} begins anew, with moments "
+        f"of zero. {settings} of the checkpoint."
+    )
 
 
 def _filling(
@@ -226,7 +276,7 @@ def _check_optimizer(
 
 def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
     """In place: schedulers hold these very dictionaries."""
-    for group, theirs in zip(optimizer.param_groups, saved, strict=True):
+    for group, theirs in zip(optimizer.param_groups, saved, strict=bool(saved)):
         for key, value in theirs.items():
             if key == "params":
                 continue

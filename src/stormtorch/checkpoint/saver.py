@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from ..core.errors import OutOfBudget, StormError
+from ..core.errors import OutOfBudget, StorageError, StormError
 from ..core.notices import say_once
+from ..memory.file_calls import storage_error
 from ..streams.durable import Durable
 from . import adapter, folder, pretrained
 from .content import gather
-from .folder import Draft
+from .draft import Draft, place_of
 from .loading import load_into
 from .writing import Writing, check_space
 
@@ -37,7 +38,9 @@ class Saver:
         also: Mapping[str, Any] | None,
         files: Callable[[Path], None] | None,
         wait: bool,
+        optimizer: bool = True,
     ) -> None:
+        self._durable.check_idle(loading=False)
         self.finish()
         if self._damaged is not None:
             raise StormError(f"Cannot save: only a part of {self._damaged} was loaded. Load a whole checkpoint first.")
@@ -48,35 +51,47 @@ class Saver:
                 "it goes on without them. Save after optimizer.step()."
             )
         durable.settle()
-        content = gather(self._model, durable, step=self.steps, also=also or {})
-        folder.sweep(Path(directory).absolute().parent)
-        draft = Draft(Path(directory))
+        content = gather(self._model, durable, step=self.steps, also=also or {}, with_states=optimizer)
+        pieces = content.pieces
+        folder.sweep(place_of(directory).parent)
+        draft = None
         try:
-            check_space(content, draft.path)
-            if adapter.is_adapted(self._model):
-                adapter.write_configs(self._model, draft.path)
-            else:
-                pretrained.write_configs(self._model, draft.path)
-            if files is not None:
-                files(draft.path)
-            pieces = content.pieces
+            draft = Draft(directory)
+            draft.make()
+            check_space(content, draft)
+            self._write_beside(draft.path, files)
             if not wait:
                 try:
                     durable.still.copy_loose(pieces)
                 except OutOfBudget:
                     wait = True
-            writing = self._writing = Writing(content, draft, durable.still)
+            self._writing = Writing(content, draft, durable.still)
             durable.still.hold(pieces)
-            writing.start()
+            self._writing.start()
             if wait:
                 self.finish()
         except BaseException:
-            if self._writing is not None:  # Ctrl-C, before anybody waited for it
-                self._writing.give_up()
-                self._writing = None
-            durable.still.release()
-            draft.discard()
+            writing, self._writing = self._writing, None
+            if writing is not None:  # Ctrl-C, before anybody waited for it
+                writing.give_up()
+            durable.still.release(pieces)
+            if draft is not None:
+                draft.discard()
             raise
+
+    def _write_beside(self, path: Path, files: Callable[[Path], None] | None) -> None:
+        """What others read, and what the user wants there."""
+        try:
+            if adapter.is_adapted(self._model):
+                adapter.write_configs(self._model, path)
+            else:
+                pretrained.write_configs(self._model, path)
+            if files is not None:
+                files(path)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise storage_error(f"write files to {path}", error) from error
 
     @property
     def steps(self) -> int:
@@ -84,6 +99,7 @@ class Saver:
         return self._steps_before + self._count_steps()
 
     def load(self, directory: Directory, *, also: Mapping[str, Any] | None) -> dict[str, Any]:
+        self._durable.check_idle(loading=True)
         self.finish()
         path = Path(directory)
         loaded = load_into(self._model, self._durable, path, also or {}, self._begin_changing)
@@ -96,6 +112,8 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the save that is under way, if there is one, and raise what went wrong with it."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.wait()
+        if self._writing is not None:
+            try:
+                self._writing.wait()
+            finally:
+                self._writing = None

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from ..core.errors import StorageError
+from ..core.notices import say_once
 from ..core.sizes import format_bytes
-from ..streams.still import Piece, Still
+from ..memory.file_calls import storage_error
+from ..streams.still import Piece, Released, Still
 from . import disk
 from .content import Content, TensorFile
 from .disk import FileWriter, Record, Stopped
-from .folder import Draft, describe_versions
+from .draft import Draft
+from .folder import describe_versions
 from .tensor_files import bytes_of
 from .threads import Task, run_all
 
@@ -24,7 +32,7 @@ class Writing:
     """One save under way. The draft is published or gone when it ends, and everything may change again."""
 
     def __init__(self, content: Content, draft: Draft, still: Still) -> None:
-        self._content, self._draft, self._still = content, draft, still
+        self._content, self._draft, self._still, self._process = content, draft, still, os.getpid()
         self._stop, self._ended, self._begun = threading.Event(), threading.Event(), False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="storm-save")  # no daemon: a save outlives the script
@@ -38,21 +46,25 @@ class Writing:
             raise
 
     def wait(self) -> None:
-        """Block until it has ended; raises what went wrong. Ctrl-C gives it up."""
+        """Block until it has ended; raises what went wrong, once. Ctrl-C gives it up."""
+        if os.getpid() != self._process:
+            return  # the thread stayed with the parent, whose save it is
         try:
             while not self._ended.wait(1.0):
                 pass
+            self._thread.join()
         except BaseException:
             self.give_up()
             raise
-        self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error, None
+        if error is not None:
+            atexit.unregister(self._say_unheard)
             raise error
 
     def give_up(self) -> None:
         """End it early; the draft is removed. Blocks for a moment."""
         self._stop.set()
+        self._still.release()
         while self._begun and not self._ended.wait(5.0) and self._thread.ident is not None:
             pass  # without a number it never came to life: Ctrl-C was quicker
         self._error = None
@@ -60,14 +72,20 @@ class Writing:
     def _run(self) -> None:
         try:
             self._write()
-        except Stopped:
+        except (Stopped, Released):
             pass
         except BaseException as error:
-            self._error = error
+            self._error = _with_a_way_out(error, self._content)
+            atexit.register(self._say_unheard)
         finally:
             self._still.release()
             self._draft.discard()
             self._ended.set()
+
+    def _say_unheard(self) -> None:
+        """The script has ended without a close that would have raised it."""
+        if self._error is not None and os.getpid() == self._process:
+            say_once(f"A save in the background has failed: {self._error}")
 
     def _write(self) -> None:
         folder, records = self._draft.path, dict[str, Record]()
@@ -89,28 +107,48 @@ class Writing:
 def write_tensors(
     path: Path,
     file: TensorFile,
-    lend: Callable[[Piece], contextlib.AbstractContextManager[object]],
+    lend: Callable[[Piece], contextlib.AbstractContextManager[torch.Tensor]],
     stop: threading.Event | None = None,
 ) -> Record:
     """A new file; each piece is borrowed while it is written."""
-    path.parent.mkdir(exist_ok=True)
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise storage_error(f"create {path.parent}", error) from error
     with contextlib.closing(FileWriter(path, stop)) as writer:
         writer.write(file.header)
         for piece in file.pieces:
-            with lend(piece):
-                writer.write(bytes_of(piece.tensor.to("cpu").contiguous()))
+            with lend(piece) as tensor:
+                writer.write(bytes_of(tensor.to("cpu").resolve_conj().resolve_neg().contiguous()))
         return writer.finish()
 
 
-def check_space(content: Content, folder: Path) -> None:
+def check_space(content: Content, draft: Draft) -> None:
     """Raise StorageError if the disk has no room for ``content``."""
-    free = disk.CALLS.free_bytes(str(folder))
+    free = disk.CALLS.free_bytes(str(draft.path))
     needed = content.size + _KEPT_FREE
     if needed > free:
         error = StorageError(
-            f"Cannot save to {folder.parent}: the checkpoint needs {format_bytes(needed)}, and "
+            f"Cannot save to {draft.directory}: the checkpoint needs {format_bytes(needed)}, and "
             f"{format_bytes(free)} are free there. Free space, keep fewer checkpoints, or name a directory on another "
-            "disk."
+            f"disk.{_way_out(content)}"
         )
-        error.errno = 28  # ENOSPC
+        error.errno = errno.ENOSPC
         raise error
+
+
+def _way_out(content: Content) -> str:
+    states = content.optimizer_bytes
+    if not states:
+        return ""
+    rest = content.size - states
+    return f" The weights alone, save(..., optimizer=False), need {format_bytes(rest)}; the optimizer then begins anew."
+
+
+def _with_a_way_out(error: BaseException, content: Content) -> BaseException:
+    """What fills a disk while it is written has one more remedy than the file system knows."""
+    if not isinstance(error, StorageError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    longer = StorageError(f"{error}{_way_out(content)}")
+    longer.errno, longer.__cause__ = error.errno, error.__cause__
+    return longer

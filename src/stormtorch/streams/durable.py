@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.errors import StormError
 from .adam import AdamStream
 from .attach import Attachment
 from .gradients import GradientStream
@@ -20,7 +21,7 @@ from .home import plain
 from .optimizer import OptimizerStream
 from .parameters import ParameterStream
 from .still import Still
-from .torch_private import without_torch_function
+from .torch_private import in_backward, without_torch_function
 from .unit import Place, Unit
 
 MASTER = "master"
@@ -47,10 +48,24 @@ class Durable:
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         attachment.before_change = self._before_change
         if optimizer is not None:
-            optimizer.before_change = self._before_change
+            optimizer.before_change = self._before_step
 
     def _before_change(self, unit: Unit | None) -> None:
         self.still.before_change(None if unit is None else unit.index)
+
+    def _before_step(self, unit: Unit | None) -> None:
+        self.still.before_change(None if unit is None else unit.index, by_step=True)
+
+    def check_idle(self, *, loading: bool) -> None:
+        """Raise where a backward, or for loading a forward, is under way on this thread: a hook has called."""
+        what = "load" if loading else "save"
+        if in_backward():
+            raise StormError(
+                f'Cannot {what} inside a backward pass: with step="backward" half of the weights are those of the next '
+                "step. Do it after optimizer.step()."
+            )
+        if loading and self._attachment.in_forward():
+            raise StormError("Cannot load inside a forward pass: it computes with the weights. Do it before or after.")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -70,6 +85,11 @@ class Durable:
         place = self._place.get(id(tensor))
         return None if place is None else place.unit.index
 
+    def is_steady(self, tensor: torch.Tensor) -> bool:
+        """Whether no step changes it: a streamed parameter that is frozen."""
+        place = self._place.get(id(tensor))
+        return place is not None and not place.trained
+
     # --- saving
 
     def settle(self) -> None:
@@ -88,13 +108,17 @@ class Durable:
         for place in self._place.values():
             if self._adam is None and self._optimizer.master(place) is not None:
                 states.setdefault(place.parameter, {})  # an optimizer without a state of its own, as plain SGD is
+            elif self._adam is not None and place.trained and place.parameter not in states:
+                home = self._adam.homes[place.unit.index]
+                if home.steps[place.index]:  # updated in backward; step() has not shown it yet
+                    states[place.parameter] = dict(self._homes_of(place))
         for parameter, state in states.items():
             shown = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
             where = self._place.get(id(parameter))
             if where is not None and where.trained:
                 if self._adam is not None:
                     home = self._adam.homes[where.unit.index]
-                    shown["step"] = torch.tensor(float(home.steps[home.unit.trained.index(where)]))
+                    shown["step"] = torch.tensor(float(home.steps[where.index]))
                 else:
                     master = self._optimizer.master(where)
                     if master is not None:
@@ -123,6 +147,8 @@ class Durable:
                 last_load.synchronize()
 
     def _end(self, places: list[Place], with_states: bool) -> None:
+        if self._attachment.device.type == "cuda":
+            torch.cuda.synchronize(self._attachment.device)  # what is not streamed came on other threads' streams
         for unit in {place.unit.index: place.unit for place in places}.values():
             self._parameters.changed(unit, by_step=False)
         with without_torch_function():

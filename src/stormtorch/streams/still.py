@@ -20,14 +20,33 @@ from ..core.tags import Tag, Tier
 from ..memory.ledger import Ledger, Reservation
 
 
+class Released(Exception):
+    """The save was given up while somebody waited for a piece of it. Never leaves the package."""
+
+
+class Charge:
+    """RAM for the copies of several pieces, given back with the last of them: ledgers are for dozens of entries."""
+
+    def __init__(self, reservation: Reservation | None, pieces: int) -> None:
+        self._reservation, self._pieces = reservation, pieces
+
+    def end_one(self) -> None:
+        self._pieces -= 1
+        if self._pieces <= 0 and self._reservation is not None:
+            self._reservation.release()
+
+
 @dataclass(eq=False)
 class Piece:
-    """One tensor of a save. ``unit``: the index of the unit whose changes it must survive; None: it is not streamed."""
+    """One tensor of a save. ``unit``: the index of the unit whose changes it must survive; None: it is not streamed.
+
+    ``steady``: no step of the optimizer changes it, as it does not what is frozen."""
 
     tensor: torch.Tensor
     unit: int | None = None
+    steady: bool = False
     state: str = "waiting"  # "lent", "copying", "copied" or "done"
-    charge: Reservation | None = field(default=None, repr=False)
+    charge: Charge | None = field(default=None, repr=False)
 
 
 class Still:
@@ -35,87 +54,113 @@ class Still:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # taken as itself: Ctrl-C may come inside of a condition's own __enter__
+        self._changed = threading.Condition(self._lock)
         self._pieces: dict[int | None, list[Piece]] = {}  # by unit
         self.copied_bytes = 0  # of the last save
 
     def hold(self, pieces: Sequence[Piece]) -> None:
         """Let nobody change these until they are done."""
-        with self._changed:
+        by_unit: dict[int | None, list[Piece]] = {}
+        for piece in pieces:
+            by_unit.setdefault(piece.unit, []).append(piece)
+        with self._lock:
             assert not self._pieces
             self.copied_bytes = 0
-            for piece in pieces:
-                self._pieces.setdefault(piece.unit, []).append(piece)
+            self._pieces = by_unit
 
     def copy_loose(self, pieces: Sequence[Piece]) -> None:
         """Copy what belongs to no unit, and may change unseen. Raises OutOfBudget where there is no room."""
-        for piece in pieces:
-            if piece.unit is None:
-                piece.charge = self._ledger.reserve(Tier.HOST, Tag.CHECKPOINT, piece.tensor.nbytes)
-                piece.tensor, piece.state = piece.tensor.detach().to("cpu", copy=True), "copied"
+        loose = [piece for piece in pieces if piece.unit is None]
+        charge = self._room_for(loose)
+        for piece in loose:
+            piece.tensor, piece.charge, piece.state = _copy(piece.tensor), charge, "copied"
 
-    def before_change(self, unit: int | None) -> None:
-        """The unit is about to change; with None, anything may. Copies, or waits, until that does no harm."""
+    def before_change(self, unit: int | None, *, by_step: bool = False) -> None:
+        """The unit is about to change; with None, anything may. Copies, or waits, until that does no harm.
+
+        ``by_step``: an optimizer will change it, and so nothing that is frozen."""
         if not self._pieces:  # nearly always
             return
-        for piece in [p for key, group in list(self._pieces.items()) if unit in (None, key) for p in group]:
-            self._set_free(piece)
+        for key, group in list(self._pieces.items()):
+            if unit in (None, key):
+                self._set_free([piece for piece in group if not (by_step and piece.steady)])
 
-    def _set_free(self, piece: Piece) -> None:
-        with self._changed:
-            if piece.state == "waiting":
-                try:
-                    piece.charge = self._ledger.reserve(Tier.HOST, Tag.CHECKPOINT, piece.tensor.nbytes)
-                    piece.state = "copying"
-                except OutOfBudget:
-                    pass
-            if piece.state != "copying":
-                self._changed.wait_for(lambda: piece.state in ("copied", "done"))
-                return
-        copy = None
+    def _set_free(self, group: list[Piece]) -> None:
+        waiting = [piece for piece in group if piece.state == "waiting"]
         try:
-            copy = piece.tensor.clone(memory_format=torch.preserve_format)
-        finally:
-            with self._changed:
-                if copy is not None:
-                    piece.tensor, piece.state = copy, "copied"
+            charge = self._room_for(waiting)
+        except OutOfBudget:
+            waiting = []
+        for piece in waiting:
+            self._set_aside(piece, charge)
+        with self._lock:
+            self._changed.wait_for(lambda: all(piece.state in ("copied", "done") for piece in group))
+
+    def _set_aside(self, piece: Piece, charge: Charge) -> None:
+        """Copy a piece, unless somebody else has begun to do something with it."""
+        mine = False
+        try:
+            with self._lock:
+                mine = piece.state == "waiting"
+                if mine:
+                    piece.state = "copying"
+            copy = _copy(piece.tensor) if mine else None
+            with self._lock:
+                if copy is not None and piece.state == "copying":  # else the save is over
+                    piece.tensor, piece.charge, piece.state = copy, charge, "copied"
                     self.copied_bytes += copy.nbytes
-                else:  # no memory, or Ctrl-C
-                    self._uncharge(piece)
+                else:
+                    charge.end_one()
+                self._changed.notify_all()
+        except BaseException:  # no memory, or Ctrl-C
+            with self._lock:
+                if mine and piece.state == "copying":
                     piece.state = "waiting"
                 self._changed.notify_all()
+            raise
+
+    def _room_for(self, pieces: Sequence[Piece]) -> Charge:
+        size = sum(piece.tensor.nbytes for piece in pieces)
+        return Charge(self._ledger.reserve(Tier.HOST, Tag.CHECKPOINT, size) if size else None, len(pieces))
 
     @contextlib.contextmanager
     def lend(self, piece: Piece) -> Iterator[torch.Tensor]:
-        """The piece as it was when it was held, to read. It is done afterwards, and so is the copy."""
-        with self._changed:
-            self._changed.wait_for(lambda: piece.state in ("waiting", "copied"))
-            was_copied = piece.state == "copied"
-            if not was_copied:
+        """The piece as it was when it was held, to read. It is done afterwards, and so is the copy.
+
+        Raises Released where the save was given up."""
+        with self._lock:
+            self._changed.wait_for(lambda: piece.state != "copying")
+            if piece.state == "done":
+                raise Released
+            if piece.state == "waiting":
                 piece.state = "lent"
         try:
             yield piece.tensor
         finally:
-            with self._changed:
-                piece.state = "done"
-                piece.tensor = _NOTHING
-                self._uncharge(piece)
+            with self._lock:
+                _end(piece)
                 self._changed.notify_all()
 
-    def release(self) -> None:
-        """The save is over, well or not: everything may change."""
-        with self._changed:
-            pieces, self._pieces = self._pieces, {}
-            for group in pieces.values():
+    def release(self, others: Sequence[Piece] = ()) -> None:
+        """The save is over, well or not: everything may change. ``others``: pieces that were perhaps not held yet."""
+        with self._lock:
+            held, self._pieces = self._pieces, {}
+            for group in (*held.values(), others):
                 for piece in group:
-                    piece.state, piece.tensor = "done", _NOTHING
-                    self._uncharge(piece)
+                    _end(piece)
             self._changed.notify_all()
 
-    def _uncharge(self, piece: Piece) -> None:
-        if piece.charge is not None:
-            piece.charge.release()
-            piece.charge = None
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _end(piece: Piece) -> None:
+    charge, piece.charge = piece.charge, None
+    piece.state, piece.tensor = "done", _NOTHING
+    if charge is not None:
+        charge.end_one()
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

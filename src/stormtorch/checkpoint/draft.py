@@ -1,0 +1,147 @@
+"""A checkpoint on its way: made beside its place, and given its name when everything is on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..core.errors import SettingError, StorageError
+from ..memory.file_calls import storage_error
+from . import disk
+from .disk import Record
+from .folder import MANIFEST, OURS, STORM, Manifest, beside, lock, remove
+
+_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+
+
+def place_of(directory: Path | str | os.PathLike[str]) -> Path:
+    """Where a checkpoint of that name lies, whatever the working directory becomes. A link leads to its target."""
+    path = Path(os.path.abspath(directory))  # noqa: PTH100  # links among the parents stay as they are
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path  # noqa: PTH114  # never raises
+
+
+class Draft:
+    """A checkpoint on its way: a folder beside the place that it will have."""
+
+    def __init__(self, directory: Path | str | os.PathLike[str]) -> None:
+        self.directory = place_of(directory)
+        self.path = beside(self.directory, "writing")
+        self._done = True  # nothing is there yet
+        self._fd: int | None = None  # holds the lock
+
+    def make(self) -> None:
+        """Make the folder, and its parents. Refuses a place that holds something else."""
+        try:
+            if self.directory.exists() and not _may_be_replaced(self.directory):
+                raise SettingError(
+                    f"{self.directory} exists and is no checkpoint. Give a name that is free, or that of a checkpoint."
+                )
+            self._done = False
+            OURS.add(str(self.path))
+            _make_parents(self.directory.parent)
+            disk.CALLS.mkdir(str(self.path))
+            self._fd = lock(self.path)
+            disk.CALLS.mkdir(str(self.path / STORM))
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise storage_error(f"create {self.path}", error) from error
+            raise
+
+    def publish(self, step: int, records: Mapping[str, Record], versions: dict[str, str]) -> None:
+        """Write the manifest and give the folder its name. ``records``: the files that are on the disk already."""
+        known = dict(records)
+        folders = {self.path / STORM}
+        for path in sorted(self.path.rglob("*")):
+            if path.is_dir():
+                folders.add(path)
+            elif path.is_file() and str(path.relative_to(self.path)) not in known:
+                known[str(path.relative_to(self.path))] = disk.sync_file(path)
+        created = datetime.datetime.now(datetime.UTC).isoformat()
+        manifest = Manifest(step, created, known, versions)
+        disk.write_file(self.path / STORM / MANIFEST, manifest.to_json().encode())
+        for folder in sorted(folders):
+            disk.sync_folder(folder)
+        disk.sync_folder(self.path)
+        try:
+            self._rename()
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(f"rename {self.path} to {self.directory}", error) from error
+        disk.sync_folder(self.directory.parent)
+        self._end()
+
+    def _rename(self) -> None:
+        """To the final name. A checkpoint that has it is exchanged in one step, where the file system can."""
+        if not self.directory.exists() or not any(self.directory.iterdir()):
+            try:
+                disk.CALLS.rename(str(self.path), str(self.directory))
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was quicker
+                    raise
+        try:
+            disk.CALLS.exchange(str(self.path), str(self.directory))
+        except OSError as error:
+            if error.errno not in _CANNOT_EXCHANGE:
+                raise
+            self._rename_in_two()
+        else:
+            self._end()  # our name is the old one's now: whatever happens, it must not go before the new one is safe
+            disk.sync_folder(self.directory.parent)
+            with contextlib.suppress(StorageError):  # the new one is there; the next sweep tries again
+                remove(self.path)
+
+    def _rename_in_two(self) -> None:
+        """The same where two names cannot be exchanged: the old one keeps its files until the new one has the name."""
+        aside = beside(self.directory, "replaced")
+        OURS.add(str(aside))
+        try:
+            disk.CALLS.rename(str(self.directory), str(aside))
+            try:
+                disk.CALLS.rename(str(self.path), str(self.directory))
+            except BaseException:
+                os.rename(aside, self.directory)  # noqa: PTH104  # as it was
+                raise
+            disk.sync_folder(self.directory.parent)
+            with contextlib.suppress(OSError):  # the next sweep tries again
+                disk.CALLS.remove(str(aside))
+        finally:
+            OURS.discard(str(aside))
+
+    def discard(self) -> None:
+        """Remove what was written, unless it is published. Never raises: what went wrong before must be heard."""
+        if not self._done:
+            with contextlib.suppress(OSError):
+                disk.CALLS.remove(str(self.path))
+        self._end()
+
+    def _end(self) -> None:
+        self._done = True
+        OURS.discard(str(self.path))
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _make_parents(parent: Path) -> None:
+    """Folders that are not there yet, with their names on the disk as far as that can be."""
+    missing = []
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        with contextlib.suppress(StorageError):  # one may write into a folder that one may not open
+            disk.sync_folder(path.parent)
+
+
+def _may_be_replaced(directory: Path) -> bool:
+    if not directory.is_dir():
+        return False
+    return (directory / STORM / MANIFEST).is_file() or not any(directory.iterdir())
