@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stormtorch.cli.live import Live
 from stormtorch.cli.main import main
+from stormtorch.core.notices import forget_notices, say_once
+from stormtorch.training import loop
 
 from .test_train import STATUS, Terminal, flags, start
 
@@ -122,6 +126,24 @@ def test_warnings_are_one_line(tmp_path: Path, module: str, capsys: pytest.Captu
         warnings.simplefilter("default")
         assert main(own(tmp_path, f"{module}:Warns")) == 0
     assert capsys.readouterr().err == "storm train: UserWarning: the first line\n"
+
+
+def test_notices_go_where_warnings_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own way out would write into the line that is redrawn."""
+    pytest.importorskip("transformers")
+    forget_notices()
+    real: Any = getattr(loop, "forward_backward")  # noqa: B009  # imported there, and not to be exported
+
+    def tells(*given: Any, **settings: Any) -> Any:
+        say_once("a fallback was taken")
+        return real(*given, **settings)
+
+    monkeypatch.setattr(loop, "forward_backward", tells)
+    assert main(flags(tmp_path, "--steps", "2")) == 0
+    assert capsys.readouterr().err == "storm train: a fallback was taken\n"
+    assert not logging.getLogger("stormtorch").handlers
 
 
 class Gone(io.StringIO):

@@ -35,7 +35,7 @@ def announce_phases(fd: int, stop_at: tuple[str, int] | None) -> None:
 
     from stormtorch.api import Session
     from stormtorch.checkpoint import disk
-    from stormtorch.training import loop, run, text_data
+    from stormtorch.training import loop, open_model, text_data
     from stormtorch.training.text import rows
 
     seen: Counter[str] = Counter()
@@ -58,8 +58,8 @@ def announce_phases(fd: int, stop_at: tuple[str, int] | None) -> None:
 
     before(text_data, "prepare", "prepare")
     before(rows.RowWriter, "close", "rows")
-    before(run, "build", "build")
-    before(run, "load_weights", "weights")
+    before(open_model, "build", "build")
+    before(open_model, "load_weights", "weights")
     before(Session, "load", "load")
     before(loop, "forward_backward", "forward")
     before(torch.Tensor, "backward", "backward")

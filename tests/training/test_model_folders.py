@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,7 @@ def test_samples_end_where_positions_do(tmp_path: Path) -> None:
     assert [len(record["text"]) > 0 for record in found] == [True, False]
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
 def test_adapters_beside_experts(tmp_path: Path) -> None:
     """The router and the experts are no linear layers: by default they are left alone, by name refused."""
     pytest.importorskip("peft")
@@ -187,3 +190,27 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     (model / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
     assert "Say --tokenizer PATH" in refused(tmp_path, model)
+
+
+def test_adapters_go_on_with_their_own_model_alone(tmp_path: Path) -> None:
+    """They fit any model of that shape, and a checkpoint holds nothing else."""
+    pytest.importorskip("peft")
+    model = saved(tmp_path / "model", transformers.LlamaConfig(**SMALL))
+    chosen = settings(tmp_path, model=str(model), steps=4, save_every=2, lora_rank=2)
+    assert run(chosen) == 0
+    expected = losses(chosen)
+    shutil.rmtree(Path(chosen.output) / "checkpoints" / "step-00000004")
+    moved = shutil.copytree(model, tmp_path / "moved")
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\1")
+    with pytest.raises(StormError, match="weights of the model: "):
+        run(chosen)
+    assert run(dataclasses.replace(chosen, model=str(moved))) == 0
+    assert losses(chosen) == expected
+
+
+def test_a_package_that_is_missing_is_missed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    model = write_model(tmp_path / "model")
+    assert "--tensorboard needs the package" in refused(tmp_path, model, tensorboard=True)
+    assert not (tmp_path / "run" / "data").exists()

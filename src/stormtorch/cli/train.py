@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import sys
 import traceback
@@ -75,6 +76,8 @@ def _train(settings: TrainSettings) -> int:
     from .live import Live
 
     live = Live()
+    notices = _Notices(live.warn)
+    logging.getLogger("stormtorch").addHandler(notices)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _in_one_line(live.warn)
@@ -95,7 +98,19 @@ def _train(settings: TrainSettings) -> int:
         live.warn(_unexpected(error, Path(settings.output)))
         return 1
     finally:
+        logging.getLogger("stormtorch").removeHandler(notices)
         live.close()
+
+
+class _Notices(logging.Handler):
+    """What STORM itself has to say, above the line that is redrawn."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._warn = warn
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warn(record.getMessage())
 
 
 def _in_one_line(warn: Callable[[str], None]) -> Callable[..., None]:

@@ -11,17 +11,18 @@ from ..api import Session
 from ..checkpoint.folder import prune, read_manifest
 from ..core.errors import CheckpointError, StorageError
 from ..memory.file_calls import storage_error
+from .ending import Spent
 from .run_folder import RunFolder
 
 WriteFiles = Callable[[Path, int, bool], None]
-OnSaved = Callable[[int, float, int], None]
+OnSaved = Callable[[int, Spent], None]
 
 
 class Checkpoints:
     """``save`` starts or makes a checkpoint; ``poll``, after every step, tidies up when one was completed.
 
     ``write_files`` puts files beside the weights: it is given the folder, the step, and whether the optimizer's states
-    are there too. ``on_saved`` is told of each that is complete: step, seconds since it was asked for, bytes.
+    are there too. ``on_saved`` is told of each that is complete: its step, and what it took since it was asked for.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class Checkpoints:
             self._warn(f"Nor were the weights alone: {error}")
             return
         self.weights_alone = path
-        self._on_saved(step, time.perf_counter() - began_s, _size(path))
+        self._on_saved(step, _spent(path, began_s))
 
     def poll(self) -> None:
         """Note what was completed in the background, and remove what is too old. Costs one look at a file name."""
         if self._coming is None or not self._coming.exists():
             return
         self.last, self._coming = self._coming, None
-        self._on_saved(self._step, time.perf_counter() - self._began_s, _size(self.last))
+        self._on_saved(self._step, _spent(self.last, self._began_s))
         try:
             prune(self._folder.checkpoints, self._keep)
         except StorageError as error:
@@ -115,8 +116,9 @@ class Checkpoints:
             raise storage_error(f"write {path}", error) from error
 
 
-def _size(path: Path) -> int:
+def _spent(path: Path, began_s: float) -> Spent:
+    seconds = time.perf_counter() - began_s
     try:
-        return read_manifest(path).total_bytes
-    except (CheckpointError, StorageError):  # it is there; somebody has removed it meanwhile
-        return 0
+        return Spent(seconds, read_manifest(path).total_bytes)
+    except (CheckpointError, StorageError):  # it was there; somebody has removed it meanwhile
+        return Spent(seconds, 0)

@@ -6,7 +6,7 @@ import resource
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,27 +15,32 @@ from ..core.sizes import format_bytes
 from ..core.tags import Tier
 
 
-@dataclass
-class Times:
-    """Seconds and bytes of what is no step; noted by whoever does it."""
+class Spent(NamedTuple):
+    """What reading or writing took."""
 
-    load: tuple[float, int] | None = None
-    resume: tuple[float, int] | None = None
-    saves: list[tuple[float, int]] = field(default_factory=list)
+    seconds: float
+    size_bytes: int
 
     def __str__(self) -> str:
-        parts = []
-        if self.load is not None:
-            parts.append(f"load {_spent(*self.load)}")
-        if self.resume is not None:
-            parts.append(f"resume {_spent(*self.resume)}")
+        return f"{self.seconds:.1f} s ({format_bytes(self.size_bytes)})"
+
+    def as_record(self) -> dict[str, Any]:
+        return {"seconds": round(self.seconds, 3), "bytes": self.size_bytes}
+
+
+@dataclass
+class Times:
+    """Of what is no step."""
+
+    load: Spent | None = None
+    resume: Spent | None = None
+    saves: list[Spent] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [f"{name} {spent}" for name, spent in (("load", self.load), ("resume", self.resume)) if spent]
         if self.saves:
-            parts.append(f"last of {len(self.saves)} saves {_spent(*self.saves[-1])}")
+            parts.append(f"last of {len(self.saves)} saves {self.saves[-1]}")
         return "; ".join(parts) or "nothing was loaded or saved"
-
-
-def as_record(seconds: float, size: int) -> dict[str, Any]:
-    return {"seconds": round(seconds, 3), "bytes": size}
 
 
 def peaks(session: Session) -> dict[str, int]:
@@ -51,13 +56,9 @@ def peaks(session: Session) -> dict[str, int]:
 def peak_rss_bytes() -> int:
     """VmHWM, pages of files that are mapped included. `getrusage` would count those of the process that started us."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _spent(seconds: float, size: int) -> str:
-    return f"{seconds:.1f} s ({format_bytes(size)})"

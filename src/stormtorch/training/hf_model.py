@@ -9,7 +9,9 @@ convert, which is said.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import torch
 from torch import nn
 
 from ..core.errors import SettingError, StorageError, WrongModel
+from ..core.sizes import MiB
+from ..memory.file_calls import storage_error
 from .extras import require
 from .own_model import Batch
 from .reason import reason
@@ -82,6 +86,20 @@ def weight_files(path: Path) -> list[Path]:
         if single.is_file():
             return [single]
     return sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
+
+
+def fingerprint(path: Path) -> str:
+    """Of the weights in a folder, wherever it lies: names and sizes of the files, and how each of them ends."""
+    found = hashlib.blake2b(digest_size=16)
+    for file in weight_files(path):
+        try:
+            with file.open("rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(size - MiB, 0))
+                found.update(f"{file.name} {size} ".encode() + stream.read())
+        except OSError as error:
+            raise storage_error(f"read {file}", error) from error
+    return found.hexdigest()
 
 
 def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:

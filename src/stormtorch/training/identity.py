@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError, SettingError
+from .hf_model import fingerprint
 from .schedule import warmup_steps
 from .settings import TrainSettings, is_callable_name
 
@@ -43,6 +44,8 @@ def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any
     found["dtype"] = settings.dtype if own or settings.dtype != "auto" else "bf16"
     if own:
         found["model"] = settings.model
+    if settings.lora_rank:  # a checkpoint holds adapters alone
+        found["weights of the model"] = fingerprint(Path(str(settings.model)))
     if settings.schedule != "constant":
         found["steps in all"] = total  # which the learning rate depends on
     found["warm-up steps"] = warmup_steps(settings, total)

@@ -16,6 +16,8 @@ from typing import Any, Self, TextIO
 from ..core.errors import StorageError
 from ..memory.file_calls import storage_error
 from .extras import require
+from .run_folder import RunFolder
+from .settings import TrainSettings
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -46,8 +48,21 @@ def cut_back(path: Path, step: int) -> None:
         raise storage_error(f"write {path}", error) from error
 
 
+def check_tensorboard(settings: TrainSettings) -> None:
+    """Raises SettingError if it is wanted and not installed: before hours of loading, not after them."""
+    if settings.tensorboard:
+        require("torch.utils.tensorboard", extra="log", why="--tensorboard")
+
+
+def open_metrics(settings: TrainSettings, folder: RunFolder, done: int) -> Metrics:
+    """Those of a run of which ``done`` steps are done."""
+    cut_back(folder.metrics, done)
+    board = folder.tensorboard if settings.tensorboard else None
+    return Metrics(folder.metrics, tensorboard=board, purge_step=done + 1)
+
+
 class Metrics:
-    """Writes records: ``kind`` is step, evaluation, sample, save, resume, skip, nan or end; all have a ``step``."""
+    """Writes records, each with a step and a kind: load, resume, step, skip, nan, evaluation, sample, save or end."""
 
     def __init__(self, path: Path, *, tensorboard: Path | None, purge_step: int) -> None:
         try:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import all_complete, check_complete, prune, remove
+from ..api import Session
+from ..checkpoint.folder import all_complete, check_complete, prune, read_manifest, remove
 from ..core.errors import CheckpointError, SettingError, StorageError, WrongModel
+from ..data.loader import DataLoader
 from ..memory.file_calls import storage_error
-from .identity import check_same, read_run_file
+from .ending import Spent
+from .identity import RunRecord, check_same, read_run_file
 from .run_folder import RunFolder
 from .settings import TrainSettings
+from .watch import Watcher
 
 
 def candidates(folder: RunFolder, settings: TrainSettings) -> list[Path]:
@@ -50,26 +56,33 @@ def _named(path: Path, folder: RunFolder) -> Path:
     return path
 
 
-def tidy(folder: RunFolder, resumed: Path, keep: int) -> list[Path]:
-    """After a resume: what is newer than the checkpoint it took is damaged, and must not count as the newest.
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run goes on from, and what reading it took."""
 
-    It is moved to ``damaged/``, for whoever wants to look at it; returns where. What a kill left unpruned goes too.
-    """
-    moved = []
-    step = read_run_file(resumed).step
-    for path in sorted(folder.checkpoints.glob("step-*")):
-        if path.name > folder.checkpoint(step).name:
-            target = folder.path / "damaged" / path.name
-            try:
-                target.parent.mkdir(exist_ok=True)
-                if target.exists():
-                    remove(target)
-                path.rename(target)
-            except OSError as error:
-                raise storage_error(f"move {path} to {target}", error) from error
-            moved.append(target)
-    prune(folder.checkpoints, keep)
-    return moved
+    path: Path
+    record: RunRecord
+    spent: Spent
+
+    def tidy(self, folder: RunFolder, keep: int) -> list[Path]:
+        """What is newer than this checkpoint is damaged, and must not count as the newest.
+
+        It is moved to ``damaged/``, for whoever wants to look at it; returns where. What a kill left unpruned goes too.
+        """
+        moved = []
+        for path in sorted(folder.checkpoints.glob("step-*")):
+            if path.name > folder.checkpoint(self.record.step).name:
+                target = folder.path / "damaged" / path.name
+                try:
+                    target.parent.mkdir(exist_ok=True)
+                    if target.exists():
+                        remove(target)
+                    path.rename(target)
+                except OSError as error:
+                    raise storage_error(f"move {path} to {target}", error) from error
+                moved.append(target)
+        prune(folder.checkpoints, keep)
+        return moved
 
 
 def same_run(
@@ -98,19 +111,27 @@ def same_run(
     return usable
 
 
-def load_first_usable(
-    found: Sequence[Path], load: Callable[[Path], None], warn: Callable[[str], None], where: Path
-) -> Path:
-    """Load the first checkpoint that is whole. Says which were not; raises if none is."""
+def go_on(
+    found: Sequence[Path], session: Session, loader: DataLoader, folder: RunFolder, total: int, watcher: Watcher
+) -> Resumed | None:
+    """Load the first of ``found`` that is whole; None if there are none. Says which was, and which were not."""
     first: Exception | None = None
     for path in found:
+        began_s = time.perf_counter()
         try:
-            load(path)
-            return path
+            session.load(path, also={"loader": loader})
         except WrongModel:
             raise  # an older one is of the same model
         except (CheckpointError, StorageError) as error:
             first = first or error
             if path != found[-1]:
-                warn(f"{error} The checkpoint before it is tried.")
-    raise CheckpointError(f"None of the {len(found)} checkpoints in {where} can be used: {first}") from first
+                watcher.warn(f"{error} The checkpoint before it is tried.")
+            continue
+        seconds, record = time.perf_counter() - began_s, read_run_file(path)
+        watcher.say(f"resumed    {path}: {record.step} of {total} steps are done (read in {seconds:.1f} s)")
+        return Resumed(path, record, Spent(seconds, read_manifest(path).total_bytes))
+    if first is None:
+        return None
+    raise CheckpointError(
+        f"None of the {len(found)} checkpoints in {folder.checkpoints} can be used: {first}"
+    ) from first

@@ -1,0 +1,70 @@
+"""The model of a run, opened: built, streamed, its weights read; what was said of it is said by then."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..api import Session, stream
+from ..checkpoint import load_weights
+from .build import Built, build
+from .describe import describe_model, describe_placement, describe_schedule
+from .ending import Spent
+from .optimizer import make_optimizer
+from .sampling import check_can_sample
+from .settings import TrainSettings
+from .text_data import TextData
+from .watch import Watcher
+
+
+@dataclass(frozen=True)
+class Opened:
+    """``load``: what reading the weights took; None where none were read."""
+
+    built: Built
+    optimizer: torch.optim.Optimizer
+    session: Session
+    load: Spent | None
+
+
+def open_model(
+    settings: TrainSettings, device: torch.device, data: TextData, watcher: Watcher, ends: ExitStack, *, values: bool
+) -> Opened:
+    """Without ``values`` a checkpoint follows, which brings them. The session is closed with ``ends``."""
+    random.seed(settings.seed)
+    np.random.seed(settings.seed % (1 << 32))
+    torch.manual_seed(settings.seed)
+    began_s = time.perf_counter()
+    built = build(settings, values=values)
+    built_s = time.perf_counter() - began_s
+    if settings.sample_prompts:
+        check_can_sample(built.model)
+    watcher.say(describe_model(built.model, built.origin))
+    watcher.say(describe_schedule(settings, data.total, data.rows.rows))
+    optimizer = make_optimizer(built.model, settings)
+    session = ends.enter_context(
+        stream(
+            built.model,
+            optimizer,
+            vram=settings.vram,
+            ram=settings.ram,
+            device=device,
+            activations=settings.activations,
+            step=settings.step,
+        )
+    )
+    began_s = time.perf_counter()
+    if built.weights is not None:
+        load_weights(built.model, built.weights)
+    load = None
+    if built.read_bytes:
+        load = Spent(built_s + time.perf_counter() - began_s, built.read_bytes)
+        watcher.say(f"weights    read in {load.seconds:.1f} s")
+    for line in describe_placement(session):
+        watcher.say(line)
+    return Opened(built, optimizer, session, load)
