@@ -168,13 +168,12 @@ def test_nobody_reads_any_more() -> None:
     live.close()
 
 
-def test_a_process_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    live = Live()
-    live.say("something")
-    live.warn("something")
-    live.close()
+    assert main(flags(tmp_path, "--steps", "1")) == 0
+    assert main(flags(tmp_path, "--steps", "2", "--lr", "2")) == 1
 
 
 def test_a_terminal_that_cannot_redraw(monkeypatch: pytest.MonkeyPatch) -> None:

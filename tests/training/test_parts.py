@@ -15,6 +15,7 @@ from torch import nn
 
 from stormtorch.core.errors import SettingError, StorageError
 from stormtorch.memory.ledger import Ledger
+from stormtorch.training import loop
 from stormtorch.training.extras import require
 from stormtorch.training.metrics import Metrics, cut_back
 from stormtorch.training.optimizer import make_optimizer
@@ -24,7 +25,7 @@ from stormtorch.training.settings import TrainSettings
 from stormtorch.training.step import forward_backward
 from stormtorch.training.untouched import untouched
 
-from .tiny import OwnModel, Quiet, checkpoint, losses, one_thread, records, run, settings  # noqa: F401
+from .tiny import OwnModel, Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved, write_text  # noqa: F401
 
 
 def test_metrics_are_cut_back_to_a_step(tmp_path: Path) -> None:
@@ -204,3 +205,17 @@ def test_a_disk_that_is_full_during_a_save_does_not_end_the_run(
     watcher = Quiet()
     assert run(longer, watcher) == 1
     assert "The last step is not saved. The last complete checkpoint is none." in watcher.warned[-1]
+
+
+def test_an_evaluation_that_fails_costs_no_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> float:
+        raise torch.OutOfMemoryError("no room for it")
+
+    monkeypatch.setattr(loop, "evaluate", fails)
+    chosen = settings(tmp_path, save_every=4, eval_every=4, eval_data=(str(write_text(tmp_path / "held_out.jsonl")),))
+    with pytest.raises(torch.OutOfMemoryError):
+        run(chosen)
+    assert steps_saved(chosen) == [4]
+    monkeypatch.undo()
+    assert run(chosen) == 0
+    assert losses(chosen).keys() == set(range(1, 9))

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 def _train(settings: TrainSettings) -> int:
     # transformers says much that is not for our users, and draws bars into log files. Read when it is imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import torch
 

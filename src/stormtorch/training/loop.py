@@ -144,13 +144,20 @@ class Loop:
         settings, step = self.settings, self.done
         self.checkpoints.poll()
         with self._pace.pause():
-            if self.eval_loader is not None and _due(step, settings.eval_every, last):
-                self._evaluate()
-            if settings.sample_prompts and _due(step, settings.sample_every, last):
-                self._sample()
-            if _due(step, settings.save_every, last):
-                self._note(self._readings.all())
-                self._save(wait=last)
+            try:
+                if self.eval_loader is not None and _due(step, settings.eval_every, last):
+                    self._evaluate()
+                if settings.sample_prompts and _due(step, settings.sample_every, last):
+                    self._sample()
+            except Exception:  # of memory, say: the work up to here is kept
+                self._save_due(last=last)
+                raise
+            self._save_due(last=last)
+
+    def _save_due(self, *, last: bool) -> None:
+        if _due(self.done, self.settings.save_every, last):
+            self._note(self._readings.all())
+            self._save(wait=last)
 
     def _save(self, *, wait: bool) -> None:
         step, also = self.done, {"loader": self.loader}
