@@ -28,8 +28,9 @@ def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
         adapted: nn.Module = peft.get_peft_model(model, config)
     except (ValueError, TypeError) as error:
         raise SettingError(f"lora_targets={targets!r} cannot be used: {reason(error)}.") from error
+    wrapper: Any = getattr(peft.tuners.lora.layer, "ParamWrapper", ())  # older versions have none
     for name, module in adapted.named_modules():
-        if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
+        if isinstance(module, wrapper):
             # It replaces the weight in each forward, and so does whoever streams it.
             raise SettingError(
                 f"lora_targets: {name} is no linear layer, and its weights cannot be streamed with adapters. Name "
