@@ -124,6 +124,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
+def _is_as_in_files(tensor: torch.Tensor) -> bool:
+    """Whether its memory is what a file would hold: in order, in RAM, no lazy sign or conjugate."""
+    return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+
+
 @dataclass(frozen=True)
 class Filling:
     """A tensor of a file and the memory that it goes to; None: it is read for the checksum alone."""
@@ -177,7 +182,7 @@ class _Source:
         entry, target = filling.entry, filling.target
         if target is None:
             self.skip_to(entry.start + entry.size)
-        elif target.is_contiguous() and target.device.type == "cpu" and target.dtype == entry.dtype:
+        elif _is_as_in_files(target) and target.dtype == entry.dtype:
             self.read(bytes_of(target))
         elif target.is_contiguous():
             flat, step = target.view(-1), CHUNK // entry.dtype.itemsize

@@ -25,6 +25,7 @@ from .folder import describe_versions
 from .tensor_files import bytes_of
 from .threads import Task, run_all
 
+_NICE = 5
 _KEPT_FREE = 1 << 20  # names, manifest, blocks that are not full
 
 
@@ -71,6 +72,8 @@ class Writing:
 
     def _run(self) -> None:
         try:
+            with contextlib.suppress(OSError):  # sums and copies give way to training; threads begun here do too
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._write()
         except (Stopped, Released):
             pass
