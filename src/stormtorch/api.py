@@ -105,16 +105,18 @@ class Session:
         also: Mapping[str, Any] | None = None,
         files: Callable[[Path], None] | None = None,
         wait: bool = True,
+        optimizer: bool = True,
     ) -> None:
         """Write a checkpoint: the model as ``from_pretrained`` opens it, and all that an exact resume needs.
 
         ``directory`` appears when everything in it is on the disk. ``also``: more to keep, by name: what has a
         ``state_dict`` (scheduler, loader, scaler), or plain data. ``files`` is called with the folder, to put others
         beside the weights. With ``wait=False`` training may go on while it is written; what goes wrong then is raised
-        by the next ``save``, ``load``, ``synchronize`` or ``close``. See docs/checkpoints.md.
+        by the next ``save``, ``load``, ``synchronize`` or ``close``. ``optimizer=False`` leaves its states out, where
+        the disk is too small for them: a resume is not exact then. See docs/checkpoints.md.
         """
         self._check_open()
-        self._saver.save(directory, also=also, files=files, wait=wait)
+        self._saver.save(directory, also=also, files=files, wait=wait, optimizer=optimizer)
 
     def load(self, directory: Path | str, *, also: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Restore what ``save`` has written, random numbers included; ``also`` gives the objects to fill, by name.

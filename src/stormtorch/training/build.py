@@ -54,7 +54,7 @@ def build(settings: TrainSettings, *, values: bool) -> Built:
 
 
 def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
-    dtype = DTYPES.get(settings.dtype, torch.bfloat16)
+    dtype = DTYPES[settings.dtype]
     config = hf_model.read_config(path)
     if settings.lora_rank:
         config.name_or_path = str(path.resolve())  # by which adapters find their base again

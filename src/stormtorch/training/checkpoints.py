@@ -108,7 +108,7 @@ class Checkpoints:
                 also=also,
                 files=lambda folder: self._write_files(folder, step, optimizer),
                 wait=wait,
-                **({} if optimizer else {"optimizer": False}),
+                optimizer=optimizer,
             )
         except StorageError:
             raise

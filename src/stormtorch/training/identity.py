@@ -41,7 +41,7 @@ def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any
     """By name, as JSON holds it."""
     found = {name: value for name, value in settings.as_mapping().items() if name in _SETTINGS}
     own = is_callable_name(settings.model)
-    found["dtype"] = settings.dtype if own or settings.dtype != "auto" else "bf16"
+    found["dtype"] = settings.dtype
     if own:
         found["model"] = settings.model
     if settings.lora_rank:  # a checkpoint holds adapters alone

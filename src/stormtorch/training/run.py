@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from .metrics import check_tensorboard, open_metrics
 from .open_model import open_model
 from .resume import candidates, go_on, same_run
 from .run_folder import RunFolder
-from .settings import TrainSettings, check_required
+from .settings import TrainSettings, check_required, is_callable_name
 from .stopping import Stopping
 from .text_data import read_text
 from .watch import Watcher
@@ -31,6 +32,7 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
     with RunFolder(Path(settings.output)) as folder, ExitStack() as ends:
         found = candidates(folder, settings)
         device = usable_device(_device(settings.device))
+        settings = _with_dtype(settings, device)
         check_tensorboard(settings)
         data = read_text(settings, folder.data, watcher)
         made_with = identity(settings, total=data.total, data=data.rows.fingerprint)
@@ -96,6 +98,13 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
             saved = loop.run()
             loop.write_end()
         return _ending(loop, saved, built, times, watcher)
+
+
+def _with_dtype(settings: TrainSettings, device: torch.device) -> TrainSettings:
+    """bf16 where it is fast; many CPUs take a hundred times as long with it."""
+    if settings.dtype != "auto" or is_callable_name(settings.model):
+        return settings
+    return dataclasses.replace(settings, dtype="fp32" if device.type == "cpu" else "bf16")
 
 
 def _device(name: str) -> str:

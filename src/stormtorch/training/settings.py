@@ -68,7 +68,7 @@ class TrainSettings:
     dtype: str = _model(
         "auto",
         one_of("auto", "bf16", "fp32"),
-        ("of the weights, bf16 with fp32 masters; auto: bf16, or as module:callable has built it"),
+        ("of the weights, bf16 with fp32 masters; auto: bf16, on a CPU fp32; or as module:callable has built it"),
     )
     chunked_loss: bool = _model(
         False, switch(), "never hold all logits: less device memory for large vocabularies, other rounding"
