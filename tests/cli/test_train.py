@@ -36,6 +36,11 @@ STATUS = Status(
 )
 
 
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What stands on stderr, but for the notice that there are no native kernels."""
+    return [line for line in capsys.readouterr().err.strip().splitlines() if "native kernels:" not in line]
+
+
 def flags(folder: Path, *more: str) -> list[str]:
     """A few steps of a small model, from a config that is made here."""
     model = folder / "model"
@@ -94,7 +99,7 @@ def test_settings_are_read_without_torch() -> None:
 def test_mistakes_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
     pytest.importorskip("transformers")
     assert main(flags(tmp_path, *more)) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
+    lines = lines_of(capsys)
     assert len(lines) == 1, lines
     assert lines[0].startswith("storm train: ")
     assert words in lines[0]
@@ -161,7 +166,7 @@ def test_a_device_that_is_out_of_memory_gets_one_line(
 
     monkeypatch.setattr(loop, "forward_backward", out_of_memory)
     assert main(flags(tmp_path, "--steps", "3")) == 1
-    [line] = capsys.readouterr().err.strip().splitlines()
+    [line] = lines_of(capsys)
     assert "Tried to allocate 2.00 GiB. Lower --batch" in line
 
 

@@ -20,7 +20,7 @@ from stormtorch.cli.main import main
 from stormtorch.core.notices import forget_notices, say_once
 from stormtorch.training import loop
 
-from .test_train import STATUS, Terminal, flags, start
+from .test_train import STATUS, Terminal, flags, lines_of, start
 
 MODULE = """
 import warnings
@@ -105,7 +105,7 @@ def test_models_that_raise(
 ) -> None:
     assert module
     assert main(own(tmp_path, model)) == 1
-    [line] = capsys.readouterr().err.strip().splitlines()
+    [line] = lines_of(capsys)
     assert words.format(folder=tmp_path) in line
 
 
@@ -113,7 +113,7 @@ def test_what_nobody_foresaw_is_one_line_and_a_file(
     tmp_path: Path, module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(own(tmp_path, f"{module}:Late", "--save-every", "1")) == 1
-    [line] = capsys.readouterr().err.strip().splitlines()
+    [line] = lines_of(capsys)
     assert line.startswith(f"storm train: RuntimeError: the third time ({tmp_path}/mishaps_of_a_test.py, line ")
     trace = (tmp_path / "run" / "error.txt").read_text()
     assert "and more of it" in trace
@@ -125,7 +125,7 @@ def test_warnings_are_one_line(tmp_path: Path, module: str, capsys: pytest.Captu
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert main(own(tmp_path, f"{module}:Warns")) == 0
-    assert capsys.readouterr().err == "storm train: UserWarning: the first line\n"
+    assert lines_of(capsys) == ["storm train: UserWarning: the first line"]
 
 
 def test_notices_go_where_warnings_go(
@@ -142,7 +142,7 @@ def test_notices_go_where_warnings_go(
 
     monkeypatch.setattr(loop, "forward_backward", tells)
     assert main(flags(tmp_path, "--steps", "2")) == 0
-    assert capsys.readouterr().err == "storm train: a fallback was taken\n"
+    assert lines_of(capsys) == ["storm train: a fallback was taken"]
     assert not logging.getLogger("stormtorch").handlers
 
 
