@@ -21,6 +21,8 @@ from typing import Any, Self
 
 import stormtorch
 
+from ..training import tiny
+
 DEMO_DATA = Path(stormtorch.__file__).parent / "demo_data"
 STEPS, SAVE_EVERY, KEEP = 6, 2, 2
 
@@ -221,22 +223,4 @@ def what_is_wrong(checkpoint: Path) -> str | None:
 
 def write_model(folder: Path) -> Path:
     """A Llama of a few thousand weights, with dropout, so that a wrong random state is seen in the losses."""
-    folder.mkdir()
-    config = {
-        "model_type": "llama",
-        "vocab_size": 257,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "attention_dropout": 0.1,
-        "bos_token_id": None,
-        "eos_token_id": 256,
-        "pad_token_id": 256,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((DEMO_DATA / name).read_bytes())
-    return folder
+    return tiny.write_model(folder, attention_dropout=0.1)
