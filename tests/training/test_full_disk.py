@@ -25,7 +25,7 @@ def test_a_save_in_the_background_fails(tmp_path: Path, monkeypatch: pytest.Monk
 
     def fails_once(*given: Any) -> object:
         nonlocal failures
-        path = given[0] if call == "rename" else os.readlink(f"/proc/self/fd/{given[0]}")
+        path = given[0] if call == "rename" else str(Path(f"/proc/self/fd/{given[0]}").readlink())
         if "step-00000004" in path and not failures:
             failures += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
