@@ -21,6 +21,7 @@ from benchmarks.about import ROOT, commit, machine
 
 from .cases import FORM, STEPS, Case, parse
 from .isolation import ready_file, run_isolated
+from .memory import touch_all
 from .packages import NEEDED_BY, put_on_path
 from .results import Result, text_of, write
 
@@ -70,6 +71,8 @@ def _all(cases: list[Case], options: argparse.Namespace) -> int:
         log = options.out.with_suffix(".log") if options.out else Path(folder) / "log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
+        if any(case.device == "cuda" for case in cases):
+            touch_all()
         for number, case in enumerate(cases):
             print(f"{case.settings} ...", end=" ", file=sys.stderr, flush=True)
             file = Path(folder) / f"{number}.json"

@@ -5,7 +5,7 @@ How a shuffled epoch is made:
 1. Every shard is cut into *blocks*, runs of consecutive rows of about 2 MiB.
 2. The blocks of all shards are permuted. Their rows, one block after the other, are the epoch's *line*.
 3. Each rank takes an equal, consecutive part of the line.
-4. The part is cut into *windows* of about 256 MiB, and the rows of each window are permuted.
+4. The part is cut into *windows* of equal size, at most 256 MiB, and the rows of each window are permuted.
 
 A disk reads whole blocks, one window ahead, at the rate of large reads; and data no larger than a window is shuffled
 with nothing to be desired. It never matters how the bytes are read: the order depends on the number of rows, the
@@ -105,7 +105,9 @@ class Order:
         share, rest = divmod(self.total_rows, settings.world)
         self.rows_per_epoch = share + (rest > 0 and not settings.drop_last)
         window = settings.window_bytes if settings.shuffle else min(settings.window_bytes, _PLAIN_WINDOW_BYTES)
-        self.window_rows = max(1, min(window // max(1, row_bytes), _MOST_WINDOW_ROWS))
+        most = max(1, min(window // max(1, row_bytes), _MOST_WINDOW_ROWS))
+        # Equal ones: while a large one is used up, the disk would have nothing to do but to read a small last one.
+        self.window_rows = max(1, -(-self.rows_per_epoch // max(1, -(-self.rows_per_epoch // most))))
         rows = np.asarray(shards, dtype=np.int64)
         block = max(1, BLOCK_BYTES // max(1, row_bytes))
         per_shard = np.ones_like(rows) if whole_shards else -(-rows // block)

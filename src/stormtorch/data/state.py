@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import SettingError
 
-VERSION = 1
+VERSION = 2
 _MEANING = {
     "data": "other data: its rows, shards or fields differ",
     "rows": "another number of rows",
