@@ -120,7 +120,7 @@ def _follow(process: subprocess.Popen[bytes], run: Path, limit_s: float, *, kill
         status = process.poll()
         if status is not None:
             return "ended before there was a checkpoint" if kill else f"status {status}" if status else ""
-        time.sleep(0.1)
+        time.sleep(0.02)  # the last checkpoint may follow soon
     return f"stopped after {limit_s:g} s"
 
 

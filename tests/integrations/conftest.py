@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -9,3 +11,12 @@ import torch
 @pytest.fixture(autouse=True)
 def _without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+@pytest.fixture(autouse=True)
+def _precision_stays() -> Iterator[None]:
+    """``torch_compile=True`` among a trainer's arguments switches TF32 on for the whole process, where a GPU has it."""
+    before = torch.backends.fp32_precision
+    yield
+    if torch.backends.fp32_precision != before:
+        torch.backends.fp32_precision = before

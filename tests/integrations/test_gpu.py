@@ -56,7 +56,7 @@ def test_resume(tmp_path: Path) -> None:
 
 def test_sft(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    import datasets  # type: ignore[import-untyped]
+    datasets = pytest.importorskip("datasets")
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 

@@ -20,6 +20,7 @@ from stormtorch.integrations.huggingface import StormTrainer, storm_trainer
 from stormtorch.streams.adam import AdamStream
 from stormtorch.streams.home import HomeParameter
 
+from ..laws.models import roots_are_exact
 from .small import BOTH, VRAM, Rows, StopAt, arguments, assert_same, common, llama, logged, qwen, weights
 
 
@@ -38,6 +39,10 @@ def both(
     )
     streamed.train()
     assert len(logged(plain)) >= 3
+    if changed.get("optim") == "adamw_torch" and not roots_are_exact():  # the unfused one; see there
+        for one, other in zip(logged(streamed), logged(plain), strict=True):
+            assert one == pytest.approx(other, rel=1e-4)
+        return plain, streamed
     assert logged(streamed) == logged(plain)
     assert_same(weights(streamed), weights(plain))
     return plain, streamed

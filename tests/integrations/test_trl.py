@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
+pytest.importorskip("datasets")
 
 import datasets  # type: ignore[import-untyped]
 import peft

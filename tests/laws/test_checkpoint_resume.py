@@ -208,9 +208,13 @@ def test_accumulating_and_clipping(tmp_path: Path, maker: str, dtype: torch.dtyp
     resumes(tmp_path, CHAIN, maker, accumulate=2, clip=True, dtype=dtype)
 
 
+STREAMED = [name for name in PLACES if name != "left"]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("here", "there"), [*pairwise([*PLACES, "tight"]), ("kept", "backward")])
+@pytest.mark.parametrize(("here", "there"), [*pairwise([*STREAMED, "tight"]), ("kept", "backward"), ("left", "left")])
 def test_on_a_gpu(tmp_path: Path, here: str, there: str) -> None:
+    """What is left there is updated by torch's own kernel, which rounds in another way: it has to stay left."""
     settings = {"step": "forward", "kept": 0, "seed": None, "vram": "tight", "leave": []}
     resumes(
         tmp_path,

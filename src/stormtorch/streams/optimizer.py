@@ -16,10 +16,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..core.errors import StormError
 from .adam import AdamStream
-from .adam_home import AdamHome
+from .adam_states import AdamStates
 from .grad_home import GradHome
 from .gradients import GradientStream, has_sparse_grad, sparse_grad
-from .home import Access, home_view, joined, plain
+from .home import Access, plain
 from .lock import locked
 from .master_states import MasterStates
 from .parameters import ParameterStream
@@ -28,7 +28,6 @@ from .torch_step import Shadow, TorchStep, as_is, is_separable
 from .unit import Place, Unit
 
 _OWN = ("step", "zero_grad", "_step_supports_amp_scaling")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def runs_as_adam(optimizer: torch.optim.Optimizer, units: list[Unit], masters: bool) -> bool:
@@ -59,7 +58,7 @@ class OptimizerStream:
         masters: bool,
         mode: str,
     ) -> None:
-        self.optimizer, self._access, self._units, self._left = optimizer, access, units, left
+        self.optimizer, self._units, self._left = optimizer, units, left
         self._parameters, self._gradients, self._adam, self._mode = parameters, gradients, adam, mode
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._shadow = Shadow(optimizer, _OWN)
@@ -69,13 +68,15 @@ class OptimizerStream:
         self.lock = parameters.lock
         self._before_load: dict[int, dict[str, Any]] = {}
         self._images_before: dict[int, torch.Tensor] = {}
-        self._shown: dict[int, dict[str, Any]] = {}  # what we have put into optimizer.state, by parameter
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
         self.on_step: Callable[[], None] = lambda: None
         self.masters = masters
         self._masters = MasterStates(self._generic, units) if masters and adam is None else None
         self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
+        self._states: AdamStates | None = None
+        if adam is not None:
+            self._states = AdamStates(optimizer, adam, gradients, access, self._before_replacing)
         self._hooks: list[Any] = []
         self._group: dict[int, dict[str, Any]] = {}  # by parameter
         self._groups_key: tuple[int, ...] = ()
@@ -99,8 +100,8 @@ class OptimizerStream:
         if self._mode == "backward":
             gradients.consume = self._consume
         if adam is not None:
-            if optimizer.state:
-                self._import_state({p: dict(state) for p, state in optimizer.state.items()})
+            if optimizer.state and self._states is not None:
+                self._states.take_all({p: dict(state) for p, state in optimizer.state.items()})
             gradients.before_storing = adam.finish
             gradients.staying = adam.there.staying
             if self._mode == "backward":
@@ -158,7 +159,8 @@ class OptimizerStream:
     @torch.no_grad()
     def _update_all(self) -> None:
         self._refuse_thawed()
-        self._heed_state()
+        if self._states is not None:
+            self._states.heed()
         for home in self._gradients.homes:
             for place in home.unit.trained:
                 self._gradients.fold(place)
@@ -168,8 +170,8 @@ class OptimizerStream:
         others = [p for p in others if p.grad is not None]  # left on the device, or added since
         if others:
             self._shadow.run([(p, p) for p in others])
-        if self._adam is not None:
-            self._count_steps()
+        if self._states is not None:
+            self._states.count()
         if self._mode == "serial":
             self.join_all()
         self._parameters.end_step()
@@ -221,7 +223,8 @@ class OptimizerStream:
         """For step="backward": update the unit now, from gradients that have just been sent home."""
         mine = self._consumable(home)
         if mine is not None:
-            self._heed_state(home.unit)
+            if self._states is not None:
+                self._states.heed(home.unit)
             with torch.no_grad():
                 self._update(home, mine)
             _consumed(home)
@@ -229,10 +232,11 @@ class OptimizerStream:
     def _update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
         """For step="backward": update the unit now, on the device, if that is where it belongs."""
         assert self._adam is not None
+        assert self._states is not None
         mine = self._consumable(home) if self._adam.homes[home.unit.index].on_device else None
         if mine is None:
             return False
-        self._heed_state(home.unit)
+        self._states.heed(home.unit)
         self.before_change(home.unit)
         if not self._adam.update_here(home, bucket, mine):
             return False
@@ -308,78 +312,8 @@ class OptimizerStream:
 
     # --- the state, in torch's own format
 
-    def _heed_state(self, unit: Unit | None = None) -> None:
-        """Follow what user code did to ``optimizer.state``: cleared it, or put other tensors or step counts there."""
-        if self._adam is None:
-            return
-        for home in self._adam.homes if unit is None else [self._adam.homes[unit.index]]:
-            if self._gradients.homes[home.unit.index].consumed:
-                continue  # updated already, and not yet counted there
-            for number, place in enumerate(home.unit.trained):
-                if not home.steps[number]:
-                    continue
-                state, shown = self.optimizer.state.get(place.parameter), self._shown.get(id(place.parameter))
-                if state and shown and all(state.get(name) is shown[name] for name in _MOMENTS):
-                    home.steps[number] = int(state["step"])
-                    continue
-                self.join(home.unit, states=True)
-                self.before_change(home.unit)
-                self._import_place(home, number, place, state or {})
-
-    def _count_steps(self) -> None:
-        """Give parameters that were updated their entry in ``optimizer.state``, and count."""
-        assert self._adam is not None
-        counted: list[torch.Tensor] = []
-        values: list[int] = []
-        for home in self._adam.homes:
-            for number, place in enumerate(home.unit.trained):
-                steps = home.steps[number]
-                if not steps:
-                    continue
-                state = self.optimizer.state[place.parameter]
-                if "step" not in state:
-                    self._show_state(place)
-                    state = self.optimizer.state[place.parameter]
-                counted.append(state["step"])
-                values.append(steps)
-        for tensor, value in zip(counted, values, strict=True):
-            tensor.fill_(value)
-
-    def _show_state(self, place: Place) -> None:
-        assert self._adam is not None
-        home = self._adam.homes[place.unit.index]
-        state: dict[str, Any] = {"step": torch.tensor(float(home.steps[home.unit.trained.index(place)]))}
-        for name in _MOMENTS:
-            state[name] = home_view(home.moment(name, place), self._access, place, "state")
-        master = home.master(place)
-        if master is not None:
-            state["master"] = home_view(master, self._access, place, "state")
-        self.optimizer.state[place.parameter] = state
-        self._shown[id(place.parameter)] = dict(state)
-
-    def _import_state(self, states: dict[Any, dict[str, Any]]) -> None:
-        """Take over states that were made by torch, or by an earlier session."""
-        assert self._adam is not None
-        for unit in self._units:
-            home = self._adam.homes[unit.index]
-            for number, place in enumerate(unit.trained):
-                self._import_place(home, number, place, states.get(place.parameter) or {})
-
-    def _import_place(self, home: AdamHome, number: int, place: Place, state: dict[str, Any]) -> None:
-        home.steps[number] = 0
-        if "exp_avg" not in state:
-            self.optimizer.state.pop(place.parameter, None)
-            self._shown.pop(id(place.parameter), None)
-            for name in _MOMENTS:
-                home.moment(name, place).zero_()
-            return
-        home.steps[number] = int(state["step"])
-        for name in _MOMENTS:
-            home.moment(name, place).copy_(plain(joined(state[name])))
-        master = home.master(place)
-        if master is not None and "master" in state:
-            master.copy_(plain(joined(state["master"])))
-        self._show_state(place)
+    def _before_replacing(self, unit: Unit) -> None:
+        self.before_change(unit)  # which is known only after we have been made
 
     def _take_state(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._released:
@@ -398,7 +332,7 @@ class OptimizerStream:
             return
         if self._masters is not None:
             self._masters.install(optimizer)
-        if self._adam is None:
+        if self._states is None:
             return
         numbered = [p for group in optimizer.param_groups for p in group["params"]]
         states = {numbered[key]: dict(value) for key, value in self._before_load.items()}
@@ -406,14 +340,15 @@ class OptimizerStream:
         for parameter, state in states.items():
             if id(parameter) not in self._place:
                 optimizer.state[parameter] = state
-        self._import_state(states)
+        self._states.take_all(states)
 
     # --- for checkpoints
 
     @locked
     def settle(self) -> None:
         """Block until home memory has the present weights and states, and what user code put into the state."""
-        self._heed_state()
+        if self._states is not None:
+            self._states.heed()
         self.join_all()
 
     def master(self, place: Place) -> torch.Tensor | None:
@@ -431,16 +366,8 @@ class OptimizerStream:
     def replace_states(self, states: dict[Any, dict[str, Any]]) -> None:
         """Make these the states. Where our own kernels run, moments and masters are in home memory already."""
         self.optimizer.state.clear()
-        self._shown.clear()
-        if self._adam is not None:
-            for home in self._adam.homes:
-                for number, place in enumerate(home.unit.trained):
-                    state = states.pop(place.parameter, None)
-                    if state is None:
-                        self._import_place(home, number, place, {})
-                    else:
-                        home.steps[number] = int(state["step"])
-                        self._show_state(place)
+        if self._states is not None:
+            self._states.replace(states)
         for parameter, state in states.items():
             self.optimizer.state[parameter] = state
         self._states_seen.clear()
@@ -502,14 +429,8 @@ class OptimizerStream:
                 value = vars(self.optimizer)[name]
                 if name == "_step_supports_amp_scaling" or isinstance(value, types.MethodType):
                     delattr(self.optimizer, name)  # a wrapper that a scheduler made stays, and falls through
-        if self._adam is not None:
-            for unit in self._units:
-                for place in unit.trained:
-                    state = self.optimizer.state.get(place.parameter)
-                    if state and "exp_avg" in state:
-                        state.pop("master", None)
-                        for name in _MOMENTS:
-                            state[name] = self._adam.homes[unit.index].narrow(name, place)
+        if self._states is not None:
+            self._states.make_ordinary()
 
 
 def _consumed(home: GradHome) -> None:
