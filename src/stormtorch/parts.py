@@ -293,7 +293,7 @@ def _make_known(
     attachment.optimizer = optimizer
     parameters.gate = gradients.gate = optimizer.gate
     gradients.join_readers = optimizer.join
-    gradients.before_adding = optimizer.apply_factor
+    gradients.settle = optimizer.apply_factor
 
 
 def _drain(attachment: Attachment, lanes: Lanes) -> None:

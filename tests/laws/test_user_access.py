@@ -605,6 +605,71 @@ def test_two_steps_on_one_gradient(pair: Pair) -> None:
     pair.check()
 
 
+def clip(side: Side) -> torch.Tensor:
+    """All gradients, on the streamed side in the session's own way, which scales them later."""
+    if side.session is not None:
+        return side.session.clip_grad_norm_(MAX_NORM)
+    return nn.utils.clip_grad_norm_(side.model.parameters(), MAX_NORM)
+
+
+def zero_by_model(side: Side) -> None:
+    side.model.zero_grad()
+
+
+def zero_by_optimizer(side: Side) -> None:
+    side.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("zero", [zero_by_model, zero_by_optimizer], ids=["model", "optimizer"])
+def test_gradients_that_are_held_become_clipped_and_stay(pair: Pair, zero: Callable[[Side], None]) -> None:
+    def run(side: Side, step: int) -> object:
+        side.loss(step).backward()
+        held = [parameter.grad for parameter in side.model.parameters()]
+        norm = clip(side)
+        side.optimizer.step()
+        zero(side)
+        return norm, held
+
+    for step in range(3):
+        pair.both(lambda side, step=step: run(side, step), f"gradients of step {step}")  # type: ignore[misc]
+    pair.check()
+
+
+def test_gradients_of_another_loss_after_clipping(pair: Pair) -> None:
+    """Torch itself adds those of parameters that are used outside of the model: they are not clipped."""
+
+    def run(side: Side, step: int) -> object:
+        side.loss(step).backward()
+        norm = clip(side)
+        (side.named(FAR).square().sum() * 1e-2).backward()
+        side.optimizer.step()
+        seen = gradients(side.model)
+        side.model.zero_grad()
+        return norm, seen
+
+    for step in range(3):
+        pair.both(lambda side, step=step: run(side, step), f"gradients of step {step}")  # type: ignore[misc]
+    pair.check()
+
+
+@pytest.mark.parametrize("zero", [zero_by_model, zero_by_optimizer], ids=["model", "optimizer"])
+def test_dropping_clipped_gradients_waits_for_nothing(
+    pair: Pair, zero: Callable[[Side], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `Trainer` does after each step: the update, which is still to come or under way, must go on behind it."""
+    side = pair.streamed
+    assert pair.session._parts.adam is not None
+    for step in range(3):
+        side.loss(step).backward()
+        clip(side)
+        side.optimizer.step()
+        with monkeypatch.context() as patch:
+            for name in ("join", "join_states", "finish", "apply_factor"):
+                patch.setattr(pair.session._parts.adam, name, None)  # whoever calls it fails
+            zero(side)
+        assert all(parameter.grad is None for parameter in side.model.parameters())
+
+
 @pytest.mark.parametrize("flags", [{"fused": True}, {}], ids=["fused", "default"])
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscaled"])
 def test_grad_scaler(flags: dict[str, bool], unscale: bool) -> None:

@@ -401,11 +401,7 @@ class Attachment:
 
     @locked
     def grad(self, place: Place) -> torch.Tensor | None:
-        if self.closed:
-            return None
-        if self.optimizer is not None:
-            self.optimizer.apply_factor()
-        return self._gradients.grad(place, self.watch)
+        return None if self.closed else self._gradients.grad(place, self.watch)
 
     @locked
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:

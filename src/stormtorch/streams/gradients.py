@@ -59,7 +59,7 @@ class GradientStream:
         self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None  # a lane waits for what reads home grads
         self.consume: Callable[[GradHome], None] | None = None  # for step="backward"
         self.join_readers: Callable[[Unit], None] = lambda _unit: None  # wait for updates that read home grads
-        self.before_adding: Callable[[], None] = lambda: None
+        self.settle: Callable[[], None] = lambda: None  # clipping that waits for the update is done now, on the host
         self.before_storing: Callable[[Unit], None] = lambda _unit: None
         self.update_here: Callable[[GradHome, torch.Tensor], bool] = lambda _home, _bucket: False
         # Bytes of the device where a unit's gradients may stay until its update, if there are any.
@@ -147,7 +147,7 @@ class GradientStream:
         """Make the unit's bucket and send it home; False if it was used up on the device instead."""
         unit, lanes = home.unit, self._lanes
         self._ensure_own()
-        self.before_adding()
+        self.settle()
         widen = bool(home.present) and unit.has_wide_form
         if widen and home.wide is None:
             home.wide = self._make_wide(unit)
@@ -319,6 +319,7 @@ class GradientStream:
         for number, reference in home.views:
             view = reference()
             if view is not None and index in (None, number) and not home.consumed:
+                self.settle()
                 home.join()
                 with without_torch_function():
                     view.data = view.as_subclass(torch.Tensor).clone()
@@ -362,6 +363,7 @@ class GradientStream:
         home = self.homes[place.unit.index]
         if place.index in home.consumed_places:
             raise _used_up(place.name)
+        self.settle()
         self._write(home, place, real.detach(), add=place.index in home.present)
 
     @locked

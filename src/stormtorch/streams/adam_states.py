@@ -1,0 +1,118 @@
+"""What ``optimizer.state`` shows of the states that our own Adam keeps in home memory.
+
+Entries have torch's names and shapes, and are views of that memory; reading one waits for the update under way. What
+user code does to the entries (it clears them, or puts other tensors or step counts there) is followed before the next
+update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .adam import AdamStream
+from .adam_home import AdamHome
+from .gradients import GradientStream
+from .home import Access, home_view, joined, plain
+from .unit import Place, Unit
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamStates:
+    """``optimizer.state`` of the parameters that our own kernels update."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        adam: AdamStream,
+        gradients: GradientStream,
+        access: Access,
+        before_change: Callable[[Unit], None],
+    ) -> None:
+        """``before_change`` is called before states are replaced: somebody may still be saving them."""
+        self._optimizer, self._adam, self._gradients = optimizer, adam, gradients
+        self._access, self._before_change = access, before_change
+        self._shown: dict[int, dict[str, Any]] = {}  # what we have put into optimizer.state, by parameter
+
+    def take_all(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Take over states that were made by torch, or by an earlier session; a parameter without one begins anew."""
+        for home in self._adam.homes:
+            for number, place in enumerate(home.unit.trained):
+                self._take(home, number, place, states.get(place.parameter) or {})
+
+    def heed(self, unit: Unit | None = None) -> None:
+        """Follow what user code did to the state, of one unit or of all."""
+        for home in self._adam.homes if unit is None else [self._adam.homes[unit.index]]:
+            if self._gradients.homes[home.unit.index].consumed:
+                continue  # updated already, and not yet counted there
+            for number, place in enumerate(home.unit.trained):
+                if not home.steps[number]:
+                    continue
+                state, shown = self._optimizer.state.get(place.parameter), self._shown.get(id(place.parameter))
+                if state and shown and all(state.get(name) is shown[name] for name in _MOMENTS):
+                    home.steps[number] = int(state["step"])
+                    continue
+                self._adam.join_states(home.unit)
+                self._before_change(home.unit)
+                self._take(home, number, place, state or {})
+
+    def count(self) -> None:
+        """After an update: an entry for parameters that have none yet, and the number of steps for all."""
+        for home in self._adam.homes:
+            for number, place in enumerate(home.unit.trained):
+                if home.steps[number]:
+                    if "step" not in self._optimizer.state[place.parameter]:
+                        self._show(place)
+                    self._optimizer.state[place.parameter]["step"].fill_(home.steps[number])
+
+    def replace(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Take the step counts of ``states``, and remove them there; moments and masters are in home memory already."""
+        self._shown.clear()
+        for home in self._adam.homes:
+            for number, place in enumerate(home.unit.trained):
+                state = states.pop(place.parameter, None)
+                if state is None:
+                    self._take(home, number, place, {})
+                else:
+                    home.steps[number] = int(state["step"])
+                    self._show(place)
+
+    def make_ordinary(self) -> None:
+        """Ordinary tensors of the parameters' dtypes in place of the views."""
+        for home in self._adam.homes:
+            for place in home.unit.trained:
+                state = self._optimizer.state.get(place.parameter)
+                if state and "exp_avg" in state:
+                    state.pop("master", None)
+                    for name in _MOMENTS:
+                        state[name] = home.narrow(name, place)
+
+    def _show(self, place: Place) -> None:
+        home = self._adam.homes[place.unit.index]
+        state: dict[str, Any] = {"step": torch.tensor(float(home.steps[home.unit.trained.index(place)]))}
+        for name in _MOMENTS:
+            state[name] = home_view(home.moment(name, place), self._access, place, "state")
+        master = home.master(place)
+        if master is not None:
+            state["master"] = home_view(master, self._access, place, "state")
+        self._optimizer.state[place.parameter] = state
+        self._shown[id(place.parameter)] = dict(state)
+
+    def _take(self, home: AdamHome, number: int, place: Place, state: dict[str, Any]) -> None:
+        home.steps[number] = 0
+        if "exp_avg" not in state:
+            self._optimizer.state.pop(place.parameter, None)
+            self._shown.pop(id(place.parameter), None)
+            for name in _MOMENTS:
+                home.moment(name, place).zero_()
+            return
+        home.steps[number] = int(state["step"])
+        for name in _MOMENTS:
+            home.moment(name, place).copy_(plain(joined(state[name])))
+        master = home.master(place)
+        if master is not None and "master" in state:
+            master.copy_(plain(joined(state["master"])))
+        self._show(place)
