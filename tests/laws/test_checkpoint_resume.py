@@ -274,6 +274,17 @@ def test_steps_are_counted_through(tmp_path: Path) -> None:
     assert [read_manifest(tmp_path / name).step for name in ("three", "five")] == [3, 5]
 
 
+def test_a_save_in_a_hook_of_the_step_is_of_that_step(tmp_path: Path) -> None:
+    from stormtorch.checkpoint.folder import read_manifest
+
+    run = Run(CHAIN, "adamw")
+    run.losses(0, 2)
+    run.optimizer.register_step_post_hook(lambda *_: run.save(tmp_path / "hook"))
+    run.losses(2, 3)
+    run.session.close()
+    assert read_manifest(tmp_path / "hook").step == 3
+
+
 def test_saving_changes_no_number(tmp_path: Path) -> None:
     def losses(save: bool) -> Any:
         run = Run(DROPOUT, "adamw")

@@ -173,12 +173,12 @@ class Ledger:
 _THE = {Tier.DEVICE: "the device", Tier.HOST: "the host", Tier.DISK: "the disk"}
 _REMEDY = {
     Tier.DEVICE: "Raise it, or make the batch or the model smaller.",
-    Tier.HOST: "Raise it, or give a disk to spill to.",
+    Tier.HOST: "Raise it, or train a smaller model or an adapter.",
     Tier.DISK: "Free space there, or name a directory on another disk.",
 }
 _REMEDY_FREE = {
     Tier.DEVICE: "End other programs on the GPU, or lower vram.",
-    Tier.HOST: "End other programs, lower ram, or give a disk to spill to.",
+    Tier.HOST: "End other programs, or lower ram.",
     Tier.DISK: "Free space there, or name a directory on another disk.",
 }
 

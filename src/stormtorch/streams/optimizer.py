@@ -139,11 +139,11 @@ class OptimizerStream:
             if self._mode != "backward":
                 self.before_change(None)  # here, where Ctrl-C ends the wait
             self._update_all()
+        self._sort_state()
+        self.steps += 1  # before the hooks: one of them may save a checkpoint
+        self.on_step()
         for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
             hook(optimizer, (closure,) if closure else (), {})
-        self._sort_state()
-        self.steps += 1
-        self.on_step()
         return loss
 
     def _sort_state(self) -> None:
