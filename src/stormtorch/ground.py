@@ -110,7 +110,10 @@ def _device(device: torch.device | str) -> torch.device:
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        return torch.device(device)
+        found = torch.device(device)
+        if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())  # tensors there have an index too
+        return found
     except RuntimeError:
         raise SettingError(
             f"device={device!r} cannot be meant. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ..."

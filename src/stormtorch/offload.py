@@ -12,11 +12,12 @@ from torch import nn
 
 from .core.errors import SettingError, StormError
 from .core.tags import Tier
+from .memory.device_meter import device_meter_for
 from .memory.lanes import open_lanes
 from .memory.ledger import Ledger, open_ledger
 from .memory.limits import usable_device
 from .memory.page_lock import page_lock_for
-from .memory.peak_meter import peak_meter_for
+from .memory.peak_meter import peak_meter_on
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder, link_rates
 from .observe.report import ActivationReport, make_activation_report
@@ -70,10 +71,11 @@ class OffloadedActivations:
         self.device = _device_of(model, device)
         self.ledger: Ledger = open_ledger(self.device, vram=vram, ram=ram)
         limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # what came before says nothing about the steps to come
+        meter = trial.meter or device_meter_for(self.device)
+        if meter is not None:
+            meter.forget_peak()
             if vram == "auto":
-                limit += torch.cuda.memory_allocated(self.device)  # "auto" is what was free when asked
+                limit += meter.allocated()  # "auto" is what was free when asked
         self.recorder = Recorder()
         self._lanes = open_lanes(self.device, sink=self.recorder, delay=trial.delay)
         self._waits = WaitMeter(self._lanes.compute, self.recorder)
@@ -85,7 +87,8 @@ class OffloadedActivations:
             waits=self._waits,
             lock=threading.RLock(),
             rates=lambda: link_rates(self.recorder.snapshot()),
-            peak=peak_meter_for(self.device),
+            meter=meter,
+            peak=peak_meter_on(meter),
             limit_bytes=limit,
         )
 

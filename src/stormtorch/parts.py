@@ -216,6 +216,7 @@ def _arrange(
         waits=ground.waits,
         lock=attachment.lock,
         rates=tuning.free_rates,
+        meter=tuning.meter,
         peak=tuning.peak,
         limit_bytes=tuning.limit_bytes,
         foreign_bytes=tuning.foreign_bytes,

@@ -10,8 +10,9 @@ from torch import nn
 from .core.errors import OutOfBudget
 from .core.sizes import round_up
 from .core.tags import Tag, Tier
+from .memory.device_meter import device_meter_for
 from .memory.ledger import Ledger
-from .memory.peak_meter import peak_meter_for
+from .memory.peak_meter import peak_meter_on
 from .memory.pool import GRAIN, DevicePool
 from .native.jobs import Worker
 from .observe.recorder import Recorder, Totals, link_rates
@@ -48,7 +49,8 @@ class Tuning:
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
         self._share_is_fixed = False
         self._steps = 0
-        self.peak = peak_meter_for(device)
+        self.meter = device_meter_for(device)
+        self.peak = peak_meter_on(self.meter)
         self.foreign_bytes = 0  # what the process has on the device besides; not the session's, nor of its budget
         self.activation_wish: Callable[[], int] = lambda: 0  # bytes that activations would like to stay with
         self.share_reason = ""
@@ -59,10 +61,10 @@ class Tuning:
 
     def note_foreign_memory(self, model: nn.Module) -> None:
         """Look what is on the device before the first step."""
-        if self.device.type == "cuda":
+        if self.meter is not None:
             mine = self._pool.capacity_bytes + sum(b.nbytes for b in model.buffers() if b.device == self.device)
-            self.foreign_bytes = max(0, torch.cuda.memory_allocated(self.device) - mine)
-            torch.cuda.reset_peak_memory_stats(self.device)  # what came before says nothing about the steps to come
+            self.foreign_bytes = max(0, self.meter.allocated() - mine)
+            self.meter.forget_peak()
 
     def take_adam(self, adam: AdamStream, worker: Worker, *, fixed_share: float | None) -> None:
         """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests."""
@@ -113,8 +115,8 @@ class Tuning:
     def enlarge(self, size: int) -> bool:
         """Add ``size`` bytes to a pool that is too small for what is held just now, if the budget has them left."""
         left = self._ledger.free_bytes(Tier.DEVICE)
-        if self.device.type == "cuda":  # activations are not in the ledger
-            used = self.peak.bytes() if self._steps else torch.cuda.memory_allocated(self.device)
+        if self.meter is not None:  # activations are not in the ledger
+            used = self.peak.bytes() if self._steps else self.meter.allocated()
             left = min(left, self.limit_bytes - used + self.foreign_bytes)
         size = round_up(size, GRAIN)
         if size > left:

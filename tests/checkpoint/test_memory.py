@@ -27,6 +27,8 @@ from torch import nn
 import stormtorch as storm
 from stormtorch.checkpoint import load_weights
 
+torch.cuda.is_available()  # where there is a driver it is loaded now, and not in the middle of what is measured
+
 def peak():
     line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024

@@ -33,7 +33,10 @@ def test_the_doctor_names_every_tier(capsys: pytest.CaptureFixture[str], tmp_pat
         (["demo", "--device", "cpu", "--vram", "8G"], ["--vram='8G'", "Accepted", "GiB"]),
         (["demo", "--device", "tpu:0"], ["device='tpu:0'", "Accepted: cpu"]),
         (["demo", "--device", "cpu", "--steps", "1"], ["--steps 1", "Accepted: 2"]),
-        (["demo", "--device", "cpu", "--vram", "100"], ["100 B of device memory", "vram='100'", "Raise it"]),
+        (
+            ["demo", "--device", "cpu", "--steps", "2", "--vram", "100"],
+            ["100 B of device memory", "vram='100'", "Raise it"],
+        ),
         (["doctor", "--disk", "/no/such/place"], ["/no/such/place", "not a directory"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -123,24 +125,33 @@ def test_a_run_is_told_from_beginning_to_end(tmp_path: Path, capsys: pytest.Capt
         assert words in out, words
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own, when it has logged its first step."""
     command = [sys.executable, "-m", "stormtorch.cli", *flags(folder, "--log-every", "1", "--steps", "100000", *more)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics = folder / "run" / "metrics.jsonl"
-    end = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        assert child.poll() is None, child.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return child
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which children inherit
+    try:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, hang_up)
+    try:
+        metrics = folder / "run" / "metrics.jsonl"
+        end = time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert child.poll() is None, child.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_ctrl_c_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    child = start(tmp_path)
-    os.kill(child.pid, signal.SIGINT)
-    out, errors = child.communicate(timeout=60)
+    with started(tmp_path) as child:
+        os.kill(child.pid, signal.SIGINT)
+        out, errors = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "Traceback" not in errors
     assert "The same command goes on from there." in out

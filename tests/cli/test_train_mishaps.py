@@ -20,7 +20,7 @@ from stormtorch.cli.main import main
 from stormtorch.core.notices import forget_notices, say_once
 from stormtorch.training import loop
 
-from .test_train import STATUS, Terminal, flags, lines_of, start
+from .test_train import STATUS, Terminal, flags, lines_of, started
 
 MODULE = """
 import warnings
@@ -190,9 +190,9 @@ def test_a_terminal_that_cannot_redraw(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_terminal_that_goes_leaves_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    child = start(tmp_path, "--save-every", "0")
-    os.kill(child.pid, signal.SIGHUP)
-    _, errors = child.communicate(timeout=60)
+    with started(tmp_path, "--save-every", "0") as child:
+        os.kill(child.pid, signal.SIGHUP)
+        _, errors = child.communicate(timeout=60)
     assert child.returncode == 129
     assert "Traceback" not in errors
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()

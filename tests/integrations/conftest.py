@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ def _without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _precision_stays() -> Iterator[None]:
     """``torch_compile=True`` among a trainer's arguments switches TF32 on for the whole process, where a GPU has it."""
-    before = torch.backends.fp32_precision
+    backends: Any = torch.backends
+    before = backends.fp32_precision
     yield
-    if torch.backends.fp32_precision != before:
-        torch.backends.fp32_precision = before
+    if backends.fp32_precision != before:
+        backends.fp32_precision = before

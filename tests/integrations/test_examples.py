@@ -6,6 +6,7 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 import datasets  # type: ignore[import-untyped]
+import torch
 from transformers import AutoModelForCausalLM
 
-from .small import llama
+import stormtorch as storm
+
+from .small import assert_same, llama
 from .words import word_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -57,3 +61,31 @@ def test_sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     assert left["trainer"].state.global_step == 2
     assert "peaks: device" in capsys.readouterr().out
     peft.PeftModel.from_pretrained(llama(), "run")
+
+
+def test_fabric(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it saves is what the same script saves without STORM, bit for bit."""
+    pytest.importorskip("lightning_fabric", reason="needs lightning-fabric")
+    streamed, plain = (_fabric(monkeypatch, stream) for stream in (storm.stream, _not_streamed))
+    printed = capsys.readouterr().out
+    assert "peaks: device 400.0 KiB" in printed
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    assert len(lines) == 8
+    assert lines[:4] == lines[4:]
+    assert list(streamed) == ["model", "optimizer", "scheduler"]
+    assert_same(streamed["model"], plain["model"])
+    for mine, others in zip(*(state["optimizer"]["state"].values() for state in (streamed, plain)), strict=True):
+        assert_same(mine, others)
+
+
+def _fabric(monkeypatch: pytest.MonkeyPatch, stream: Any) -> dict[str, Any]:
+    """What the script has saved."""
+    monkeypatch.setattr(storm, "stream", stream)
+    monkeypatch.setattr(sys, "argv", ["fabric.py", "--accelerator", "cpu", "--steps", "4"])
+    runpy.run_path(str(EXAMPLES / "fabric.py"), run_name="__main__")
+    saved: dict[str, Any] = torch.load("fabric.ckpt")
+    return saved
+
+
+def _not_streamed(*_: Any, **__: Any) -> Any:
+    return SimpleNamespace(report=str, close=lambda: None)

@@ -200,7 +200,6 @@ def test_giving_up_frees_those_who_wait(tmp_path: Path, brake: Brake) -> None:  
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")  # and there is no CUDA graph
 @pytest.mark.parametrize("kind", ["fused", "capturable"])
 def test_step_counts_lie_where_the_kernels_of_what_is_not_streamed_read_them(tmp_path: Path, kind: str) -> None:
     """A checkpoint is read into RAM; torch's fused kernel would follow an address there."""
@@ -220,7 +219,8 @@ def test_step_counts_lie_where_the_kernels_of_what_is_not_streamed_read_them(tmp
         model = CHAIN.build()
         left = list(model.get_submodule("blocks.3").parameters())
         others = [p for p in model.parameters() if all(p is not q for q in left)]  # in RAM torch refuses capturable
-        optimizer = optim.AdamW([{"params": others}, {"params": left, kind: True}], lr=1e-2)
+        groups: list[dict[str, Any]] = [{"params": others}, {"params": left, kind: True}]
+        optimizer = optim.AdamW(groups, lr=1e-2)
         return model, optimizer, stream(model, optimizer, device="cuda", leave=["blocks.3"])
 
     model, optimizer, session = begin()

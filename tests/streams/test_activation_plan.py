@@ -28,12 +28,13 @@ BLOCK = BlockProfile(
     operations={PRODUCT: (100 * MiB, 0.004), ATTENTION: (100 * MiB, 0.001), NARROW: (400 * MiB, 0.003)},
 )
 BLOCKS = [BLOCK] * 10
+WAY = 200 * MiB
 
 
 def means(
     spare: int | list[int], link: float, profiles: list[BlockProfile] = BLOCKS, *, way: int = 0, rise: int = 0
 ) -> Means:
-    """``spare``: beside the last block, which is kept, and beside what backward takes for itself."""
+    """``spare``: beside the last block, if it is kept, and beside what backward takes for itself."""
     rooms = [spare] * (len(profiles) + 1) if isinstance(spare, int) else list(spare)
     rises = [Rises(keep=rise, whole=rise, parts=rise - gain_of(profile.parts)) for profile in profiles]
     rooms = [room + rise for room in rooms]
@@ -64,7 +65,7 @@ def test_the_link_hides_everything() -> None:
 
 def test_the_best_results_survive_as_far_as_the_link_hides_them() -> None:
     """9.5 ms at 30 GiB/s are 291 MiB a block: the inputs, and one result."""
-    plan = choose(BLOCKS, means(0, 30 * GiB))
+    plan = choose(BLOCKS, means(WAY, 30 * GiB, way=WAY))
     for block in plan.blocks[:-1]:
         assert (block.kind, block.inputs_away, block.results_away) == ("recompute", True, {PRODUCT: True})
     assert plan.blocks[-1] == KEEP
@@ -72,7 +73,7 @@ def test_the_best_results_survive_as_far_as_the_link_hides_them() -> None:
 
 
 def test_vram_that_is_left_holds_results_of_the_last_blocks() -> None:
-    plan = choose(BLOCKS, means(300 * MiB, 30 * GiB))
+    plan = choose(BLOCKS, means(WAY + 300 * MiB, 30 * GiB, way=WAY))
     kept = [[name for name, away in block.results_away.items() if not away] for block in plan.blocks]
     assert kept == [[]] * 6 + [[ATTENTION]] * 3 + [[]]
     assert held(plan) == 300 * MiB
@@ -105,9 +106,21 @@ def test_recomputing_keeps_the_inputs_that_fit() -> None:
     assert held(plan) == 300 * MiB
 
 
-def test_a_single_block_is_kept() -> None:
-    assert choose([BLOCK], means(-GiB, 0.0, [BLOCK])).blocks == [KEEP]
-    assert recompute([BLOCK], means(-GiB, 0.0, [BLOCK])).blocks == [KEEP]
+def test_the_last_block_is_kept_if_it_has_room() -> None:
+    for blocks in ([BLOCK], BLOCKS):
+        for plan in (choose(blocks, means(0, 0.0, blocks)), recompute(blocks, means(0, 0.0, blocks))):
+            assert plan.blocks[-1] == KEEP
+        for plan in (choose(blocks, means(-GiB, 0.0, blocks)), recompute(blocks, means(-GiB, 0.0, blocks))):
+            assert plan.blocks[-1].kind == "recompute"
+            assert held_by(plan.blocks[-1]) <= BLOCK.saved_bytes - GiB
+
+
+def test_what_is_larger_than_the_way_does_not_travel() -> None:
+    plan = choose(BLOCKS, means(WAY, 30 * GiB, way=WAY))
+    assert all(plan.blocks[index].results_away for index in range(9))
+    small = 60 * MiB
+    plan = choose(BLOCKS, means(small, 30 * GiB, way=small))
+    assert not any(any(block.results_away.values()) for block in plan.blocks)
 
 
 def test_late_blocks_may_hold_what_early_ones_may_not() -> None:

@@ -18,7 +18,7 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": [],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # not whether there is one: to ask that loads the driver
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -30,6 +30,6 @@ def set_random_state(state: dict[str, Any]) -> None:
     kind, words, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(words, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
+    if state["cuda"] and torch.cuda.is_available():
         for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(one, device)

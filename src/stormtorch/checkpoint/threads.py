@@ -37,10 +37,11 @@ def run_all(tasks: Sequence[Task], stop: threading.Event | None = None) -> None:
     count = min(_MOST, os.cpu_count() or 1, len(tasks))
     threads = [threading.Thread(target=work, name="storm-checkpoint") for _ in range(count)]
     try:
+        if not _start(threads):
+            work()
         for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
     except BaseException:
         stop.set()
         for thread in threads:
@@ -51,3 +52,15 @@ def run_all(tasks: Sequence[Task], stop: threading.Event | None = None) -> None:
         raise errors[0]
     if stop.is_set():
         raise Stopped
+
+
+def _start(threads: Sequence[threading.Thread]) -> bool:
+    """Start as many as there are to be had; False if that is none.
+
+    From Python 3.12 on there are none any more when the main thread has ended, which a save may outlive."""
+    for thread in threads:
+        try:
+            thread.start()
+        except RuntimeError:
+            return thread is not threads[0]
+    return bool(threads)

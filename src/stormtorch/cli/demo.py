@@ -71,14 +71,14 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     settings = _settings(model, folder, device, f"{vram // KiB}KiB" if vram % KiB == 0 else str(vram), options.steps)
     print(f"{device}: {describe()}")
     print(f"model    {format_bytes(size)} of weights, device budget {format_bytes(vram)}, {options.steps} steps")
-    print("plain    torch, transformers and a loop ...", flush=True)
-    plain = _train_plain(settings, device)
     print(f"streamed storm train ... --vram {settings.vram}")
     print(flush=True)
     streamed, peak = _train_streamed(settings)
     if streamed is None:
         return 1
     print()
+    print("plain    torch, transformers and a loop ...", flush=True)
+    plain = _train_plain(settings, device)
     status = _compare(plain, streamed, peak, vram)
     print(f"The demo's files are removed. To train such a model and keep it: {_command(settings)}")
     return status
@@ -210,7 +210,7 @@ def _train_streamed(settings: TrainSettings) -> tuple[_Run | None, int]:
         peak_bytes = 0
 
         def show(self, status: Status) -> None:
-            self.peak_bytes = max(self.peak_bytes, status.vram_bytes)
+            self.peak_bytes = max(self.peak_bytes, status.vram_bytes - before)
             super().show(status)
 
         def log(self, status: Status) -> None:

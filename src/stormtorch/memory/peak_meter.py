@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
+from .device_meter import DeviceMeter
 
 
 class PeakMeter:
@@ -34,5 +34,5 @@ class PeakMeter:
         return self.seen_bytes() + self.unseen_bytes
 
 
-def peak_meter_for(device: torch.device) -> PeakMeter:
-    return PeakMeter(lambda: torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
+def peak_meter_on(meter: DeviceMeter | None) -> PeakMeter:
+    return PeakMeter(meter.peak if meter is not None else lambda: 0)

@@ -89,22 +89,29 @@ class Means:
 
 
 class _Rooms:
-    """What is left of each room. What a block holds counts in its own and in those of all that come after it."""
+    """What is left of each room. What a block holds counts in its own and in those of all that come after it.
+
+    The last block is kept if it has room: backward begins with it. ``early`` are all others."""
 
     def __init__(self, means: Means, profiles: list[BlockProfile], *, way_bytes: int, keep: bool = False) -> None:
-        """``keep``: all blocks are kept, not recomputed. The last one is in any case."""
+        """``keep``: all blocks are meant to be kept, not recomputed."""
         self.way_bytes = way_bytes
-        last, rises = len(profiles) - 1, means.rises
         self.left = [room - way_bytes for room in means.rooms]
-        for index in range(last):
-            self.left[index] -= rises[index].keep if keep else rises[index].whole
+        rises = [rise.keep if keep else rise.whole for rise in means.rises]
+        for index in range(len(profiles)):
+            self.left[index] -= rises[index]
+        self.early = profiles
         if profiles:
-            self.left[last] -= rises[last].keep
-            self.take(last, profiles[last].saved_bytes, force=True)
+            last = len(profiles) - 1
+            self.left[last] += rises[last] - means.rises[last].keep
+            if self.take(last, profiles[last].saved_bytes):
+                self.early = profiles[:last]
+            else:
+                self.left[last] += means.rises[last].keep - rises[last]
 
-    def take(self, block: int, size: int, *, force: bool = False) -> bool:
+    def take(self, block: int, size: int) -> bool:
         """Whether ``block`` may hold ``size`` more bytes, which it then does."""
-        if not force and any(left < size for left in self.left[block:]):
+        if any(left < size for left in self.left[block:]):
             return False
         self.left[block:] = [left - size for left in self.left[block:]]
         return True
@@ -127,34 +134,32 @@ def leanest(*, repeatable: bool, parts: dict[str, int]) -> BlockPlan:
 
 
 def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
-    """For ``activations="recompute"``: the inputs of blocks stay on the device as far as they fit, the last ones first.
-
-    The last block is kept: backward begins with it."""
+    """For ``activations="recompute"``: the inputs of blocks stay on the device as far as they fit, the last ones first."""
     largest = max((profile.input_bytes for profile in profiles), default=0)
     rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, 2 * largest))
-    blocks = _recomputed(profiles[:-1], means, rooms)
+    blocks = _recomputed(means, rooms)
     stay = 0
-    for index, profile in reversed(list(enumerate(profiles[:-1]))):
+    for index, profile in reversed(list(enumerate(rooms.early))):
         if blocks[index].kind == "recompute" and not blocks[index].parts and rooms.take(index, profile.input_bytes):
             blocks[index] = replace(blocks[index], inputs_away=False)
             stay += 1
     reason = f"recomputed; the inputs of {stay} of {len(profiles)} blocks stay on the device"
-    return _made([*blocks, KEEP], reason, rooms)
+    return _made(profiles, blocks, reason, rooms)
 
 
 def choose(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
-    """For ``activations="auto"``. The last block is always kept: backward begins with it."""
-    early = profiles[:-1]
-    saved = sum(profile.saved_bytes for profile in early)
+    """For ``activations="auto"``."""
     rooms = _Rooms(means, profiles, way_bytes=0, keep=True)
-    if all(rooms.take(index, profile.saved_bytes) for index, profile in enumerate(early)):
-        return _made([KEEP] * len(profiles), f"kept: {format_bytes(saved)} of activations fit", rooms)
-    hidden = [_hidden_bytes(profile, means) for profile in early]
-    if all(profile.saved_bytes <= room for profile, room in zip(early, hidden, strict=True)):
-        compute_s = sum(profile.forward_s for profile in early)
+    if all(rooms.take(index, profile.saved_bytes) for index, profile in enumerate(rooms.early)):
+        saved = sum(profile.saved_bytes for profile in profiles)
+        return _made(profiles, [KEEP] * len(profiles), f"kept: {format_bytes(saved)} of activations fit", rooms)
+    rooms = _Rooms(means, profiles, way_bytes=means.way_bytes)
+    hidden = [_hidden_bytes(profile, means) for profile in profiles]
+    if all(profile.saved_bytes <= room for profile, room in zip(rooms.early, hidden, strict=False)):
+        saved = sum(profile.saved_bytes for profile in rooms.early)
+        compute_s = sum(profile.forward_s for profile in rooms.early)
         reason = f"offloaded: {format_bytes(saved)} leave behind {compute_s * 1e3:.0f} ms of forward"
-        rooms = _Rooms(means, profiles, way_bytes=means.way_bytes)
-        return _made([OFFLOAD] * len(early) + [KEEP], reason, rooms)
+        return _made(profiles, [OFFLOAD] * len(rooms.early), reason, rooms)
     return _mixed(profiles, hidden, means)
 
 
@@ -163,18 +168,21 @@ def _hidden_bytes(profile: BlockProfile, means: Means) -> float:
     return _HIDDEN * profile.forward_s * min(means.out_bytes_per_s, 2 * means.in_bytes_per_s)
 
 
-def _made(blocks: list[BlockPlan], reason: str, rooms: _Rooms) -> ActivationPlan:
+def _made(profiles: list[BlockProfile], early: list[BlockPlan], reason: str, rooms: _Rooms) -> ActivationPlan:
     return ActivationPlan(
-        blocks=blocks, reason=reason, way_bytes=rooms.ways(), spare_bytes=max(0, min(rooms.left, default=0))
+        blocks=[*early, *[KEEP] * (len(profiles) - len(early))],
+        reason=reason,
+        way_bytes=rooms.ways(),
+        spare_bytes=max(0, min(rooms.left, default=0)),
     )
 
 
-def _recomputed(early: list[BlockProfile], means: Means, rooms: _Rooms) -> list[BlockPlan]:
+def _recomputed(means: Means, rooms: _Rooms) -> list[BlockPlan]:
     """All blocks recomputed, with nothing left on the device. In parts where a whole block has no room beside everybody
     else's, and beside half of what may travel: less would make compute wait, and parts have no results to bring them.
     Where a block's largest part has no room either, its activations come back one by one. Rooms grow by that."""
     blocks: list[BlockPlan] = []
-    for index, profile in enumerate(early):
+    for index, profile in enumerate(rooms.early):
         if not profile.repeatable or not profile.parts or rooms.left[index] + rooms.way_bytes // 2 >= 0:
             blocks.append(leanest(repeatable=profile.repeatable, parts={}))
             continue
@@ -190,9 +198,10 @@ def _recomputed(early: list[BlockProfile], means: Means, rooms: _Rooms) -> list[
 def _mixed(profiles: list[BlockProfile], hidden: list[float], means: Means) -> ActivationPlan:
     """Recompute, but for the results that the link hides or that VRAM holds: best first, and in VRAM the last blocks'
     first, which are needed first."""
-    early, link = profiles[:-1], list(hidden)
+    link = list(hidden)
     rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, round(2 * max(hidden))))
-    blocks = _recomputed(early, means, rooms)
+    early = rooms.early
+    blocks = _recomputed(means, rooms)
     for index, profile in reversed(list(enumerate(early))):
         if blocks[index].kind != "recompute" or blocks[index].parts:
             continue
@@ -211,13 +220,13 @@ def _mixed(profiles: list[BlockProfile], hidden: list[float], means: Means) -> A
     results: list[dict[Operation, bool]] = [{} for _ in early]
     for _, negative, operation in ranked:
         size = early[-negative].operations[operation][0]
-        if size <= link[-negative]:
+        if size <= min(link[-negative], rooms.way_bytes):
             link[-negative] -= size
             results[-negative][operation] = True
         elif rooms.take(-negative, size):
             results[-negative][operation] = False
     blocks = [replace(plan, results_away=kept) for plan, kept in zip(blocks, results, strict=True)]
-    return _made([*blocks, KEEP], _why(early, blocks), rooms)
+    return _made(profiles, blocks, _why(early, blocks), rooms)
 
 
 def _why(early: list[BlockProfile], blocks: list[BlockPlan]) -> str:

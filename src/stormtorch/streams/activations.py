@@ -242,7 +242,8 @@ class ActivationStream:
         """What will still be in the window when backward begins, going by the last pass, need not leave at all."""
         ride = self._ride
         stay_bytes = max(self.stay_bytes, self.window_bytes // 2)
-        if ride.as_expected and ride.expected_bytes - ride.saved_bytes < stay_bytes:
+        to_come = ride.expected_bytes - ride.saved_bytes + (parcel.size if self.is_strict else 0)
+        if ride.as_expected and to_come < stay_bytes:
             self._staying.append((weakref.ref(parcel), parcel.size))
             self._make_way()
             return
@@ -267,7 +268,8 @@ class ActivationStream:
     def _make_way(self) -> None:
         """Let what left first go, until no more than the window is on its way; what stays for now counts in it."""
         staying_bytes = sum(size for _, size in self._staying) - self.stay_bytes
-        while self._leaving_bytes + max(0, staying_bytes) > self.window_bytes and len(self._leaving) > 1:
+        least = 0 if self.is_strict else 1  # or compute would wait for what it has just made
+        while self._leaving_bytes + max(0, staying_bytes) > self.window_bytes and len(self._leaving) > least:
             self._let_oldest_go()
 
     def _let_oldest_go(self) -> None:

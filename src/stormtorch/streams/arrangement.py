@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..core.tags import Tag
+from ..memory.device_meter import DeviceMeter
 from ..memory.lanes import Lanes
 from ..memory.ledger import Ledger
 from ..memory.page_lock import PageLock
@@ -40,6 +41,7 @@ class Surroundings:
     waits: WaitMeter
     lock: threading.RLock
     rates: Callable[[], tuple[float, float]]  # bytes per second that the link has free, out and in; 0: not known
+    meter: DeviceMeter | None  # None: nobody counts, and there is room for all
     peak: PeakMeter
     limit_bytes: int  # of the device
     foreign_bytes: int = 0  # what this process has there that is not part of that
@@ -76,26 +78,23 @@ def open_saving(
         poison=trial.poison,
     )
 
-    usable = limit - limit // _SPARED + around.foreign_bytes
-
-    def allocated() -> int:
-        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    usable, meter = limit - limit // _SPARED + around.foreign_bytes, around.meter
 
     def room() -> int:
         if trial.activation_room is not None:
             return trial.activation_room
-        return usable - allocated() if device.type == "cuda" else sys.maxsize
+        return usable - meter.allocated() if meter is not None else sys.maxsize
 
     def is_tight() -> bool:
         if trial.activation_room is not None:
             return trial.activation_room <= 0
-        return device.type == "cuda" and allocated() - around.foreign_bytes > limit // _TIGHT
+        return meter is not None and meter.allocated() - around.foreign_bytes > limit // _TIGHT
 
-    levels = Levels(allocated, around.peak.seen_bytes)
+    levels = Levels(meter.allocated if meter is not None else lambda: 0, around.peak.seen_bytes)
 
     def means(kinds: list[Hashable], profiles: list[BlockProfile], held: list[int]) -> Means:
         gains = [gain_of(profile.parts) for profile in profiles]
-        if device.type == "cuda" and trial.activation_room is None:
+        if meter is not None and trial.activation_room is None:
             rooms = levels.rooms(usable - around.peak.unseen_bytes, len(kinds), held)
             rises = [
                 levels.rises(kind, saved_bytes=profile.saved_bytes, gain_bytes=gain)

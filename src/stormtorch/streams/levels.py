@@ -122,10 +122,20 @@ class Levels:
         return rooms
 
     def rises(self, kind: Hashable, *, saved_bytes: int, gain_bytes: int) -> Rises:
-        """What was seen of a kind of block; else what follows from what it saves, from what other kinds take beside
-        that, and from what parts gain."""
-        others = max((rise for (_, way), rise in self.seen.items() if way == "keep"), default=0)
-        keep = self.seen.get((kind, "keep"), others)
-        whole = self.seen.get((kind, "whole"), saved_bytes + keep)
-        parts = self.seen.get((kind, "parts"), whole - gain_bytes)
+        """What was seen of a kind of block. One way follows from another: recomputed at once, a block takes what it
+        saves on top of what it takes when it is kept; in parts less by what that gains. Where nothing was seen, it
+        takes as much as other kinds do."""
+        keep, whole, parts = (self.seen.get((kind, way)) for way in ("keep", "whole", "parts"))
+        if whole is None and keep is None and parts is not None:
+            whole = parts + gain_bytes
+        if keep is None:
+            others = max((rise for (_, way), rise in self.seen.items() if way == "keep"), default=0)
+            keep = others if whole is None else max(0, whole - saved_bytes)
+        whole = saved_bytes + keep if whole is None else whole
+        parts = whole - gain_bytes if parts is None else parts
         return Rises(keep=keep, whole=whole, parts=min(parts, whole))
+
+    def rise_at_the_end(self, kind: Hashable) -> int:
+        """The most that was seen to come on top of what is there when forward ends, until backward has left the last
+        block, if that is of this kind."""
+        return max(self.end_rise or 0, *(rise for (other, _), rise in self.seen.items() if other == kind), 0)

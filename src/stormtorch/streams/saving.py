@@ -345,23 +345,23 @@ class Saving:
             self._levels.forget()
 
     def _provisional(self, position: int, kind: Any) -> BlockPlan:
-        """Before there is a plan: keep, as long as there seems to be room for all that follows."""
+        """Before there is a plan: keep, if there is room for all that follows and for as much again. Nobody knows yet
+        what the loss and the gradients will take."""
         known = self._measured.get(kind) or self._profiles[kind]
         count = len(self._last_sequence) or len(self._blocks)
         ahead = max(1, count - position) + 1  # and one to compute with
-        if self._is_last():
+        if 2 * known.saved_bytes * ahead <= self._room() and (self.mode == "auto" or self._is_last()):
             return KEEP
-        if self.mode == "auto" and known.saved_bytes * ahead <= self._room():
-            return KEEP
-        if self._tight and position == 0:
+        self._tight = True
+        if position == 0:
             return OFFLOAD  # backward comes to it last, when all gradients are there
-        return leanest(repeatable=known.repeatable, parts=known.parts if self._tight else {})
+        return leanest(repeatable=known.repeatable, parts=known.parts)
 
     def _measure(
         self, kind: Any, size: int, block: nn.Module, original: Call, args: Any, kwargs: Any
     ) -> tuple[Any, int]:
         """Run the block plainly and see what it does; also the bytes that it keeps by that."""
-        away = self._tight and not self._is_last()  # backward begins with that one; the others are held for longer
+        away = self.passes == 1 or (self._tight and not self._has_room_as_last(kind))  # at first nobody knows how much
         tape = Tape(is_sure=not torch.is_autocast_enabled(self._device.type))
         measurement = self._measuring = Measurement(size, tape=tape)
         before = state_of(block, args, kwargs)
@@ -386,6 +386,13 @@ class Saving:
         self._measured[kind] = measurement
         self._rounds[kind].append(self.passes)
         return result, 0 if away else measurement.saved_bytes
+
+    def _has_room_as_last(self, kind: Any) -> bool:
+        """Whether the block that is being called may be kept: backward begins with the last one."""
+        known = self._measured.get(kind) or self._profiles.get(kind)
+        if known is None or not self._is_last():
+            return False
+        return known.saved_bytes + self._levels.rise_at_the_end(kind) <= self._room()
 
     def _see_part(self, name: str, _part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
         measurement = self._measuring

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..core.errors import SettingError
+from ..memory.device_meter import DeviceMeter
 from ..memory.lane import Delay
 
 STEPS = ("auto", "backward", "forward", "serial")
@@ -52,6 +53,7 @@ class Trial:
     device_share: float | None = None  # of the optimizer's work, instead of the automatic choice
     kept: int = 0  # units whose optimizer states are kept on the device from the beginning
     activation_room: int | None = None  # bytes of the device that activations seem to find; None: as many as there are
+    meter: DeviceMeter | None = None  # of a device that does not count itself
     small_bytes: int | None = None  # activations of less than that stay where they are
 
 

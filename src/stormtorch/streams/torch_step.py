@@ -49,6 +49,9 @@ class Shadow:
             for group in optimizer.param_groups
         ]
         shadow.param_groups = [group for group in shadow.param_groups if group["params"]]
+        for group in shadow.param_groups:
+            if group.get("capturable") and all(p.device.type == "cpu" for p in group["params"]):
+                group["capturable"] = False  # a promise about CUDA graphs, which torch refuses in RAM
         shadow.state = defaultdict(dict)
         for parameter, other in pairs:
             if parameter in optimizer.state:

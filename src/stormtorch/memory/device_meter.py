@@ -1,0 +1,41 @@
+"""How full a device is: what this process has allocated there, now and at the most."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class DeviceMeter(Protocol):
+    """In bytes. Tests give one of their own, for a device that does not count."""
+
+    def allocated(self) -> int:
+        """What is allocated now."""
+
+    def peak(self) -> int:
+        """The most so far."""
+
+    def forget_peak(self) -> None:
+        """What came before says nothing about what is to come."""
+
+
+class CudaMeter:
+    """Torch's own books of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def device_meter_for(device: torch.device) -> DeviceMeter | None:
+    """None where nobody counts."""
+    return CudaMeter(device) if device.type == "cuda" else None

@@ -1,0 +1,45 @@
+"""A device that counts, where there is none: the bytes of all storages that operations on the CPU have made and that
+still live. What a kernel takes and gives back inside of itself is not seen, nor is home memory, which no operation made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Counting(TorchDispatchMode):
+    """Enter it before anything that is to be counted, and leave it last. A `DeviceMeter`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and _storage(leaf)._cdata not in given:
+                storage = _storage(leaf)
+                self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self._peak = max(self._peak, self.allocated())
+        return result
+
+    def allocated(self) -> int:
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        return sum(size for _, size in self._alive.values())
+
+    def peak(self) -> int:
+        return self._peak
+
+    def forget_peak(self) -> None:
+        self._peak = self.allocated()
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
