@@ -1,5 +1,5 @@
 """A device that counts, where there is none: the bytes of all storages that operations on the CPU have made and that
-still live. What a kernel takes and gives back inside of itself is not seen, nor is home memory, which no operation made.
+still live. What a kernel takes and gives back inside of itself is not seen, nor is home memory: no operation made it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Counting(TorchDispatchMode):
     """Enter it before anything that is to be counted, and leave it last. A `DeviceMeter`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._peak = 0
 

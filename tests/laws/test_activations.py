@@ -633,6 +633,24 @@ def test_blocks_that_must_not_run_twice(kind: type[nn.Module], mode: str, room: 
     both(lambda: nn.Sequential(*(kind() for _ in range(4))), through, mode, room)
 
 
+@pytest.mark.filterwarnings("ignore:.*RReLU")
+@pytest.mark.parametrize("mode", ["offload", "recompute", "auto"])
+def test_what_is_saved_before_it_is_written_stays(mode: str) -> None:
+    gradients = []
+    for arranged in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.RReLU()) for _ in range(4)))
+        x = torch.randn(8192, 16)
+        activations = storm.offload_activations(model, mode=mode, device="cpu") if arranged else None
+        with activations or contextlib.nullcontext():
+            loss = model(x).square().mean()
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        if activations is not None:
+            activations.close()
+    same(gradients[1], gradients[0], "gradients")
+
+
 @pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
 def test_lists_that_blocks_write_into(mode: str, room: int | None) -> None:
     def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:

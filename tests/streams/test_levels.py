@@ -47,13 +47,13 @@ def test_rooms_are_what_others_leave() -> None:
         gradients = GRADIENT * (count - 1 - position)
         assert rooms[position] == limit - WEIGHTS - gradients
     assert rooms[count] == limit - WEIGHTS - LOSS
-    rises = levels.rises("block", saved_bytes=SAVED, gain_bytes=80)
+    rises = levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90])
     assert rises == Rises(keep=WORK, whole=SAVED - 10 + WORK, parts=SAVED - 10 + WORK - 80)
 
 
 def test_what_was_not_seen_follows_from_what_is_saved() -> None:
     levels = Levels(lambda: 0, lambda: 0)
-    assert levels.rises("block", saved_bytes=200, gain_bytes=80) == Rises(keep=0, whole=200, parts=120)
+    assert levels.rises("block", saved_bytes=200, part_bytes=[80, 90]) == Rises(keep=0, whole=200, parts=120)
 
 
 def test_what_travels_is_not_everybody_elses() -> None:
@@ -83,7 +83,7 @@ def test_what_came_early_is_part_of_the_rise() -> None:
         device.take(-more - WORK)
     device.take(-SAVED)
     levels.begin()
-    assert levels.rises("block", saved_bytes=2 * SAVED, gain_bytes=0).parts == SAVED + WORK
+    assert levels.rises("block", saved_bytes=2 * SAVED).parts == SAVED + WORK
 
 
 def test_without_notes_the_peak_decides() -> None:
@@ -128,9 +128,21 @@ def test_what_was_not_seen_of_a_kind_is_taken_from_others() -> None:
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     train(device, levels, [10, 10, SAVED])
     levels.begin()
-    assert levels.rises("other block", saved_bytes=90, gain_bytes=40) == Rises(
+    assert not levels.has_seen("other block")
+    seen = levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90])
+    assert levels.rises("other block", saved_bytes=90, part_bytes=[40, 50], others=[seen]) == Rises(
         keep=WORK, whole=90 + WORK, parts=50 + WORK
     )
+
+
+def test_one_way_follows_from_another() -> None:
+    levels = Levels(lambda: 0, lambda: 0)
+    levels.seen["block", "parts"] = 90 + WORK
+    assert levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90]) == Rises(
+        keep=WORK, whole=SAVED + WORK, parts=90 + WORK
+    )
+    levels.seen = {("block", "whole"): SAVED + WORK}
+    assert levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90]).keep == WORK
 
 
 def test_the_end_of_backward_is_noted_before_the_user_resets_the_peak() -> None:
@@ -156,5 +168,5 @@ def test_a_peak_that_the_user_resets_tells_nothing() -> None:
         train(device, levels, [10] * 4)
         device.peak = device.allocated
     levels.begin()
-    rises = levels.rises("block", saved_bytes=SAVED, gain_bytes=80)
+    rises = levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90])
     assert rises.whole == SAVED - 10 + WORK

@@ -64,3 +64,28 @@ def test_a_pool_that_is_too_small_is_enlarged_within_the_budget() -> None:
             session._parts.parameters.room(MiB // 2, lane, Tag.GRADIENTS)
         session._parts.parameters.give(held, lane.record())
         assert torch.isfinite(model(torch.randn(2, 64))).all()
+
+
+def test_room_to_accumulate_is_set_aside_only_where_it_is_no_burden() -> None:
+    """Sums in fp32 of the largest layer's gradients take four times its 16-bit weights. Most loops need them, some not:
+    a large vocabulary must not make a model impossible that trains without them."""
+    width, vocabulary = 64, 4096
+    layer = 2 * width * vocabulary
+
+    def model() -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(nn.Embedding(vocabulary, width), *blocks, nn.Linear(width, vocabulary)).bfloat16()
+
+    def trained(vram: int, passes: int) -> None:
+        made = model()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        with Session(made, optimizer, Settings(vram=vram, device="cpu")):
+            for _ in range(passes):
+                made(torch.randint(0, vocabulary, (8,))).float().square().mean().backward()
+            optimizer.step()
+
+    for vram in range(5 * layer, 16 * layer, layer // 2):  # whoever has more gets no less
+        trained(vram, 1)
+    trained(16 * layer, 3)
+    with pytest.raises(OutOfBudget, match="GRADIENTS"):
+        trained(5 * layer, 2)

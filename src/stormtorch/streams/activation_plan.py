@@ -134,7 +134,7 @@ def leanest(*, repeatable: bool, parts: dict[str, int]) -> BlockPlan:
 
 
 def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
-    """For ``activations="recompute"``: the inputs of blocks stay on the device as far as they fit, the last ones first."""
+    """For ``activations="recompute"``: inputs of blocks stay on the device as far as they fit, the last ones first."""
     largest = max((profile.input_bytes for profile in profiles), default=0)
     rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, 2 * largest))
     blocks = _recomputed(means, rooms)

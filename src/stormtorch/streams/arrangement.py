@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..core.notices import say_once
 from ..core.tags import Tag
 from ..memory.device_meter import DeviceMeter
 from ..memory.lanes import Lanes
@@ -59,6 +60,10 @@ def open_saving(
 
     ``weights``: parameters and buffers that are on the device for good."""
     device, limit = around.device, around.limit_bytes
+    if mode != "keep" and model is not None and any(isinstance(module, nn.RReLU) for module in model.modules()):
+        # Autograd saves its noise before the kernel has made it: what would leave is what was there before.
+        say_once("activations are kept: nn.RReLU saves what it has not written yet.", key="RReLU")
+        mode = "keep"
     slabs = HostPool(
         ledger=around.ledger,
         tag=Tag.ACTIVATIONS,
@@ -96,10 +101,14 @@ def open_saving(
         gains = [gain_of(profile.parts) for profile in profiles]
         if meter is not None and trial.activation_room is None:
             rooms = levels.rooms(usable - around.peak.unseen_bytes, len(kinds), held)
-            rises = [
-                levels.rises(kind, saved_bytes=profile.saved_bytes, gain_bytes=gain)
-                for kind, profile, gain in zip(kinds, profiles, gains, strict=True)
-            ]
+
+            def rises_of(kind: Hashable, profile: BlockProfile, others: list[Rises]) -> Rises:
+                parts = list(profile.parts.values())
+                return levels.rises(kind, saved_bytes=profile.saved_bytes, part_bytes=parts, others=others)
+
+            known = list(zip(kinds, profiles, strict=True))
+            seen = [rises_of(kind, profile, []) for kind, profile in known if levels.has_seen(kind)]
+            rises = [rises_of(kind, profile, seen) for kind, profile in known]
         else:  # beside a last block that is kept, and others that take as much as one
             saved = profiles[-1].saved_bytes if profiles else 0
             rooms = [room() + gain for gain in (*gains, 0)]

@@ -121,19 +121,26 @@ class Levels:
         rooms[-1] -= self.end_rise if count in self.bases and self.end_rise is not None else 0
         return rooms
 
-    def rises(self, kind: Hashable, *, saved_bytes: int, gain_bytes: int) -> Rises:
-        """What was seen of a kind of block. One way follows from another: recomputed at once, a block takes what it
-        saves on top of what it takes when it is kept; in parts less by what that gains. Where nothing was seen, it
-        takes as much as other kinds do."""
+    def rises(
+        self, kind: Hashable, *, saved_bytes: int, part_bytes: Sequence[int] = (), others: Sequence[Rises] = ()
+    ) -> Rises:
+        """What was seen of a kind of block, whose parts save ``part_bytes``. One way follows from another: recomputed
+        at once, a block takes what it saves on top of what it takes when it is kept; in parts, of all parts only the
+        largest, and of what lies outside of them perhaps nothing. Where nothing was seen, it takes as much as
+        ``others`` do."""
         keep, whole, parts = (self.seen.get((kind, way)) for way in ("keep", "whole", "parts"))
+        largest = max(part_bytes, default=0)
         if whole is None and keep is None and parts is not None:
-            whole = parts + gain_bytes
+            whole = parts + saved_bytes - largest
         if keep is None:
-            others = max((rise for (_, way), rise in self.seen.items() if way == "keep"), default=0)
-            keep = others if whole is None else max(0, whole - saved_bytes)
+            keep = max((rise.keep for rise in others), default=0) if whole is None else max(0, whole - saved_bytes)
         whole = saved_bytes + keep if whole is None else whole
-        parts = whole - gain_bytes if parts is None else parts
+        parts = whole - (sum(part_bytes) - largest) if parts is None else parts
         return Rises(keep=keep, whole=whole, parts=min(parts, whole))
+
+    def has_seen(self, kind: Hashable) -> bool:
+        """Whether ``rises`` of this kind are more than a guess."""
+        return any((kind, way) in self.seen for way in ("keep", "whole", "parts"))
 
     def rise_at_the_end(self, kind: Hashable) -> int:
         """The most that was seen to come on top of what is there when forward ends, until backward has left the last

@@ -43,11 +43,11 @@ class Measurement:
 
     def profile(self) -> BlockProfile | None:
         """None while the device has not finished."""
-        seconds, ranking = self.seconds(), self.tape.ranking()
-        if seconds is None or ranking is None:
+        seconds, of_operations, ranking = self.seconds(), self.tape.seconds(), self.tape.ranking()
+        if seconds is None or of_operations is None or ranking is None:
             return None
         return BlockProfile(
-            forward_s=seconds,
+            forward_s=min(seconds, of_operations) if self.tape.steps else seconds,  # it may have waited for what leaves
             input_bytes=self.input_bytes,
             saved_bytes=self.saved_bytes,
             operations=ranking,

@@ -35,11 +35,13 @@ def place(
     bucket = max((unit.grad_bytes for unit in units), default=0) + 512 if training else 0
     wide = max((unit.wide_bytes for unit in units if unit.has_wide_form), default=0) if training else 0
     adding = 2 * (wide + 512) if wide else bucket  # to add a gradient to an earlier one
-    fixed = 2 * bucket + adding + 512
-    least = entry + largest + fixed
-    whole = images + fixed
     free = round_down(ledger.free_bytes(Tier.DEVICE) - reserve_bytes, 512)
     budget = ledger.budgets[Tier.DEVICE]
+    fixed = 2 * bucket + 512
+    if entry + largest + fixed + adding <= free * 3 // 4:
+        fixed += adding  # else whoever accumulates finds it among the weights, or what activations leave
+    least = entry + largest + fixed
+    whole = images + fixed
     if least > free:
         raise OutOfBudget(
             f"Cannot stream this model through {format_bytes(budget.limit_bytes)} of device memory for PARAMETERS",

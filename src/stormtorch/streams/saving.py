@@ -10,11 +10,12 @@ A block is never run twice where that would show: where it changes its buffers, 
 hooks are listening.
 
 What is saved outside of blocks, or by a checkpoint of the user's around them, is *loose*: nobody may run it again, so
-it stays as far as there is room, and what was saved first leaves."""
+it stays as far as there is room, and what was saved first leaves. What is saved after the last block stays."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -123,16 +124,20 @@ class Saving:
         self._look_back()
         self._held, self._sequence, self._loose_bytes = [], [], 0
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
-        way_bytes = self.plan.way_bytes[-1] if self.plan is not None else self._way_bytes
-        self._stream.window_bytes = way_bytes
-        self._stream.ahead_bytes = 0 if self.plan is None and self._tight else way_bytes
-        self._stream.is_strict = self.plan is not None
+        self._set_ways()
         try:
             yield
         finally:
             self._hooks, self._sending, self._measuring = None, False, None
             if self.passes <= _REPLAN_AT[-1]:
                 self._levels.reach(len(self._held), self._stream.travelling_bytes())
+
+    def _set_ways(self) -> None:
+        """What may be on its way, to begin with. Nothing, where nobody knows whether there is room for it."""
+        careful = self.plan is None and self.mode != "offload" and (self._tight or self._room() < sys.maxsize)
+        way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._way_bytes
+        self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
+        self._stream.is_strict = self.plan is not None or careful
 
     def rules_here(self) -> bool:
         """Whether blocks called now are ours to arrange: in a pass, and in nobody else's checkpoint inside of it."""
@@ -276,6 +281,8 @@ class Saving:
             )
             way = plan.way(known.parts)
             result = self._run(plan, known.tape, block, original, args, kwargs)
+        if self._is_last():
+            self._sending = False  # what comes now is what backward begins with
         self._held.append(held)
         self._levels.hold(kind, way, held)
         self._watch(position, result)
@@ -316,7 +323,7 @@ class Saving:
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
         way = self.plan.way_bytes if self.plan is not None else []
-        ahead = way[position] if position < len(way) - 1 else 0 if self._tight else self._way_bytes
+        ahead = way[position] if position < len(way) - 1 else 0 if self._stream.is_strict else self._way_bytes
         noting, this, number = self.passes <= _REPLAN_AT[-1], weakref.ref(self), self.passes
 
         def reached(_gradient: torch.Tensor) -> None:
@@ -345,17 +352,19 @@ class Saving:
             self._levels.forget()
 
     def _provisional(self, position: int, kind: Any) -> BlockPlan:
-        """Before there is a plan: keep, if there is room for all that follows and for as much again. Nobody knows yet
-        what the loss and the gradients will take."""
+        """Before there is a plan: keep, if there is room for all that follows and for as much again. Not in the first
+        pass: nobody knows yet what the loss will take."""
         known = self._measured.get(kind) or self._profiles[kind]
         count = len(self._last_sequence) or len(self._blocks)
         ahead = max(1, count - position) + 1  # and one to compute with
-        if 2 * known.saved_bytes * ahead <= self._room() and (self.mode == "auto" or self._is_last()):
+        room = self._room()
+        if 2 * known.saved_bytes * ahead + self._levels.rise_at_the_end(kind) > room:
+            self._tight = True
+            # The first one at least: backward comes to it last, when all gradients are there.
+            return leanest(repeatable=known.repeatable, parts=known.parts) if position else OFFLOAD
+        if (self.passes > 1 or room == sys.maxsize) and (self.mode == "auto" or self._is_last()):
             return KEEP
-        self._tight = True
-        if position == 0:
-            return OFFLOAD  # backward comes to it last, when all gradients are there
-        return leanest(repeatable=known.repeatable, parts=known.parts)
+        return BlockPlan(kind="recompute") if known.repeatable else OFFLOAD
 
     def _measure(
         self, kind: Any, size: int, block: nn.Module, original: Call, args: Any, kwargs: Any

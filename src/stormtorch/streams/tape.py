@@ -131,6 +131,11 @@ class Tape:
                 idle.add(step.operation)
         return frozenset(idle)
 
+    def seconds(self) -> float | None:
+        """What all operations took together, without what came between them; None while the device has not finished."""
+        durations = [step.seconds() for step in self.steps]
+        return None if None in durations else sum(duration or 0.0 for duration in durations)
+
     def ranking(self) -> dict[Operation, tuple[int, float]] | None:
         """Results worth putting aside, best first: their bytes, and the seconds that each saves given those before it.
 
