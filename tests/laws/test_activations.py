@@ -800,7 +800,7 @@ def test_blocks_are_recomputed_in_parts_where_room_is_short() -> None:
     through(model, activations, 5)
     after = [(block.runs, block.first.runs, block.second.runs) for block in blocks]
     runs = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True)]
-    assert runs == [(1, 2, 2)] * 3 + [(1, 1, 1)]
+    assert runs == [(1, 2, 2)] * 3 + [(2, 2, 2)]  # for the last one, as a whole, there is room
     assert not any("_call_impl" in vars(part) for block in blocks for part in block.children())
     activations.close()
 
