@@ -113,8 +113,10 @@ def check(
     *,
     accumulate: int,
     share: float = 1.0,
+    checkpointed: bool = False,
 ) -> None:
-    """Peaks of ten steps within ``share`` times what checkpointing needs; the gradients are plain PyTorch's."""
+    """Peaks of ten steps within ``share`` times what checkpointing needs; the gradients are plain PyTorch's.
+    ``checkpointed``: the user's own goes on."""
 
     def run(loss_of: Callable[[], torch.Tensor]) -> int:
         """A step with its gradients; the peak, which is forgotten before, as users do."""
@@ -133,7 +135,7 @@ def check(
     model.checkpointed = True
     run(lambda: model(given))  # cuBLAS takes its workspace
     limit = round(run(lambda: model(given)) * share)
-    model.checkpointed = False
+    model.checkpointed = checkpointed
     model.zero_grad()
     activations = open_activations(limit)
 
@@ -170,9 +172,11 @@ def test_peak_is_within_vram(mode: str, accumulate: int) -> None:
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("share", [1.0, 1.3])
-@pytest.mark.parametrize("rate", [2e6, 2e8])
+@pytest.mark.parametrize(
+    ("rate", "share", "accumulate"),
+    [(2e6, 1.0, 1), (2e8, 1.0, 2), (2e6, 1.3, 1)],
+    ids=["slow", "fast_accumulated", "wide"],
+)
 @pytest.mark.parametrize(
     ("block", "vocabulary"), [(Halves, 0), (Layer, 64), (Layer, 2048)], ids=["halves", "layers", "vocabulary"]
 )
@@ -200,4 +204,23 @@ def test_peak_is_within_vram_of_a_device_that_we_count(
             lambda limit: OffloadedActivations(model, mode, limit, "auto", "cpu", trial=trial),
             accumulate=accumulate,
             share=share,
+        )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("vocabulary", [64, 2048])
+def test_beside_checkpoints_of_the_users_own(vocabulary: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What those save may leave, never cost more."""
+    monkeypatch.setattr(offload, "link_rates", lambda _totals: (2e8, 2e8))
+    torch.manual_seed(0)
+    with Counting() as meter:
+        model = Net(Layer, 32, 5, vocabulary)
+        trial = Trial(meter=meter, small_bytes=2048)
+        check(
+            model,
+            torch.randint(0, vocabulary, (8, 32)),
+            meter,
+            lambda limit: OffloadedActivations(model, "auto", limit, "auto", "cpu", trial=trial),
+            accumulate=accumulate,
+            checkpointed=True,
         )

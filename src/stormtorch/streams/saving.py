@@ -133,8 +133,9 @@ class Saving:
                 self._levels.reach(len(self._held), self._stream.travelling_bytes())
 
     def _set_ways(self) -> None:
-        """What may be on its way, to begin with. Nothing, where nobody knows whether there is room for it."""
-        careful = self.plan is None and self.mode != "offload" and (self._tight or self._room() < sys.maxsize)
+        """What may be on its way, to begin with. Nothing, as long as nobody knows whether there is room for it."""
+        unknown = self.plan is None and (self.passes <= _ROUNDS or bool(self._last_sequence))
+        careful = unknown and self.mode != "offload" and self._room() < sys.maxsize
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._way_bytes
         self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
         self._stream.is_strict = self.plan is not None or careful
@@ -220,7 +221,7 @@ class Saving:
         stayed = min(self._stream.stay_bytes, self._loose_bytes)
         room = self._means([], [], [stayed]).rooms[-1]
         self._loose_leave = self._loose_bytes > room
-        self._stream.stay_bytes = max(0, room - self._stream.window_bytes)
+        self._stream.stay_bytes = max(0, room - self._way_bytes)
         size = format_bytes(self._loose_bytes)
         self._loose_reason = (
             f"offloaded, but for the last {format_bytes(self._stream.stay_bytes)} of {size}: no blocks to recompute"
