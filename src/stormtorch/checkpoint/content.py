@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,14 @@ def parameter_names(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.
         for number, group in enumerate(optimizer.param_groups)
         for position, parameter in enumerate(group["params"])
     }
+
+
+def unsaved(optimizer: torch.optim.Optimizer | None, model: nn.Module, also: Iterable[Any]) -> int:
+    """How many of the optimizer's parameters are neither the model's nor of a module in ``also``."""
+    modules = [model, *(value for value in also if isinstance(value, nn.Module))]
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    groups = optimizer.param_groups if optimizer is not None else ()
+    return sum(id(parameter) not in known for group in groups for parameter in group["params"])
 
 
 def _optimizer(
