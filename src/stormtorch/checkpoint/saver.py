@@ -14,7 +14,7 @@ from ..core.notices import say_once
 from ..memory.file_calls import storage_error
 from ..streams.durable import Durable
 from . import adapter, folder, pretrained
-from .content import gather, unsaved
+from .content import gather
 from .draft import Draft, place_of
 from .loading import load_into
 from .writing import Writing, check_space
@@ -49,12 +49,6 @@ class Saver:
             say_once(
                 "A checkpoint holds no gradients, and there are some that no step has used: a run that is resumed from "
                 "it goes on without them. Save after optimizer.step()."
-            )
-        beside = unsaved(durable.optimizer, self._model, (also or {}).values())
-        if beside:
-            say_once(
-                f"The optimizer holds {beside} parameters that the model does not. A checkpoint has their states, not "
-                "their values: save those too, with also={...} and the module that they are in."
             )
         durable.settle()
         content = gather(self._model, durable, step=self.steps, also=also or {}, with_states=optimizer)
