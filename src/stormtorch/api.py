@@ -37,9 +37,9 @@ def stream(
     ``vram``, ``ram``: hard limits, "8GiB", a number of bytes, or "auto". ``device``: where to compute; "auto" is the
     first GPU, or the CPU. ``step``: when the optimizer runs. "forward" (what "auto" takes) is exact with everything:
     ``step()`` returns at once and the next forward runs behind the update. "backward" updates each unit as its
-    gradients arrive, and refuses clipping and accumulation. "serial" does one thing at a time, for debugging; the
-    numbers are the same. ``master_dtype``: bf16 and fp16 models are updated with fp32 masters, or with None in their
-    own dtype. ``only`` and ``leave`` name modules to stream or to leave on the device as they are.
+    gradients arrive, and refuses clipping, accumulation and steps that are left out. "serial" does one thing at a time,
+    for debugging; the numbers are the same. ``master_dtype``: bf16 and fp16 models are updated with fp32 masters, or
+    with None in their own dtype. ``only`` and ``leave`` name modules to stream or to leave on the device as they are.
 
     Without an optimizer, for inference or for an optimizer of your own. ``close()`` makes the model ordinary again.
     """
@@ -82,7 +82,8 @@ class Session:
     ) -> torch.Tensor:
         """Clip all gradients of the model by their total norm, which is returned; waits for nothing where it can.
 
-        The gradients are scaled as the optimizer uses them, or as soon as somebody looks at them.
+        The gradients are scaled as the optimizer uses them, or as soon as somebody looks at them. What the optimizer
+        holds beside the model is not clipped, and not part of the norm.
         """
         self._check_open()
         parameters = list(self._model.parameters())

@@ -36,12 +36,13 @@ from .streams.parameters import ParameterStream, Residence
 from .streams.saving import Saving
 from .streams.settings import Settings, Trial
 from .streams.still import Still
-from .streams.torch_step import is_separable
+from .streams.torch_step import is_separable, is_whole
 from .streams.unit import Unit
 from .tuning import Tuning
 
 # What is tied to a model lives as long as its parameters are streamed, also where nobody has kept the session.
 _TIED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
+_TAKEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerStream]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,8 @@ def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settin
     earlier = _TIED.get(model)
     if earlier is not None and (attachment := earlier()) is not None and not attachment.closed:
         raise SettingError("This model is being streamed already. Close that session first.")
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
     endings = Endings()
     try:
         parts = _open(model, optimizer, settings, trial, endings)
@@ -73,6 +76,8 @@ def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settin
         endings.run()
         raise
     _TIED[model] = weakref.ref(parts.attachment)
+    if optimizer is not None and parts.optimizer is not None:
+        _TAKEN[optimizer] = weakref.ref(parts.optimizer)
     return parts
 
 
@@ -110,7 +115,6 @@ def _open(
     adam = worker = taken = None
     if optimizer is not None:
         gradients.prepare()
-        _refuse_foreign(model, optimizer)
         masters = settings.master_dtype is not None
         mode = "forward" if settings.step == "auto" else settings.step
         if runs_as_adam(optimizer, ground.units, masters):
@@ -125,7 +129,6 @@ def _open(
             optimizer,
             access=attachment,
             units=ground.units,
-            left=ground.partition.left,
             parameters=parameters,
             gradients=gradients,
             adam=adam,
@@ -230,13 +233,24 @@ def _arrange(
     return saving
 
 
-def _refuse_foreign(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
-    foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-    if foreign:
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot be taken over; nothing is opened yet. What it holds beside the model is its own affair."""
+    if not is_whole(optimizer):
+        inner = next((name for name, value in getattr(optimizer, "__dict__", {}).items() if is_whole(value)), None)
         raise SettingError(
-            f"The optimizer holds {foreign} parameters that the model does not. Build it from model.parameters()."
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer, or has not called its __init__. If it wraps "
+            f"another optimizer, give that one to storm.stream{f' (optimizer.{inner})' if inner else ''}, and go on "
+            "calling the wrapper."
         )
+    earlier = _TAKEN.get(optimizer)
+    if earlier is not None and (taken := earlier()) is not None and not taken.released:
+        raise SettingError(
+            "This optimizer belongs to a session already. Close that one first; to train several models with one "
+            "optimizer, stream them together: storm.stream(nn.ModuleList([...]), optimizer)."
+        )
+    known = {id(parameter) for parameter in model.parameters()}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise SettingError("The optimizer holds no parameter of the model. Build it from model.parameters().")
 
 
 def _open_adam(

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,8 @@ def test_an_exception_in_backward_leaves_a_session_that_updates_in_backward_usab
         side.optimizer.zero_grad()
         with pytest.raises(Broken):
             in_backward(side, broken)
+        with pytest.raises(storm.StormError, match="half-done") if step == "backward" else nullcontext():
+            side.optimizer.zero_grad()
         side.optimizer.zero_grad()
         for number in range(2):
             assert torch.isfinite(side.step(number))
@@ -306,6 +308,8 @@ def updating_in_backward() -> Iterator[tuple[Side, Any]]:
         pair.streamed.optimizer.zero_grad()
         pair.streamed.loss(1).backward()
         yield pair.streamed, pair.session
+        with suppress(storm.StormError):  # no step() has followed
+            pair.streamed.optimizer.zero_grad()
         pair.streamed.optimizer.zero_grad()
         for number in range(2):  # the session is usable still
             assert torch.isfinite(pair.streamed.step(number))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..core.errors import SettingError
+from ..core.notices import say_once
 from ..streams.durable import MASTER, Durable
 from ..streams.home import plain
 from ..streams.still import Piece
@@ -73,6 +74,7 @@ def gather(
     Copies nothing large; home memory must be settled."""
     content = Content(step)
     names = names_of(model)
+    _say_what_is_left_out(durable.optimizer, model, also.values())
     if is_adapted(model):
         for file, tensors in adapter_files(model).items():
             _add(content, [Shard(file, list(tensors))], {name: _piece(durable, t, name) for name, t in tensors.items()})
@@ -129,6 +131,19 @@ def parameter_names(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.
         for number, group in enumerate(optimizer.param_groups)
         for position, parameter in enumerate(group["params"])
     }
+
+
+def _say_what_is_left_out(optimizer: torch.optim.Optimizer | None, model: nn.Module, also: Iterable[Any]) -> None:
+    """Parameters of the optimizer that are neither the model's nor of a module in ``also``."""
+    modules = [model, *(value for value in also if isinstance(value, nn.Module))]
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    groups = optimizer.param_groups if optimizer is not None else ()
+    beside = sum(id(parameter) not in known for group in groups for parameter in group["params"])
+    if beside:
+        say_once(
+            f"The optimizer holds {beside} parameters that the model does not. A checkpoint has their states, not "
+            "their values: save those too, with also={...} and the module that they are in."
+        )
 
 
 def _optimizer(

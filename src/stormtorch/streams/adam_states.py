@@ -7,7 +7,7 @@ update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,9 +49,9 @@ class AdamStates:
             if self._gradients.homes[home.unit.index].consumed:
                 continue  # updated already, and not yet counted there
             for number, place in enumerate(home.unit.trained):
-                if not home.steps[number]:
-                    continue
                 state, shown = self._optimizer.state.get(place.parameter), self._shown.get(id(place.parameter))
+                if not state and not shown:
+                    continue
                 if state and shown and all(state.get(name) is shown[name] for name in _MOMENTS):
                     home.steps[number] = int(state["step"])
                     continue
@@ -78,7 +78,7 @@ class AdamStates:
                     self._take(home, number, place, {})
                 else:
                     home.steps[number] = int(state["step"])
-                    self._show(place)
+                    self._show(place, state)
 
     def make_ordinary(self) -> None:
         """Ordinary tensors of the parameters' dtypes in place of the views."""
@@ -90,7 +90,8 @@ class AdamStates:
                     for name in _MOMENTS:
                         state[name] = home.narrow(name, place)
 
-    def _show(self, place: Place) -> None:
+    def _show(self, place: Place, before: Mapping[str, Any] | None = None) -> None:
+        """An entry of our own; what ``before`` has beyond it stays in it."""
         home = self._adam.homes[place.unit.index]
         state: dict[str, Any] = {"step": torch.tensor(float(home.steps[home.unit.trained.index(place)]))}
         for name in _MOMENTS:
@@ -98,8 +99,9 @@ class AdamStates:
         master = home.master(place)
         if master is not None:
             state["master"] = home_view(master, self._access, place, "state")
-        self._optimizer.state[place.parameter] = state
-        self._shown[id(place.parameter)] = dict(state)
+        more = {key: value for key, value in (before or {}).items() if key not in ("step", "master", *_MOMENTS)}
+        self._optimizer.state[place.parameter] = {**state, **more}
+        self._shown[id(place.parameter)] = state
 
     def _take(self, home: AdamHome, number: int, place: Place, state: dict[str, Any]) -> None:
         home.steps[number] = 0
@@ -115,4 +117,4 @@ class AdamStates:
         master = home.master(place)
         if master is not None and "master" in state:
             master.copy_(plain(joined(state["master"])))
-        self._show(place)
+        self._show(place, state)

@@ -58,6 +58,7 @@ class GradientStream:
         # Set by whoever takes over an optimizer:
         self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None  # a lane waits for what reads home grads
         self.consume: Callable[[GradHome], None] | None = None  # for step="backward"
+        self.before_dropping: Callable[[], None] = lambda: None  # user code drops gradients that backward has used
         self.join_readers: Callable[[Unit], None] = lambda _unit: None  # wait for updates that read home grads
         self.settle: Callable[[], None] = lambda: None  # clipping that waits for the update is done now, on the host
         self.before_storing: Callable[[Unit], None] = lambda _unit: None
@@ -334,6 +335,8 @@ class GradientStream:
             _set_real_grad(place, value)
             return
         if value is None:
+            if place.index in home.consumed_places:
+                self.before_dropping()
             self._let_go_of_views(home, place.index)
             home.present.discard(place.index)
             home.consumed_places.discard(place.index)

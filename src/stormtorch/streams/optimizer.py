@@ -7,7 +7,7 @@ fall through to the class."""
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -34,12 +34,22 @@ def runs_as_adam(optimizer: torch.optim.Optimizer, units: list[Unit], masters: b
     """Whether our own kernels compute what this optimizer would."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
-    if any(g["amsgrad"] or g.get("differentiable") or g.get("capturable") for g in optimizer.param_groups):
+    if _beyond_our_adam(optimizer, {id(place.parameter) for unit in units for place in unit.places}) is not None:
         return False
-    if any(isinstance(g["lr"], torch.Tensor) for g in optimizer.param_groups):
-        return False  # torch then computes with it in fp32, where a number is a double
     dtypes = {place.dtype for unit in units for place in unit.trained}
     return dtypes <= ({torch.float32, torch.bfloat16, torch.float16} if masters else {torch.float32})
+
+
+def _beyond_our_adam(optimizer: torch.optim.Optimizer, streamed: Container[int]) -> str | None:
+    """The first setting of a group of ``streamed`` parameters, by id, that our own kernels do not know."""
+    for group in optimizer.param_groups:
+        found = [f"{name}={group[name]!r}" for name in ("amsgrad", "differentiable", "capturable") if group.get(name)]
+        for name, values in (("lr", [group["lr"]]), ("betas", group["betas"])):
+            if any(isinstance(value, torch.Tensor) for value in values):
+                found.append(f"a tensor as {name}")  # torch then computes in fp32, where a number is a double
+        if found and any(id(parameter) in streamed for parameter in group["params"]):
+            return found[0]
+    return None
 
 
 class OptimizerStream:
@@ -51,20 +61,20 @@ class OptimizerStream:
         *,
         access: Access,
         units: list[Unit],
-        left: list[nn.Parameter],
         parameters: ParameterStream,
         gradients: GradientStream,
         adam: AdamStream | None,
         masters: bool,
         mode: str,
     ) -> None:
-        self.optimizer, self._units, self._left = optimizer, units, left
+        self.optimizer, self._units = optimizer, units
         self._parameters, self._gradients, self._adam, self._mode = parameters, gradients, adam, mode
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._shadow = Shadow(optimizer, _OWN)
         self._generic = TorchStep(self._shadow, masters=masters)
         self._previous = {name: vars(optimizer)[name] for name in _OWN if name in vars(optimizer)}
-        self._released = False
+        self.released = False
+        self._unstepped = False  # backward has updated units, and step() was not called since
         self.lock = parameters.lock
         self._before_load: dict[int, dict[str, Any]] = {}
         self._images_before: dict[int, torch.Tensor] = {}
@@ -99,6 +109,7 @@ class OptimizerStream:
             self._hooks.append(optimizer.register_state_dict_post_hook(self._masters.add))
         if self._mode == "backward":
             gradients.consume = self._consume
+            gradients.before_dropping = self.before_dropping
         if adam is not None:
             if optimizer.state and self._states is not None:
                 self._states.take_all({p: dict(state) for p, state in optimizer.state.items()})
@@ -110,10 +121,11 @@ class OptimizerStream:
 
     def _method(self, name: str) -> Callable[..., Any]:
         def method(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self._released:
+            if self.released:
                 return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
             return getattr(self, name)(*args, **kwargs)
 
+        method = torch.compiler.disable(method)  # queues and waits: nothing that could be compiled
         method.__name__ = name
         if hasattr(vars(self.optimizer).get(name), "_wrapped_by_lr_sched"):
             method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or the scheduler warns of a foreign step
@@ -139,6 +151,7 @@ class OptimizerStream:
             if self._mode != "backward":
                 self.before_change(None)  # here, where Ctrl-C ends the wait
             self._update_all()
+            self._unstepped = False
         self._sort_state()
         self.steps += 1  # before the hooks: one of them may save a checkpoint
         self.on_step()
@@ -150,8 +163,7 @@ class OptimizerStream:
         """New entries of ``optimizer.state`` in the order of the parameters, in whichever order units were updated."""
         state = self.optimizer.state
         if len(state) != len(self._states_seen):
-            everything = [p for group in self.optimizer.param_groups for p in group["params"]]
-            for parameter in [p for p in everything if p in state and id(p) not in self._states_seen]:
+            for parameter in [p for p in self._held() if p in state and id(p) not in self._states_seen]:
                 state[parameter] = state.pop(parameter)
                 self._states_seen.add(id(parameter))
 
@@ -159,6 +171,7 @@ class OptimizerStream:
     @torch.no_grad()
     def _update_all(self) -> None:
         self._refuse_thawed()
+        self._refuse_unknown()
         if self._states is not None:
             self._states.heed()
         for home in self._gradients.homes:
@@ -166,12 +179,11 @@ class OptimizerStream:
                 self._gradients.fold(place)
             if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
                 self._update(home, self._hyper_of(home.unit))
-        others = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self._place]
-        others = [p for p in others if p.grad is not None]  # left on the device, or added since
-        if others:
-            self._shadow.run([(p, p) for p in others])
         if self._states is not None:
             self._states.count()
+        others = [p for p in self._held() if id(p) not in self._place and p.grad is not None]
+        if others:  # left on the device, added since, or not the model's
+            self._shadow.run([(p, p) for p in others])
         if self._mode == "serial":
             self.join_all()
         self._parameters.end_step()
@@ -186,6 +198,19 @@ class OptimizerStream:
                         f"Cannot update {place.name!r}: it was frozen when streaming began. Close the session and call "
                         "storm.stream again."
                     )
+
+    def _refuse_unknown(self) -> None:
+        """Our own kernels were chosen when streaming began; what they do not know has to be known by then."""
+        setting = _beyond_our_adam(self.optimizer, self._place) if self._adam is not None else None
+        if setting is not None:
+            raise StormError(
+                f"Cannot step: a parameter group with streamed parameters has {setting}. Streaming began without it, "
+                "and with kernels that do not know it. Take it back, or close the session, set it then, and call "
+                "storm.stream again."
+            )
+
+    def _held(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _update(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
         self.before_change(home.unit)
@@ -227,7 +252,7 @@ class OptimizerStream:
                 self._states.heed(home.unit)
             with torch.no_grad():
                 self._update(home, mine)
-            _consumed(home)
+            self._consumed(home)
 
     def _update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
         """For step="backward": update the unit now, on the device, if that is where it belongs."""
@@ -241,13 +266,21 @@ class OptimizerStream:
         if not self._adam.update_here(home, bucket, mine):
             return False
         self._note_change(home, mine)
-        _consumed(home)
+        self._consumed(home)
         return True
 
     def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:
         """The unit's hyperparameters; None if not all its gradients are the optimizer's: users may read them."""
+        if not self._unstepped:  # before the first unit changes
+            self._refuse_unknown()
         mine = self._hyper_of(home.unit)
         return mine if all(index in mine for index in home.present) else None
+
+    def _consumed(self, home: GradHome) -> None:
+        home.consumed_places |= home.present
+        home.present.clear()
+        home.norms.clear()
+        home.consumed = self._unstepped = True
 
     def _hyper_of(self, unit: Unit) -> dict[int, dict[str, Any]]:
         """The parameter groups of a unit's parameters, by place, as they are now."""
@@ -263,24 +296,40 @@ class OptimizerStream:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad``; with ``set_to_none`` it waits for nothing."""
+        self.before_dropping()
         if not set_to_none:
             type(self.optimizer).zero_grad(self.optimizer, set_to_none=False)
             return
-        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        everything = all(id(place.parameter) in mine for unit in self._units for place in unit.trained)
-        if not everything:
-            self.apply_factor()  # the others keep their gradients
+        held = {id(parameter): parameter for parameter in self._held()}
+        everything = all(id(place.parameter) in held for unit in self._units for place in unit.trained)
         if everything:
             self._gradients.clear()
-        for key in mine:
+        else:
+            self.apply_factor()  # the others keep their gradients
+        for key, parameter in held.items():
             place = self._place.get(key)
-            if place is not None and not everything:
-                self._gradients.set_grad(place, None)
-        for parameter in self._left:
-            if id(parameter) in mine:
+            if place is None:
                 parameter.grad = None
+            elif not everything or (not place.trained and self._gradients.real_grad(place) is not None):
+                self._gradients.set_grad(place, None)
         if self._adam is not None:
             self._adam.forget_factor()
+
+    @locked
+    def before_dropping(self) -> None:
+        """Gradients that backward has used are to go. Without a step() before, that skips nothing: say so, once."""
+        if not self._unstepped:
+            return
+        self._unstepped = False
+        if self._states is not None:
+            self._states.count()  # what was updated counts, if training goes on from here
+        updated = sum(home.consumed for home in self._gradients.homes)
+        raise StormError(
+            f'step="backward" has updated {updated} of {len(self._units)} units while their gradients arrived, and '
+            "optimizer.step() was not called since: the weights are those of a half-done step, and it cannot be "
+            'taken back. Load a checkpoint, or call zero_grad() again to go on from here. Use step="forward" (what '
+            '"auto" takes) to skip steps.'
+        )
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor | None:
         """Clip without waiting, if that is possible; None if it is not."""
@@ -316,7 +365,7 @@ class OptimizerStream:
         self.before_change(unit)  # which is known only after we have been made
 
     def _take_state(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if self._released:
+        if self.released:
             return None
         self.join_all()
         self.before_change(None)
@@ -324,21 +373,25 @@ class OptimizerStream:
             return self._masters.take(self.optimizer, state_dict)
         if self._adam is None:
             return None
-        self._before_load = state_dict["state"]
-        return {**state_dict, "state": {}}  # torch would cast the states to the parameters' dtype and device
+        streamed = {number for number, parameter in enumerate(self._held()) if id(parameter) in self._place}
+        states = state_dict["state"]
+        # torch would cast these to the parameters' dtype and device
+        self._before_load = {number: state for number, state in states.items() if number in streamed}
+        return {**state_dict, "state": {number: state for number, state in states.items() if number not in streamed}}
 
     def _install_state(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._released:
+        if self.released:
             return
+        self._unstepped = False  # who loads begins anew
         if self._masters is not None:
             self._masters.install(optimizer)
         if self._states is None:
             return
-        numbered = [p for group in optimizer.param_groups for p in group["params"]]
+        numbered = self._held()
         states = {numbered[key]: dict(value) for key, value in self._before_load.items()}
         self._before_load = {}
         for parameter, state in states.items():
-            if id(parameter) not in self._place:
+            if not self._place[id(parameter)].trained:
                 optimizer.state[parameter] = state
         self._states.take_all(states)
 
@@ -365,6 +418,7 @@ class OptimizerStream:
     @locked
     def replace_states(self, states: dict[Any, dict[str, Any]]) -> None:
         """Make these the states. Where our own kernels run, moments and masters are in home memory already."""
+        self._unstepped = False
         self.optimizer.state.clear()
         if self._states is not None:
             self._states.replace(states)
@@ -417,9 +471,9 @@ class OptimizerStream:
 
     def release(self) -> None:
         """Give the optimizer back, with its state in ordinary tensors of the parameters' dtypes."""
-        if self._released:
+        if self.released:
             return
-        self._released = True
+        self.released = True
         for hook in self._hooks:
             hook.remove()
         for name in _OWN:
@@ -430,11 +484,6 @@ class OptimizerStream:
                 if name == "_step_supports_amp_scaling" or isinstance(value, types.MethodType):
                     delattr(self.optimizer, name)  # a wrapper that a scheduler made stays, and falls through
         if self._states is not None:
+            if self._unstepped:
+                self._states.count()
             self._states.make_ordinary()
-
-
-def _consumed(home: GradHome) -> None:
-    home.consumed_places |= home.present
-    home.present.clear()
-    home.norms.clear()
-    home.consumed = True

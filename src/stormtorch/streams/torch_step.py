@@ -21,6 +21,15 @@ from .home import HomeParameter
 from .torch_private import without_torch_function
 from .unit import Place
 
+_WHEN = ("pre", "post")
+
+
+def is_whole(optimizer: object) -> bool:
+    """Whether it is an optimizer, with all that ``Optimizer.__init__`` gives: some that wrap others have not."""
+    hooks = (f"_optimizer_{kind}_{when}_hooks" for kind in ("step", "state_dict", "load_state_dict") for when in _WHEN)
+    needed = ("param_groups", "state", *hooks)
+    return isinstance(optimizer, torch.optim.Optimizer) and all(hasattr(optimizer, name) for name in needed)
+
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it may be run one unit at a time."""
