@@ -25,10 +25,15 @@ from .models import (
     OTHERS,
     RECOMPUTED,
     TWO_KERNELS,
+    VOCABULARY,
+    WIDTH,
     Case,
     History,
+    Pair,
+    Side,
     adamw,
     closeness,
+    cross_entropy,
     frozen,
     gradients,
     master,
@@ -39,6 +44,7 @@ from .models import (
     same,
     stream,
     tight,
+    tokens,
     train,
 )
 
@@ -194,6 +200,137 @@ def test_no_race(name: str, step: str, accumulate: int, clip: str) -> None:
 @pytest.mark.parametrize("step", ["serial", "forward", "backward"])
 def test_no_race_with_other_delays(step: str, seed: int) -> None:
     check(LLAMA, step, steps=5, seed=seed)
+
+
+# ------------------------------------------------------------------------------------------- one weight, several uses
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.as_tensor(self.inner(torch.tanh(self.inner(x))))
+
+
+class Looped(nn.Module):
+    """All blocks again and again, each with a weight that it uses twice: four uses, of which no two come together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Twice() for _ in range(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return torch.as_tensor(x @ self.embed.weight.t())
+
+
+class Shared(nn.Module):
+    """One table for encoder, decoder and head, as in BART; blocks in between make it leave the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.ModuleList(Twice() for _ in range(6))
+        self.decoder = nn.ModuleList(Twice() for _ in range(6))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, later = self.table(tokens), self.table(tokens.flip(-1))
+        for block in self.encoder:
+            x = block(x)
+        x = x + later
+        for block in self.decoder:
+            x = block(x)
+        return torch.as_tensor(self.head(x))
+
+
+class Lender(nn.Module):
+    """Keeps its weight, or a view of it, for the blocks behind it, after its own call has ended."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.inner = form, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, lent: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + torch.as_tensor(self.inner(x))
+        if lent is not None:
+            x = x + torch.tanh(x @ lent)
+        weight = self.inner.weight
+        return x, weight if self.form == "itself" else weight.t()
+
+
+class Lending(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Lender(form) for _ in range(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, lent = self.embed(tokens), None
+        for index, block in enumerate((*self.blocks, *self.blocks)):
+            x, weight = block(x, lent)
+            lent = weight if index % 4 == 0 else lent
+        return torch.as_tensor(x @ self.embed.weight.t())
+
+
+SEVERAL_USES = [
+    Case("looped", Looped, tokens, cross_entropy),
+    Case("shared", Shared, tokens, cross_entropy),
+    Case("lent", lambda: Lending("itself"), tokens, cross_entropy),
+    Case("lent-view", lambda: Lending("view"), tokens, cross_entropy),
+]
+BY_NAME |= {case.name: case for case in SEVERAL_USES}
+
+
+@pytest.mark.parametrize("room", [1.0, 1.1, 100.0])
+@pytest.mark.parametrize(("step", "accumulate", "clip"), [("forward", 1, "off"), ("forward", 2, "torch")])
+@pytest.mark.parametrize("name", ["looped", "shared"])
+def test_sums_do_not_depend_on_the_budget(name: str, step: str, accumulate: int, clip: str, room: float) -> None:
+    """Contributions to one weight are added up one by one, also where it left the device between its uses."""
+    case = BY_NAME[name]
+    check(case, step, accumulate, clip, steps=4, vram=int(room * tight(case.build())), seed=0)
+
+
+@pytest.mark.parametrize("step", ["serial", "forward", "backward"])
+@pytest.mark.parametrize("name", ["lent", "lent-view"])
+def test_weights_that_outlive_the_call_of_their_module(name: str, step: str) -> None:
+    """What the forward holds keeps its values when the unit leaves the device, and comes back elsewhere."""
+    case = BY_NAME[name]
+    check(case, step, steps=4, vram=int(1.1 * tight(case.build())), seed=0)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload", "auto"])
+@pytest.mark.parametrize("name", ["looped", "shared"])
+def test_sums_do_not_depend_on_what_is_recomputed(name: str, activations: str) -> None:
+    case = BY_NAME[name]
+    with Pair(case, functools.partial(adamw, fused=True), activations=activations) as pair:
+        pair.steps(4)
+        pair.check()
+
+
+def test_sums_under_autocast() -> None:
+    def run(side: Side) -> object:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = side.loss(0)
+        loss.backward()
+        return loss, gradients(side.model)
+
+    with Pair(BY_NAME["looped"]) as pair:
+        pair.both(run)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.timeout(300)
+def test_sums_with_a_compiled_block() -> None:
+    torch._dynamo.reset()
+    check(BY_NAME["looped"], "forward", steps=3, compiled="aot_eager", seed=0)
+    torch._dynamo.reset()
 
 
 # -------------------------------------------------------------------------------------------- bf16 with fp32 masters

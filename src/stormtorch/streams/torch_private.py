@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +95,12 @@ def has_global_hooks() -> bool:
     """Whether somebody listens to the forward of every module."""
     module: Any = torch.nn.modules.module
     return bool(module._global_forward_hooks) or bool(module._global_forward_pre_hooks)
+
+
+def holders(tensors: Mapping[int, torch.Tensor], key: int) -> tuple[int, int]:
+    """How many references Python and C++ have to one of ``tensors``; the same for every one that only they hold."""
+    tensor: Any = tensors[key]
+    return sys.getrefcount(tensor), int(tensor._use_count())
 
 
 class StorageReference:
