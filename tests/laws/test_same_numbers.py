@@ -333,6 +333,64 @@ def test_sums_with_a_compiled_block() -> None:
     torch._dynamo.reset()
 
 
+# ------------------------------------------------------------------------------------- gradients of gradients, and p.grad
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("before", [0, 1], ids=["", "accumulated"])
+@pytest.mark.parametrize("step", ["serial", "forward"])
+@pytest.mark.parametrize("case", [LLAMA, BY_NAME["looped"], BY_NAME["bare"]], ids=lambda case: case.name)
+def test_a_backward_that_can_be_differentiated(case: Case, step: str, before: int) -> None:
+    """As AdaHessian and SophiaH do: ``p.grad`` has a graph, and the step takes its values."""
+
+    def run(side: Side, number: int) -> object:
+        side.optimizer.zero_grad()
+        if before:
+            side.loss(number + 10).backward()
+        side.loss(number).backward(create_graph=True)
+        parameters = list(side.model.parameters())
+        norm = torch.stack([torch.as_tensor(p.grad).pow(2).sum() for p in parameters if p.grad is not None]).sum()
+        second = torch.autograd.grad(norm, parameters, allow_unused=True)
+        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        seen = gradients(side.model)
+        side.optimizer.step()
+        return second, seen
+
+    with Pair(case, functools.partial(adamw, fused=True), step=step, vram="auto") as pair:
+        for number in range(2):
+            pair.both(functools.partial(run, number=number), f"step {number}")
+        pair.steps(2)
+        pair.check()
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["", "accumulated"])
+def test_a_gradient_put_back_where_it_was(wide: bool) -> None:
+    """``p.grad *= 0.5`` assigns what ``p.grad`` gave: whoever took it before goes on seeing it, and what it becomes."""
+
+    def run(side: Side, number: int) -> object:
+        side.optimizer.zero_grad()
+        for part in range(1 + wide):
+            side.loss(number + part).backward()
+        parameters = list(side.model.parameters())
+        held = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = parameter.grad
+            parameter.grad *= 0.5
+        for gradient in held[::2]:
+            assert gradient is not None
+            gradient.add_(1.0)
+        seen = [frozen(held), gradients(side.model)]
+        parameters[0].grad = parameters[0].grad[:]  # another tensor of the same memory is nothing new either
+        parameters[1].grad = parameters[1].grad.flip(0)
+        side.optimizer.step()
+        return [*seen, gradients(side.model)]
+
+    with Pair(CHAIN, functools.partial(adamw, fused=True)) as pair:
+        for number in range(3):
+            pair.both(functools.partial(run, number=number), f"step {number}")
+        pair.check()
+
+
 # -------------------------------------------------------------------------------------------- bf16 with fp32 masters
 
 
