@@ -6,12 +6,14 @@ Losses are not read inside the loop and gradients only at two of its steps: the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
 
 import stormtorch as storm
 from stormtorch.native.split import split
@@ -333,7 +335,7 @@ def test_sums_with_a_compiled_block() -> None:
     torch._dynamo.reset()
 
 
-# ------------------------------------------------------------------------------------- gradients of gradients, and p.grad
+# ---------------------------------------------------------------------------------- gradients of gradients, and p.grad
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
@@ -371,13 +373,12 @@ def test_a_gradient_put_back_where_it_was(wide: bool) -> None:
         side.optimizer.zero_grad()
         for part in range(1 + wide):
             side.loss(number + part).backward()
-        parameters = list(side.model.parameters())
+        parameters: list[Any] = list(side.model.parameters())
         held = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = parameter.grad
             parameter.grad *= 0.5
         for gradient in held[::2]:
-            assert gradient is not None
             gradient.add_(1.0)
         seen = [frozen(held), gradients(side.model)]
         parameters[0].grad = parameters[0].grad[:]  # another tensor of the same memory is nothing new either
@@ -388,6 +389,100 @@ def test_a_gradient_put_back_where_it_was(wide: bool) -> None:
     with Pair(CHAIN, functools.partial(adamw, fused=True)) as pair:
         for number in range(3):
             pair.both(functools.partial(run, number=number), f"step {number}")
+        pair.check()
+
+
+# ------------------------------------------------------------------------------------------- torch.func, forward mode
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def two_blocks(side: Side) -> Callable[[torch.Tensor], torch.Tensor]:
+    first, second = side.model.get_submodule("blocks.2"), side.model.get_submodule("blocks.3")
+    return lambda x: torch.as_tensor(second(first(x)))
+
+
+def functional_loss(side: Side, values: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logits = torch.func.functional_call(side.model, values, (x,))
+    return functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def copies(side: Side) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in side.model.named_parameters()}
+
+
+def functional_gradients(side: Side) -> object:
+    return torch.func.grad(lambda values: functional_loss(side, values, *side.batch(0)))(copies(side))
+
+
+def functional_gradients_of_the_parameters(side: Side) -> object:
+    values = dict(side.model.named_parameters())
+    return torch.func.grad(lambda values: functional_loss(side, values, *side.batch(0)))(values)
+
+
+def gradients_of_each_sample(side: Side) -> object:
+    def one(values: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional_loss(side, values, x[None], y[None])
+
+    return torch.func.vmap(torch.func.grad(one), (None, 0, 0))(copies(side), *side.batch(0))
+
+
+def mapped(side: Side) -> object:
+    result = torch.func.vmap(lambda x: side.model(x[None])[0])(side.batch(0)[0])
+    result.square().mean().backward()
+    return result, gradients(side.model)
+
+
+def slope_of_the_input(side: Side) -> object:
+    slope = torch.func.grad(lambda x: two_blocks(side)(x).square().sum())(rows())
+    slope.square().sum().backward()
+    return slope, gradients(side.model)
+
+
+def jacobians(side: Side) -> object:
+    block = two_blocks(side)
+    return [transform(block)(rows()[:1, :1]) for transform in (torch.func.jacrev, torch.func.jacfwd)]
+
+
+def hessian(side: Side) -> object:
+    return torch.func.hessian(lambda x: two_blocks(side)(x).square().sum())(rows()[:1, :1])
+
+
+def products(side: Side) -> object:
+    result, pull, *_ = torch.func.vjp(two_blocks(side), rows())
+    return result, pull(result), torch.func.jvp(two_blocks(side), (rows(),), (rows(),))
+
+
+def forward_mode(side: Side) -> object:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(two_blocks(side)(forward_ad.make_dual(rows(), rows()))).tangent.clone()
+
+
+TRANSFORMED = [
+    functional_gradients,
+    functional_gradients_of_the_parameters,
+    gradients_of_each_sample,
+    mapped,
+    slope_of_the_input,
+    jacobians,
+    hessian,
+    products,
+    forward_mode,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, on the way to forward mode
+@pytest.mark.parametrize("vram", ["tight", "auto"])
+@pytest.mark.parametrize("transformed", TRANSFORMED, ids=lambda function: function.__name__)
+def test_transformations(transformed: Callable[[Side], object], vram: str) -> None:
+    """A streamed model is a function like another, and an ordinary step follows."""
+    with Pair(CHAIN, functools.partial(adamw, fused=True), vram=vram) as pair:
+        pair.steps(1)
+        pair.both(lambda side: side.optimizer.zero_grad(), "zero_grad")
+        pair.both(transformed)
+        pair.steps(1, start=1)
         pair.check()
 
 

@@ -251,3 +251,27 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         return grads[0] * 2
+
+
+def test_what_is_made_outside_of_a_transformation_is_ordinary() -> None:
+    made: list[bool] = []
+
+    @torch_private.outside_functorch
+    def make() -> torch.Tensor:
+        tensor = torch.ones(4)[:3]
+        made.append(torch_private.has_plain_storage(tensor))
+        assert tensor.untyped_storage().data_ptr()
+        return tensor
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch_private.has_plain_storage(x))
+        return (x * make()).sum()
+
+    assert torch.func.grad(function)(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+    assert torch.func.vmap(torch.func.grad(function))(torch.ones(2, 3)).tolist() == [[1.0, 1.0, 1.0]] * 2
+    assert made == [False, True, False, True]
+
+
+def test_zeros_of_forward_mode_have_no_storage() -> None:
+    assert not torch_private.has_plain_storage(torch._efficientzerotensor(3))
+    assert torch_private.has_plain_storage(torch.zeros(3))

@@ -34,7 +34,7 @@ from .optimizer import OptimizerStream
 from .parameters import ParameterStream, SavedWeight, Stay
 from .partition import Entry
 from .saving import Saving
-from .torch_private import in_backward, saved_tensor_hooks_active, without_torch_function
+from .torch_private import in_backward, outside_functorch, saved_tensor_hooks_active, without_torch_function
 from .unit import Place, Unit
 
 
@@ -314,6 +314,7 @@ class Attachment:
 
     # --- twins
 
+    @outside_functorch
     def _twins_of(self, unit: Unit, stay: Stay, in_graph: bool) -> dict[int, torch.Tensor]:
         """The tensors that stand in for the unit's parameters, by index."""
         views = stay.views
