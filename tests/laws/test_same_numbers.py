@@ -335,6 +335,38 @@ def test_sums_with_a_compiled_block() -> None:
     torch._dynamo.reset()
 
 
+def penalty(side: Side) -> torch.Tensor:
+    return torch.stack([parameter.pow(2).sum() for parameter in side.model.parameters()]).sum()
+
+
+def regularised_first(side: Side, step: int) -> None:
+    (side.loss(step) + 1e-2 * penalty(side)).backward()
+    side.loss(step + 1).backward()
+    side.loss(step + 2).backward()
+
+
+def hooked_on_the_way(side: Side, step: int) -> None:
+    side.loss(step).backward()
+    handles = [parameter.register_hook(lambda gradient: gradient * 0.7) for parameter in side.model.parameters()]
+    side.loss(step + 1).backward()
+    side.loss(step + 2).backward()
+    for handle in handles:
+        handle.remove()
+    side.loss(step + 3).backward()
+
+
+@pytest.mark.parametrize("accumulated", [regularised_first, hooked_on_the_way], ids=lambda way: way.__name__)
+def test_backward_passes_are_added_in_their_order(accumulated: Callable[[Side, int], None]) -> None:
+    """Also where torch itself has delivered the gradients of some of them."""
+    with Pair(CHAIN, functools.partial(adamw, fused=True)) as pair:
+        for step in range(2):
+            pair.both(lambda side: side.optimizer.zero_grad(), "zero_grad")
+            pair.both(lambda side, step=step: accumulated(side, step), "backward")  # type: ignore[misc]
+            pair.both(lambda side: gradients(side.model), f"gradients of step {step}")
+            pair.both(lambda side: side.optimizer.step(), "step")
+        pair.check()
+
+
 # ---------------------------------------------------------------------------------- gradients of gradients, and p.grad
 
 

@@ -97,7 +97,10 @@ class GradientStream:
             if torch.is_grad_enabled():  # create_graph=True: what p.grad was made from belongs to it
                 returned[number] = grad.to("cpu")
                 continue
-            if not place.trained or grad.layout is not torch.strided or _has_hooks(place):
+            by_torch = not place.trained or grad.layout is not torch.strided or _has_hooks(place)
+            if _real_grad(place) is not None and (index in home.present or not by_torch):
+                self.fold(place)  # of earlier passes: torch delivers this one's when all nodes of the unit have run
+            if by_torch:
                 returned[number] = grad.detach().to("cpu")
                 continue
             grad = grad.detach()  # noqa: PLW2901
