@@ -6,12 +6,14 @@ Losses are not read inside the loop and gradients only at two of its steps: the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
 
 import stormtorch as storm
 from stormtorch.native.split import split
@@ -25,10 +27,15 @@ from .models import (
     OTHERS,
     RECOMPUTED,
     TWO_KERNELS,
+    VOCABULARY,
+    WIDTH,
     Case,
     History,
+    Pair,
+    Side,
     adamw,
     closeness,
+    cross_entropy,
     frozen,
     gradients,
     master,
@@ -39,6 +46,7 @@ from .models import (
     same,
     stream,
     tight,
+    tokens,
     train,
 )
 
@@ -194,6 +202,320 @@ def test_no_race(name: str, step: str, accumulate: int, clip: str) -> None:
 @pytest.mark.parametrize("step", ["serial", "forward", "backward"])
 def test_no_race_with_other_delays(step: str, seed: int) -> None:
     check(LLAMA, step, steps=5, seed=seed)
+
+
+# ------------------------------------------------------------------------------------------- one weight, several uses
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.as_tensor(self.inner(torch.tanh(self.inner(x))))
+
+
+class Looped(nn.Module):
+    """All blocks again and again, each with a weight that it uses twice: four uses, of which no two come together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Twice() for _ in range(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return torch.as_tensor(x @ self.embed.weight.t())
+
+
+class Shared(nn.Module):
+    """One table for encoder, decoder and head, as in BART; blocks in between make it leave the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.ModuleList(Twice() for _ in range(6))
+        self.decoder = nn.ModuleList(Twice() for _ in range(6))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, later = self.table(tokens), self.table(tokens.flip(-1))
+        for block in self.encoder:
+            x = block(x)
+        x = x + later
+        for block in self.decoder:
+            x = block(x)
+        return torch.as_tensor(self.head(x))
+
+
+class Lender(nn.Module):
+    """Keeps its weight, or a view of it, for the blocks behind it, after its own call has ended."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.inner = form, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, lent: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + torch.as_tensor(self.inner(x))
+        if lent is not None:
+            x = x + torch.tanh(x @ lent)
+        weight = self.inner.weight
+        return x, weight if self.form == "itself" else weight.t()
+
+
+class Lending(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Lender(form) for _ in range(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, lent = self.embed(tokens), None
+        for index, block in enumerate((*self.blocks, *self.blocks)):
+            x, weight = block(x, lent)
+            lent = weight if index % 4 == 0 else lent
+        return torch.as_tensor(x @ self.embed.weight.t())
+
+
+SEVERAL_USES = [
+    Case("looped", Looped, tokens, cross_entropy),
+    Case("shared", Shared, tokens, cross_entropy),
+    Case("lent", lambda: Lending("itself"), tokens, cross_entropy),
+    Case("lent-view", lambda: Lending("view"), tokens, cross_entropy),
+]
+BY_NAME |= {case.name: case for case in SEVERAL_USES}
+
+
+@pytest.mark.parametrize("room", [1.0, 1.1, 100.0])
+@pytest.mark.parametrize(("step", "accumulate", "clip"), [("forward", 1, "off"), ("forward", 2, "torch")])
+@pytest.mark.parametrize("name", ["looped", "shared"])
+def test_sums_do_not_depend_on_the_budget(name: str, step: str, accumulate: int, clip: str, room: float) -> None:
+    """Contributions to one weight are added up one by one, also where it left the device between its uses."""
+    case = BY_NAME[name]
+    check(case, step, accumulate, clip, steps=4, vram=int(room * tight(case.build())), seed=0)
+
+
+@pytest.mark.parametrize("step", ["serial", "forward", "backward"])
+@pytest.mark.parametrize("name", ["lent", "lent-view"])
+def test_weights_that_outlive_the_call_of_their_module(name: str, step: str) -> None:
+    """What the forward holds keeps its values when the unit leaves the device, and comes back elsewhere."""
+    case = BY_NAME[name]
+    check(case, step, steps=4, vram=int(1.1 * tight(case.build())), seed=0)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload", "auto"])
+@pytest.mark.parametrize("name", ["looped", "shared"])
+def test_sums_do_not_depend_on_what_is_recomputed(name: str, activations: str) -> None:
+    case = BY_NAME[name]
+    with Pair(case, functools.partial(adamw, fused=True), activations=activations) as pair:
+        pair.steps(4)
+        pair.check()
+
+
+def test_sums_under_autocast() -> None:
+    def run(side: Side) -> object:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = side.loss(0)
+        loss.backward()
+        return loss, gradients(side.model)
+
+    with Pair(BY_NAME["looped"]) as pair:
+        pair.both(run)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.timeout(300)
+def test_sums_with_a_compiled_block() -> None:
+    torch._dynamo.reset()
+    check(BY_NAME["looped"], "forward", steps=3, compiled="aot_eager", seed=0)
+    torch._dynamo.reset()
+
+
+def penalty(side: Side) -> torch.Tensor:
+    return torch.stack([parameter.pow(2).sum() for parameter in side.model.parameters()]).sum()
+
+
+def regularised_first(side: Side, step: int) -> None:
+    (side.loss(step) + 1e-2 * penalty(side)).backward()
+    side.loss(step + 1).backward()
+    side.loss(step + 2).backward()
+
+
+def hooked_on_the_way(side: Side, step: int) -> None:
+    side.loss(step).backward()
+    handles = [parameter.register_hook(lambda gradient: gradient * 0.7) for parameter in side.model.parameters()]
+    side.loss(step + 1).backward()
+    side.loss(step + 2).backward()
+    for handle in handles:
+        handle.remove()
+    side.loss(step + 3).backward()
+
+
+@pytest.mark.parametrize("accumulated", [regularised_first, hooked_on_the_way], ids=lambda way: way.__name__)
+def test_backward_passes_are_added_in_their_order(accumulated: Callable[[Side, int], None]) -> None:
+    """Also where torch itself has delivered the gradients of some of them."""
+    with Pair(CHAIN, functools.partial(adamw, fused=True)) as pair:
+        for step in range(2):
+            pair.both(lambda side: side.optimizer.zero_grad(), "zero_grad")
+            pair.both(lambda side, step=step: accumulated(side, step), "backward")  # type: ignore[misc]
+            pair.both(lambda side: gradients(side.model), f"gradients of step {step}")
+            pair.both(lambda side: side.optimizer.step(), "step")
+        pair.check()
+
+
+# ---------------------------------------------------------------------------------- gradients of gradients, and p.grad
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("before", [0, 1], ids=["", "accumulated"])
+@pytest.mark.parametrize("step", ["serial", "forward"])
+@pytest.mark.parametrize("case", [LLAMA, BY_NAME["looped"], BY_NAME["bare"]], ids=lambda case: case.name)
+def test_a_backward_that_can_be_differentiated(case: Case, step: str, before: int) -> None:
+    """As AdaHessian and SophiaH do: ``p.grad`` has a graph, and the step takes its values."""
+
+    def run(side: Side, number: int) -> object:
+        side.optimizer.zero_grad()
+        if before:
+            side.loss(number + 10).backward()
+        side.loss(number).backward(create_graph=True)
+        parameters = list(side.model.parameters())
+        norm = torch.stack([torch.as_tensor(p.grad).pow(2).sum() for p in parameters if p.grad is not None]).sum()
+        second = torch.autograd.grad(norm, parameters, allow_unused=True)
+        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        seen = gradients(side.model)
+        side.optimizer.step()
+        return second, seen
+
+    with Pair(case, functools.partial(adamw, fused=True), step=step, vram="auto") as pair:
+        for number in range(2):
+            pair.both(functools.partial(run, number=number), f"step {number}")
+        pair.steps(2)
+        pair.check()
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["", "accumulated"])
+def test_a_gradient_put_back_where_it_was(wide: bool) -> None:
+    """``p.grad *= 0.5`` assigns what ``p.grad`` gave: whoever took it before goes on seeing it, and what it becomes."""
+
+    def run(side: Side, number: int) -> object:
+        side.optimizer.zero_grad()
+        for part in range(1 + wide):
+            side.loss(number + part).backward()
+        parameters: list[Any] = list(side.model.parameters())
+        held = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = parameter.grad
+            parameter.grad *= 0.5
+        for gradient in held[::2]:
+            gradient.add_(1.0)
+        seen = [frozen(held), gradients(side.model)]
+        parameters[0].grad = parameters[0].grad[:]  # another tensor of the same memory is nothing new either
+        parameters[1].grad = parameters[1].grad.flip(0)
+        side.optimizer.step()
+        return [*seen, gradients(side.model)]
+
+    with Pair(CHAIN, functools.partial(adamw, fused=True)) as pair:
+        for number in range(3):
+            pair.both(functools.partial(run, number=number), f"step {number}")
+        pair.check()
+
+
+# ------------------------------------------------------------------------------------------- torch.func, forward mode
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def two_blocks(side: Side) -> Callable[[torch.Tensor], torch.Tensor]:
+    first, second = side.model.get_submodule("blocks.2"), side.model.get_submodule("blocks.3")
+    return lambda x: torch.as_tensor(second(first(x)))
+
+
+def functional_loss(side: Side, values: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logits = torch.func.functional_call(side.model, values, (x,))
+    return functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def copies(side: Side) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in side.model.named_parameters()}
+
+
+def functional_gradients(side: Side) -> object:
+    return torch.func.grad(lambda values: functional_loss(side, values, *side.batch(0)))(copies(side))
+
+
+def functional_gradients_of_the_parameters(side: Side) -> object:
+    values = dict(side.model.named_parameters())
+    return torch.func.grad(lambda values: functional_loss(side, values, *side.batch(0)))(values)
+
+
+def gradients_of_each_sample(side: Side) -> object:
+    def one(values: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional_loss(side, values, x[None], y[None])
+
+    return torch.func.vmap(torch.func.grad(one), (None, 0, 0))(copies(side), *side.batch(0))
+
+
+def mapped(side: Side) -> object:
+    result = torch.func.vmap(lambda x: side.model(x[None])[0])(side.batch(0)[0])
+    result.square().mean().backward()
+    return result, gradients(side.model)
+
+
+def slope_of_the_input(side: Side) -> object:
+    slope = torch.func.grad(lambda x: two_blocks(side)(x).square().sum())(rows())
+    slope.square().sum().backward()
+    return slope, gradients(side.model)
+
+
+def jacobians(side: Side) -> object:
+    block = two_blocks(side)
+    return [transform(block)(rows()[:1, :1]) for transform in (torch.func.jacrev, torch.func.jacfwd)]
+
+
+def hessian(side: Side) -> object:
+    return torch.func.hessian(lambda x: two_blocks(side)(x).square().sum())(rows()[:1, :1])
+
+
+def products(side: Side) -> object:
+    result, pull, *_ = torch.func.vjp(two_blocks(side), rows())
+    return result, pull(result), torch.func.jvp(two_blocks(side), (rows(),), (rows(),))
+
+
+def forward_mode(side: Side) -> object:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(two_blocks(side)(forward_ad.make_dual(rows(), rows()))).tangent.clone()
+
+
+TRANSFORMED = [
+    functional_gradients,
+    functional_gradients_of_the_parameters,
+    gradients_of_each_sample,
+    mapped,
+    slope_of_the_input,
+    jacobians,
+    hessian,
+    products,
+    forward_mode,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, on the way to forward mode
+@pytest.mark.parametrize("vram", ["tight", "auto"])
+@pytest.mark.parametrize("transformed", TRANSFORMED, ids=lambda function: function.__name__)
+def test_transformations(transformed: Callable[[Side], object], vram: str) -> None:
+    """A streamed model is a function like another, and an ordinary step follows."""
+    with Pair(CHAIN, functools.partial(adamw, fused=True), vram=vram) as pair:
+        pair.steps(1)
+        pair.both(lambda side: side.optimizer.zero_grad(), "zero_grad")
+        pair.both(transformed)
+        pair.steps(1, start=1)
+        pair.check()
 
 
 # -------------------------------------------------------------------------------------------- bf16 with fp32 masters

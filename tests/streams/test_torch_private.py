@@ -209,3 +209,69 @@ def test_functions_come_by_the_class_below_theirs(monkeypatch: pytest.MonkeyPatc
     checkpoint(torch.sin, torch.ones(3, requires_grad=True), use_reentrant=True).sum().backward()
     assert seen[0] is Probe
     assert len(seen) == 2
+
+
+def test_who_else_holds_a_tensor() -> None:
+    """Alone, one looks like another, however it was made; Python's references, views and autograd's all show."""
+    alone = torch_private.holders({0: torch.empty(0)}, 0)
+    leaf = torch.ones(3, requires_grad=True)
+    tensors = {7: Doubled.apply(leaf)}  # type: ignore[no-untyped-call]
+    assert torch_private.holders(tensors, 7) == alone
+    held = tensors[7]
+    assert torch_private.holders(tensors, 7) != alone
+    del held
+    view = tensors[7].view(3, 1)
+    assert torch_private.holders(tensors, 7) != alone
+    del view
+    graph = tensors[7].square()  # which saves it
+    assert torch_private.holders(tensors, 7) != alone
+    del graph
+    graph = tensors[7] + 1  # which does not
+    assert torch_private.holders(tensors, 7) == alone
+    assert graph.requires_grad
+
+
+def test_a_tensor_is_pointed_elsewhere_and_keeps_its_node() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    twin = Doubled.apply(leaf)  # type: ignore[no-untyped-call]
+    node, version = twin.grad_fn, twin._version
+    twin.data = torch.empty(0)
+    twin.data = torch.full((3,), 5.0)
+    assert (twin.grad_fn, twin._version) == (node, version)
+    (twin * 3).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [6.0, 6.0, 6.0]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return (tensor * 2).data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return grads[0] * 2
+
+
+def test_what_is_made_outside_of_a_transformation_is_ordinary() -> None:
+    made: list[bool] = []
+
+    @torch_private.outside_functorch
+    def make() -> torch.Tensor:
+        tensor = torch.ones(4)[:3]
+        made.append(torch_private.has_plain_storage(tensor))
+        assert tensor.untyped_storage().data_ptr()
+        return tensor
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch_private.has_plain_storage(x))
+        return (x * make()).sum()
+
+    assert torch.func.grad(function)(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+    assert torch.func.vmap(torch.func.grad(function))(torch.ones(2, 3)).tolist() == [[1.0, 1.0, 1.0]] * 2
+    assert made == [False, True, False, True]
+
+
+def test_zeros_of_forward_mode_have_no_storage() -> None:
+    assert not torch_private.has_plain_storage(torch._efficientzerotensor(3))
+    assert torch_private.has_plain_storage(torch.zeros(3))

@@ -5,9 +5,9 @@ their twins take the parameters' places as attributes of the instances, and go a
 ends. User hooks run inside of that, and see the twins. The registered parameters stay registered all the time.
 
 The outermost such call is a *pass*: inputs on the CPU are moved to the device, and autograd's saved weights are
-replaced by notes (parameters.py). Twins with a graph are kept until the pass ends or the unit's stay does, so that a
-unit that is used twice is one node of the graph, as a parameter is. Where it becomes two, gradients.py adds them up
-before anything else."""
+replaced by notes (parameters.py). Twins with a graph are kept until the pass ends, without the memory of stays that
+ended before (fetch.py), so that a unit that is used twice is one node of the graph, as a parameter is. Where it becomes
+two, by two passes in one backward, gradients.py adds them up before anything else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.utils import _pytree
 
 from ..core.errors import StormError
 from . import functions
-from .fetch import Fetch, Token
+from .fetch import Fetch, Token, Twins
 from .gradients import GradientStream
 from .held import Held
 from .home import HomeParameter, HomeView, home_view
@@ -34,7 +34,7 @@ from .optimizer import OptimizerStream
 from .parameters import ParameterStream, SavedWeight, Stay
 from .partition import Entry
 from .saving import Saving
-from .torch_private import in_backward, saved_tensor_hooks_active, without_torch_function
+from .torch_private import in_backward, outside_functorch, saved_tensor_hooks_active, without_torch_function
 from .unit import Place, Unit
 
 
@@ -104,7 +104,7 @@ class Attachment:
         self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
         self.durable: Any = None  # what of the session is saved and loaded, for load_weights
         self._passes = Passes()
-        self._twins: dict[int, dict[int, torch.Tensor]] = {}  # unit -> place -> twin with a graph, for this pass
+        self._twins = Twins(torch.empty(0, dtype=torch.uint8, device=device))  # with a graph, for this pass
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._moved_buffers: list[tuple[nn.Module, str]] = []
         self._calls: list[tuple[nn.Module, str, Any]] = []
@@ -314,6 +314,7 @@ class Attachment:
 
     # --- twins
 
+    @outside_functorch
     def _twins_of(self, unit: Unit, stay: Stay, in_graph: bool) -> dict[int, torch.Tensor]:
         """The tensors that stand in for the unit's parameters, by index."""
         views = stay.views
@@ -322,7 +323,7 @@ class Attachment:
                 views.update({place.index: place.in_image(stay.base) for place in unit.places})
         if not torch.is_grad_enabled():
             return views
-        known = self._twins.get(unit.index) if not in_graph else None
+        known = self._twins.find(unit.index, views) if not in_graph else None
         if known is not None:
             return {**views, **known}
         with without_torch_function():
@@ -339,12 +340,12 @@ class Attachment:
         )
         twins = {place.index: twin for place, twin in zip(leaves, made, strict=True)}
         if not in_graph and self._passes.depth:
-            self._twins[unit.index] = twins
+            self._twins.add(unit.index, twins)
         return {**views, **twins}
 
     def _forget_twins(self, unit: Unit) -> None:
-        """The unit's stay ends: we must not keep its bytes. Another use in this pass makes another node."""
-        self._twins.pop(unit.index, None)
+        """The unit's stay ends: we must not keep its bytes, but the node, for another use in this pass."""
+        self._twins.let_go(unit.index)
 
     # --- home.Access, for user code
 

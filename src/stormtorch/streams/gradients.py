@@ -95,7 +95,13 @@ class GradientStream:
             if grad is None or not wanted[number]:
                 continue
             place = unit.places[index]
-            if not place.trained or grad.layout is not torch.strided or _has_hooks(place):
+            if torch.is_grad_enabled():  # create_graph=True: what p.grad was made from belongs to it
+                returned[number] = grad.to("cpu")
+                continue
+            by_torch = not place.trained or grad.layout is not torch.strided or _has_hooks(place)
+            if _real_grad(place) is not None and (index in home.present or not by_torch):
+                self.fold(place)  # of earlier passes: torch delivers this one's when all nodes of the unit have run
+            if by_torch:
                 returned[number] = grad.detach().to("cpu")
                 continue
             grad = grad.detach()  # noqa: PLW2901
@@ -305,6 +311,9 @@ class GradientStream:
         home = self.homes[place.unit.index]
         if not place.trained or has_sparse_grad(place):
             return _real_grad(place)
+        real = _real_grad(place)
+        if real is not None and real.requires_grad:
+            return self._with_graph(home, place, real)
         self.fold(place)
         if place.index in home.consumed_places:
             return watch(self._consumed_view(home, place), place, "grad")
@@ -314,6 +323,19 @@ class GradientStream:
         home.views = [(index, ref) for index, ref in home.views if ref() is not None]
         home.views.append((place.index, weakref.ref(view)))
         return view
+
+    def _with_graph(self, home: GradHome, place: Place, real: torch.Tensor) -> torch.Tensor:
+        """A gradient made with ``create_graph=True`` stays in the parameter's own slot until a step asks for it; what
+        was there before goes to it."""
+        if place.index not in home.present:
+            return real
+        self.settle()
+        home.join()
+        with torch.enable_grad():
+            real = (home.view(place).clone() + real).to(place.dtype)
+        self.set_grad(place, None)
+        _set_real_grad(place, real)
+        return real
 
     def _let_go_of_views(self, home: GradHome, index: int | None = None) -> None:
         """Gradients that user code still holds keep their values when the buffer gets others."""
@@ -352,6 +374,8 @@ class GradientStream:
                 f"assigned grad has data of a different size: {tuple(value.shape)} for the parameter {place.name!r} of "
                 f"shape {tuple(place.shape)}"
             )
+        if place.index in home.present - home.consumed_places and _is_same(value, home.view(place)):
+            return  # p.grad = p.grad, which is how p.grad *= 2 ends: whoever holds it goes on holding it
         joined(value)
         self._let_go_of_views(home, place.index)
         self._write(home, place, plain(value).detach().to("cpu"), add=False)
@@ -422,6 +446,15 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     if len(dtypes) > 1:
         return [_norms([tensor])[0] for tensor in tensors]
     return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32 if dtypes.pop().itemsize < 4 else None))
+
+
+def _is_same(value: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether ``value`` is the gradient that lies at home already, not a part or another form of it."""
+    if not isinstance(value, HomeView):
+        return False
+    with without_torch_function():
+        own = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        return own == (view.data_ptr(), view.dtype, view.shape, view.stride())
 
 
 def _real_grad(place: Place) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ from ..memory.pool import DevicePool, Piece
 from ..memory.wait_meter import WaitMeter
 from .lock import locked
 from .order import Order
-from .torch_private import has_plain_storage, in_backward, without_torch_function
+from .torch_private import has_plain_storage, in_backward, outside_functorch, without_torch_function
 from .unit import Place, Unit
 
 T = TypeVar("T")
@@ -125,6 +125,7 @@ class ParameterStream:
         self.misses = 0  # uses that found nothing on the way
 
     @locked
+    @outside_functorch
     def use(self, unit: Unit) -> Stay:
         """The unit's weights on the device, with compute waiting for them; what comes next is loaded ahead."""
         residence = self.residences[unit.index]
@@ -196,6 +197,7 @@ class ParameterStream:
         stay.version = residence.version
 
     @locked
+    @outside_functorch
     def load_ahead(self) -> None:
         """Enqueue loads of what should be used next, as far as there is room that nothing sooner needs."""
         if self._serial:
@@ -217,6 +219,7 @@ class ParameterStream:
                 return
 
     @locked
+    @outside_functorch
     def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
         """``size`` bytes of the pool for something else than weights; evicts what it must."""
         piece = self._insist(lambda: self._take(size, lane, 0), size)
@@ -225,6 +228,7 @@ class ParameterStream:
         return piece
 
     @locked
+    @outside_functorch
     def try_room(self, size: int, lane: Lane, distance: float) -> Piece | None:
         """The same, but nothing that is used sooner than ``distance`` gives way for it."""
         return self._take(size, lane, distance)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def current_pass() -> int:
@@ -80,8 +86,12 @@ class VersionProbe:
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
     """Whether its values are what is in its storage, at its strides."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    private: Any = torch._C._functorch
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or private.is_functorch_wrapped_tensor(tensor):
+        return False
+    if tensor._is_zerotensor():  # forward-mode derivatives are made of those
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 def in_functorch() -> bool:
@@ -90,10 +100,29 @@ def in_functorch() -> bool:
     return bool(private._are_functorch_transforms_active())
 
 
+def outside_functorch(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, with ordinary tensors also where a transformation of torch.func would wrap what it makes."""
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not in_functorch():
+            return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return outside
+
+
 def has_global_hooks() -> bool:
     """Whether somebody listens to the forward of every module."""
     module: Any = torch.nn.modules.module
     return bool(module._global_forward_hooks) or bool(module._global_forward_pre_hooks)
+
+
+def holders(tensors: Mapping[int, torch.Tensor], key: int) -> tuple[int, int]:
+    """How many references Python and C++ have to one of ``tensors``; the same for every one that only they hold."""
+    tensor: Any = tensors[key]
+    return sys.getrefcount(tensor), int(tensor._use_count())
 
 
 class StorageReference:
