@@ -209,3 +209,18 @@ def test_functions_come_by_the_class_below_theirs(monkeypatch: pytest.MonkeyPatc
     checkpoint(torch.sin, torch.ones(3, requires_grad=True), use_reentrant=True).sum().backward()
     assert seen[0] is Probe
     assert len(seen) == 2
+
+
+def test_a_call_outside_of_graphs() -> None:
+    seen: list[bool] = []
+    eager = torch_private.outside_of_graphs(lambda: seen.append(torch.compiler.is_compiling()))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            eager()
+        return x + 1
+
+    torch._dynamo.reset()
+    assert torch.compile(run, backend="eager")(torch.ones(2)).sum() == 4
+    assert seen == [False]
+    torch._dynamo.reset()

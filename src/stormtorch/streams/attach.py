@@ -38,6 +38,7 @@ from .torch_private import (
     VersionProbe,
     in_backward,
     in_functorch,
+    outside_of_graphs,
     saved_tensor_hooks_active,
     without_torch_function,
 )
@@ -77,6 +78,11 @@ class Call:
         self._entry, self._original = entry, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a graph that is being made ends here, and another one may begin behind
+            return _run_eagerly(self, args, kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
         attachment = self._attachment()
         if attachment is None or attachment.closed:
             return self._original(*args, **kwargs)
@@ -87,6 +93,9 @@ class Call:
 
     def __reduce__(self) -> Any:
         return getattr, (self._module(), "_call_impl")  # of the class: the instance's is being made
+
+
+_run_eagerly: Any = outside_of_graphs(Call.run)
 
 
 class Attachment:
@@ -312,9 +321,9 @@ class Attachment:
         for place, probe in self._passes.lent.values():
             if probe.changed:
                 raise StormError(
-                    f"A forward has changed a view of the parameter {place.name!r}, or of one that is streamed with it, "
-                    "in place, and the change would be lost. Write to the parameter itself (p.copy_(x), p[0] = x), or "
-                    "give the name of its module to storm.stream as leave=[...]."
+                    f"A forward has changed a view of the parameter {place.name!r}, or of one that is streamed with "
+                    "it, in place, and the change would be lost. Write to the parameter itself (p.copy_(x), p[0] = x), "
+                    "or give the name of its module to storm.stream as leave=[...]."
                 )
 
     @locked
@@ -404,9 +413,10 @@ class Attachment:
 
     def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
         lent = self._passes.lent
-        if self._passes.depth and id(tensor) not in lent and not in_backward() and not in_functorch():
-            if not torch.is_inference_mode_enabled():
-                lent[id(tensor)] = place, VersionProbe(tensor)
+        if self._passes.depth == 0 or id(tensor) in lent or in_backward():
+            return tensor
+        if not torch.is_inference_mode_enabled() and not in_functorch():
+            lent[id(tensor)] = place, VersionProbe(tensor)
         return tensor
 
     @locked
