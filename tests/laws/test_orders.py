@@ -6,6 +6,7 @@ number each time, and an ordinary step follows to see that nothing was left behi
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .models import (
+    CHAIN,
     HUGGINGFACE,
     VOCABULARY,
     Chain,
@@ -27,6 +29,7 @@ from .models import (
     same,
     sgd,
     stream,
+    tight,
 )
 
 Scenario = Callable[[Side, int], object]
@@ -399,3 +402,87 @@ def test_inference_needs_no_optimizer(device: torch.device) -> None:
             same(model(question), twin(question), "answer")
         same(model(question.cpu()), twin(question), "answer to a question on the CPU")
     same(model(question.cpu()), twin.cpu()(question.cpu()), "answer after close()")
+
+
+# ------------------------------------------------------------------------------------- modules that are not torch's own
+
+
+def compiled_blocks(model: torch.nn.Module) -> torch.nn.Module:
+    assert isinstance(model, Chain)
+    for index in range(0, 8, 2):
+        model.blocks[index] = torch.compile(model.blocks[index], backend="eager", dynamic=False)  # type: ignore[assignment]
+        model.blocks[index + 1].compile(backend="aot_eager", dynamic=False)
+    return model
+
+
+def compiled_whole(model: torch.nn.Module) -> torch.nn.Module:
+    model.compile(backend="eager", dynamic=False)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch.compile's own
+@pytest.mark.parametrize("build", [compiled_blocks, compiled_whole], ids=["blocks", "whole"])
+@pytest.mark.parametrize("vram", ["tight", "tighter", "auto"])
+def test_compiled_models(build: Callable[[torch.nn.Module], torch.nn.Module], vram: str) -> None:
+    """With a budget that holds whole blocks, and one that holds only their parts: graphs end where weights come in."""
+    case = dataclasses.replace(CHAIN, make=lambda: build(Chain()))
+    torch._dynamo.reset()
+    with Pair(case, fused, vram=tight(Chain()) // 2 if vram == "tighter" else vram) as pair:
+        pair.steps(3)
+        pair.check()
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
+def test_a_compiled_form_of_a_streamed_model() -> None:
+    """Made before or after; it runs as if it were not compiled."""
+    torch._dynamo.reset()
+    with Pair() as pair:
+        for side in (pair.plain, pair.streamed):
+            compiled = torch.compile(side.model, backend="eager", dynamic=False)
+            for step in range(2):
+                side.optimizer.zero_grad()
+                entropy(side, compiled(side.batch(step)[0]), step).backward()
+                side.optimizer.step()
+        pair.check()
+    torch._dynamo.reset()
+
+
+class Scripted(torch.nn.Module):
+    def __init__(self, traced: bool) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(32, 32)
+        inner = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+        self.inner: Any = torch.jit.trace(inner, torch.ones(2, 32)) if traced else torch.jit.script(inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.as_tensor(self.inner(torch.tanh(self.up(x))))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+@pytest.mark.parametrize("activations", ["keep", "auto", "recompute"])
+def test_scripted_modules_stay_on_the_device(activations: str) -> None:
+    """TorchScript looks at its parameters itself: they are not streamed, and the numbers are right."""
+
+    def build(seed: int) -> torch.nn.Sequential:
+        torch.manual_seed(seed)
+        embedding = torch.nn.Embedding(VOCABULARY, 32)
+        layers: list[Any] = [
+            Scripted(traced=bool(index % 2)) if index % 3 else torch.nn.Linear(32, 32) for index in range(8)
+        ]
+        layers[3] = torch.jit.script(layers[3])
+        return torch.nn.Sequential(embedding, *layers)
+
+    models = build(0), build(0)
+    optimizers = [fused(model) for model in models]
+    with stream(models[0], optimizers[0], vram="64KiB", activations=activations) as session:
+        names = {name for name, _ in models[0].named_parameters()}
+        streamed = {place.name for unit in session._parts.ground.units for place in unit.places}
+        assert names - streamed == {name for name in names if ".inner." in name or name.startswith("4.")}
+        for step in range(3):
+            question, answer = CHAIN.batch(step)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                functional.cross_entropy(model(question).flatten(0, 1), answer.flatten()).backward()
+                optimizer.step()
+            same(models[0].state_dict(), models[1].state_dict(), f"step {step}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import re
@@ -20,6 +21,8 @@ from .models import (
     CHAIN,
     MAX_NORM,
     OTHERS,
+    VOCABULARY,
+    WIDTH,
     Chain,
     Pair,
     Side,
@@ -30,6 +33,7 @@ from .models import (
     same,
     stream,
     tight,
+    tokens,
 )
 
 LORA = next(case for case in OTHERS if case.name == "lora")
@@ -146,7 +150,46 @@ def out(side: Side) -> None:
         torch.mul(side.named(FAR), 0.5, out=side.named(FAR))
 
 
-WRITES = [edit_data, edit_in_place, replace_data, initialise, load_all, load_some, load_vector, foreach, out]
+def functional_in_place(side: Side) -> None:
+    with torch.no_grad():
+        functional.relu(side.named(FAR), inplace=True)
+        functional.hardtanh(side.named("head.weight"), -0.1, 0.1, True)
+        functional.dropout(side.named("blocks.2.norm.bias"), 0.5, True, True)
+
+
+def renormalise(side: Side) -> None:
+    """What embeddings with ``max_norm`` do to their weight."""
+    functional.embedding(torch.arange(8, device=side.device), side.named("embed.weight").detach(), max_norm=0.1)
+    functional.embedding(torch.arange(9, device=side.device), side.named("head.weight").data, None, 0.1)
+
+
+def operators(side: Side) -> None:
+    with torch.no_grad():
+        torch.ops.aten.mul_.Tensor(side.named(FAR), torch.tensor(0.5, device=side.device))
+        torch.ops.aten.add_(side.named("head.bias"), 1.0)
+
+
+def set_memory(side: Side) -> None:
+    with torch.no_grad():
+        parameter = side.named(FAR)
+        parameter.set_(torch.full((64, 32), 0.01, device=parameter.device))  # type: ignore[call-overload]
+
+
+WRITES = [
+    edit_data,
+    edit_in_place,
+    replace_data,
+    initialise,
+    load_all,
+    load_some,
+    load_vector,
+    foreach,
+    out,
+    functional_in_place,
+    renormalise,
+    operators,
+    set_memory,
+]
 MOMENTS = ["after step", "after forward", "after backward", "before everything"]
 
 
@@ -195,6 +238,237 @@ def test_ema_swapped_in_and_out(pair: Pair) -> None:
     for step in range(3):
         pair.both(lambda side, step=step: run(side, step), f"step {step}")  # type: ignore[misc]
     pair.check()
+
+
+@pytest.mark.parametrize("restored_by", ["data", "set", "copy"])
+def test_ema_swapped_in_and_out_by_data(pair: Pair, restored_by: str) -> None:
+    """The usual class: what was taken by ``p.data`` is the trained weight, not a window on what is there now."""
+    shadows: dict[int, dict[str, torch.Tensor]] = {}
+
+    def run(side: Side, step: int) -> object:
+        loss = side.step(step)
+        shadow = shadows.setdefault(
+            id(side), {name: parameter.detach().clone() for name, parameter in side.model.named_parameters()}
+        )
+        backup, parts = {}, {}
+        for name, parameter in side.model.named_parameters():
+            shadow[name].lerp_(parameter.data, 0.1)
+            backup[name], parts[name] = parameter.data, parameter.detach().view(-1)[1::2]
+            parameter.data = shadow[name]
+        with torch.no_grad():
+            judged = side.loss(99)
+        seen = frozen([judged, backup, parts])
+        for name, parameter in side.model.named_parameters():
+            if restored_by == "data":
+                parameter.data = backup[name]
+            elif restored_by == "set":
+                with torch.no_grad():
+                    parameter.set_(backup[name])  # type: ignore[call-overload]
+            else:
+                parameter.data = backup[name].clone()
+        if restored_by != "copy":
+            backup[FAR].mul_(0.5)  # the parameter's memory again
+            parts["embed.weight"].zero_()
+        return loss, seen, backup, parts
+
+    for step in range(3):
+        pair.both(lambda side, step=step: run(side, step), f"step {step}")  # type: ignore[misc]
+    pair.check()
+
+
+def test_views_that_are_held_see_writes_and_not_replacements(pair: Pair) -> None:
+    held: dict[int, list[torch.Tensor]] = {}
+
+    def run(side: Side, step: int) -> object:
+        parameter = side.named(FAR)
+        views = held.setdefault(id(side), [parameter.data, parameter.data.t(), parameter.detach()[3]])
+        side.step(step)
+        parameter.data.mul_(0.5)
+        views[1][5] += 1.0
+        seen = frozen(views)
+        if step == 1:
+            parameter.data = parameter.data  # the same memory
+        if step == 2:
+            parameter.data = torch.full_like(parameter, 0.01)
+        if step == 3:
+            views.append(parameter.data)
+            parameter.data = parameter.data.flip(0)
+        views[0].add_(0.25)
+        return seen, views
+
+    for step in range(5):
+        pair.both(lambda side, step=step: run(side, step), f"step {step}")  # type: ignore[misc]
+    pair.check()
+
+
+def test_a_square_parameter_turned_by_its_own_view() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))]
+    models.append(copy.deepcopy(models[0]))
+    with storm.stream(models[0], device="cpu"):
+        for model in models:
+            weight = model.get_parameter("0.weight")
+            weight.data = weight.data.t()
+        same(models[0](torch.eye(8)), models[1](torch.eye(8)), "answer")
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).mT
+
+    def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu()
+
+
+def test_parametrizations_come_and_go() -> None:
+    """They move the parameter to another module, under another name, and give it other values by ``set_``."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(VOCABULARY, 32), *(nn.Linear(32, 32) for _ in range(6)))
+
+    def begin(side: Side) -> None:
+        nn.utils.parametrize.register_parametrization(side.model.get_submodule("2"), "weight", Symmetric())
+
+    def change(side: Side) -> None:
+        nn.utils.parametrize.remove_parametrizations(side.model.get_submodule("2"), "weight")
+        nn.utils.parametrize.register_parametrization(side.model.get_submodule("4"), "weight", Symmetric())
+
+    with Pair(dataclasses.replace(CHAIN, make=model), fused, before=begin) as pair:
+        pair.steps(2)
+        pair.both(change)
+        pair.steps(3, start=2)
+        pair.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.set_(torch.zeros(3)),
+        lambda p: p.set_(),
+        lambda p: p.set_(torch.zeros(64, 32).untyped_storage(), 0, (64, 32)),
+        lambda p: p.resize_(3),
+        lambda p: p.t_(),
+        lambda p: p.unsqueeze_(0),
+        lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(64, 32))),
+    ],
+    ids=["set", "set-empty", "set-storage", "resize", "t", "unsqueeze", "swap"],
+)
+def test_a_parameter_that_would_leave_its_memory_is_refused_in_words(
+    pair: Pair, change: Callable[[Any], object]
+) -> None:
+    pair.steps(1)
+    with torch.no_grad(), pytest.raises((storm.StormError, TypeError), match=rf"{FAR}.*[Cc]lose the session"):
+        change(pair.streamed.named(FAR))
+    pair.steps(2, start=1)
+    pair.check()
+
+
+class Writing(Chain):
+    """A root that changes weights in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))  # the root's own: a unit that is in use while the root runs
+        self.write: Callable[[Writing], object] = lambda _: None
+
+    def forward(self, tokens: torch.Tensor, order: Any = None) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self)
+        x = super().forward(tokens, order)
+        return x * self.scale.sum() * self.embed.weight.detach().mean()
+
+
+def normalise(model: Writing) -> None:
+    model.head.weight.copy_(functional.normalize(model.head.weight, dim=1))
+
+
+def clamp(model: Writing) -> None:
+    for parameter in model.blocks.parameters():
+        parameter.clamp_(-0.1, 0.1)
+
+
+def set_row(model: Writing) -> None:
+    model.embed.weight[3] = 0.25
+    model.head.weight[2:5] = model.embed.weight[2:5]
+
+
+def replace_in_forward(model: Writing) -> None:
+    model.head.weight.data = model.head.weight.flip(0)
+
+
+def add_up(model: Writing) -> None:
+    torch.add(model.head.weight, model.embed.weight, alpha=0.01, out=model.head.weight)
+    torch._foreach_mul_([model.get_parameter(f"blocks.{index}.norm.weight") for index in range(8)], 0.9)
+
+
+def rectify(model: Writing) -> None:
+    functional.relu(model.head.bias, inplace=True)
+
+
+@pytest.mark.parametrize(
+    "write", [normalise, clamp, set_row, replace_in_forward, add_up, rectify], ids=lambda write: write.__name__
+)
+@pytest.mark.parametrize("moment", ["forward", "hook", "evaluated"])
+def test_a_root_that_writes_weights_in_its_forward(write: Callable[[Writing], None], moment: str) -> None:
+    """It goes on with what it has written, and so does training."""
+
+    def begin(side: Side) -> None:
+        assert isinstance(side.model, Writing)
+        if moment == "hook":
+            side.model.register_forward_pre_hook(lambda model, _: [torch.no_grad()(write)(model), None][1])
+        else:
+            side.model.write = write
+
+    for vram in ("tight", "auto"):
+        with Pair(dataclasses.replace(CHAIN, make=Writing), fused, vram=vram, seed=0) as pair:
+            pair.both(begin)
+            for step in range(3):
+                if moment == "evaluated":
+                    with torch.no_grad():
+                        pair.both(lambda side, step=step: side.loss(step + 50))  # type: ignore[misc]
+                pair.steps(1, start=step)
+            pair.check()
+
+
+def test_a_root_that_writes_a_weight_that_its_graph_needs_is_stopped() -> None:
+    """As plain PyTorch stops it."""
+
+    def run(side: Side) -> None:
+        loss = side.loss(0)
+        with torch.no_grad():
+            side.named("head.weight").mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"modified by an (optimizer step or an in-place|inplace) operation"):
+            loss.backward()
+        side.optimizer.zero_grad()
+
+    with Pair(dataclasses.replace(CHAIN, make=Writing), fused) as pair:
+        pair.both(run)
+        pair.steps(2)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model: model.head.weight[3].zero_(),
+        lambda model: model.head.weight.t().mul_(0.5),
+        lambda model: model.head.weight.detach().mul_(0.5),
+        lambda model: model.head.weight.data.mul_(0.5),
+        lambda model: model.scale.mul_(0.5),
+    ],
+    ids=["row", "t", "detach", "data", "own"],
+)
+@pytest.mark.parametrize("grad", [True, False], ids=["train", "evaluate"])
+def test_writes_in_forward_that_would_be_lost_are_refused(write: Callable[[Writing], object], grad: bool) -> None:
+    torch.manual_seed(0)
+    model = Writing()
+    with stream(model), torch.set_grad_enabled(grad):
+        before = frozen(model.state_dict())
+        model.write = write
+        with pytest.raises(storm.StormError, match=r"would be lost.*leave="):
+            model(tokens(0)[0])
+        model.write = lambda _: None
+        model(tokens(0)[0])
+        same(frozen(model.state_dict()), before, "weights")
 
 
 def test_averaged_model_of_torch(pair: Pair) -> None:

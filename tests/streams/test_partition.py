@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,29 @@ def test_modules_can_be_chosen_and_left() -> None:
     assert not any(name.startswith(("embed", "blocks.1.")) for unit in names(found) for name in unit)
     with pytest.raises(SettingError, match=r"no module 'block'.*blocks"):
         cut(model, leave=["block"])
+
+
+@pytest.mark.parametrize(
+    "part", [lambda w: w[:2], lambda w: w[:, 0], lambda w: w[3, 2:4]], ids=["rows", "column", "few"]
+)
+def test_a_buffer_over_the_memory_of_a_parameter_is_refused(part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = Model()
+    model.register_buffer("one", torch.zeros(8))
+    model.register_buffer("two", model.get_buffer("one")[2:6])  # buffers may share memory
+    cut(model)
+    model.register_buffer("part", part(model.get_parameter("blocks.1.up.weight").data))
+    with pytest.raises(SettingError, match=r"buffer 'part' shares memory with the parameter 'blocks.1.up.weight'"):
+        cut(model)
+
+
+def test_parameters_over_the_same_memory_are_refused() -> None:
+    """Also where one lies within the other, with a third in between."""
+    model = Model()
+    memory = torch.zeros(64)
+    for name, (start, end) in {"a": (0, 64), "b": (8, 16), "c": (32, 40)}.items():
+        model.register_parameter(name, nn.Parameter(memory[start:end]) if name != "b" else nn.Parameter(torch.ones(8)))
+    with pytest.raises(SettingError, match=r"parameters 'a' and 'c' share memory"):
+        cut(model)
 
 
 def test_trained_parameters_come_first_and_every_one_is_aligned() -> None:

@@ -275,3 +275,18 @@ def test_what_is_made_outside_of_a_transformation_is_ordinary() -> None:
 def test_zeros_of_forward_mode_have_no_storage() -> None:
     assert not torch_private.has_plain_storage(torch._efficientzerotensor(3))
     assert torch_private.has_plain_storage(torch.zeros(3))
+
+
+def test_a_call_outside_of_graphs() -> None:
+    seen: list[bool] = []
+    eager = torch_private.outside_of_graphs(lambda: seen.append(torch.compiler.is_compiling()))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            eager()
+        return x + 1
+
+    torch._dynamo.reset()
+    assert torch.compile(run, backend="eager")(torch.ones(2)).sum() == 4
+    assert seen == [False]
+    torch._dynamo.reset()

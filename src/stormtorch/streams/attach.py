@@ -15,7 +15,7 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,7 +34,15 @@ from .optimizer import OptimizerStream
 from .parameters import ParameterStream, SavedWeight, Stay
 from .partition import Entry
 from .saving import Saving
-from .torch_private import in_backward, outside_functorch, saved_tensor_hooks_active, without_torch_function
+from .torch_private import (
+    VersionProbe,
+    in_backward,
+    in_functorch,
+    outside_functorch,
+    outside_of_graphs,
+    saved_tensor_hooks_active,
+    without_torch_function,
+)
 from .unit import Place, Unit
 
 
@@ -45,15 +53,16 @@ class Passes(threading.local):
 
     def __init__(self) -> None:
         self.installed: list[Installed] = []
+        self.lent: dict[int, tuple[Place, VersionProbe]] = {}  # twins that user code got without calling a module
 
 
 class Installed:
-    """Twins that stand in one entry's modules at the moment."""
+    """Twins that stand in one entry's modules at the moment; ``graph``: whether they are part of one."""
 
-    __slots__ = ("entry", "names", "units", "versions")
+    __slots__ = ("entry", "graph", "names", "units", "versions")
 
     def __init__(self, entry: Entry) -> None:
-        self.entry = entry
+        self.entry, self.graph = entry, torch.is_grad_enabled()
         self.units: list[Unit] = []
         self.names: list[tuple[nn.Module, str]] = []
         self.versions: list[int] = []
@@ -70,6 +79,11 @@ class Call:
         self._entry, self._original = entry, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a graph that is being made ends here, and another one may begin behind
+            return _run_eagerly(self, args, kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
         attachment = self._attachment()
         if attachment is None or attachment.closed:
             return self._original(*args, **kwargs)
@@ -80,6 +94,9 @@ class Call:
 
     def __reduce__(self) -> Any:
         return getattr, (self._module(), "_call_impl")  # of the class: the instance's is being made
+
+
+_run_eagerly: Any = outside_of_graphs(Call.run)
 
 
 class Attachment:
@@ -106,6 +123,7 @@ class Attachment:
         self._passes = Passes()
         self._twins = Twins(torch.empty(0, dtype=torch.uint8, device=device))  # with a graph, for this pass
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
+        self._held: dict[int, weakref.WeakValueDictionary[int, HomeView]] = {}
         self._moved_buffers: list[tuple[nn.Module, str]] = []
         self._calls: list[tuple[nn.Module, str, Any]] = []
         parameters.on_drop = self._forget_twins
@@ -165,8 +183,8 @@ class Attachment:
                         home.join()
                         grad = home.view(place).to(place.dtype).clone()
                 parameter: Any = place.parameter
-                parameter.__class__ = nn.Parameter
                 vars(parameter).pop("_storm", None)
+                parameter.__class__ = nn.Parameter
                 if place.trained:
                     parameter.grad = grad
         for module, name in self._moved_buffers:
@@ -211,6 +229,8 @@ class Attachment:
                 result = original(*args, **kwargs)
                 if installed is not None:
                     self._refuse_writes(installed)
+                if outermost and passes.lent:
+                    self._refuse_writes_to_lent()
                 return result
         finally:
             self._end_call(depth, kept, outermost and not in_graph)
@@ -247,6 +267,7 @@ class Attachment:
             self._uninstall(passes.installed.pop())
         if ends_pass:
             self._twins.clear()
+            passes.lent.clear()
 
     def _begin(self, module: nn.Module | None, entry: Entry | None) -> None:
         order = self._parameters.order
@@ -259,6 +280,7 @@ class Attachment:
         while self._passes.installed:
             self._uninstall(self._passes.installed.pop())
         self._twins.clear()
+        self._passes.lent.clear()
         self._gradients.abandon()
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -295,6 +317,16 @@ class Attachment:
                     "change would be lost. Give that module's name to storm.stream as leave=[...]."
                 )
 
+    def _refuse_writes_to_lent(self) -> None:
+        """Writes to a parameter are seen, and go home; those to a part of it, taken in forward, do not."""
+        for place, probe in self._passes.lent.values():
+            if probe.changed:
+                raise StormError(
+                    f"A forward has changed a view of the parameter {place.name!r}, or of one that is streamed with "
+                    "it, in place, and the change would be lost. Write to the parameter itself (p.copy_(x), p[0] = x), "
+                    "or give the name of its module to storm.stream as leave=[...]."
+                )
+
     @locked
     def _uninstall(self, installed: Installed) -> None:
         for module, name in installed.names:
@@ -310,7 +342,31 @@ class Attachment:
     def _reinstall(self, outer: Installed) -> None:
         for use in outer.entry.uses:
             if use.name not in use.module.__dict__ and (use.module, use.name) in outer.names:
-                use.module.__dict__[use.name] = self.twin(self._place[id(use.parameter)])
+                use.module.__dict__[use.name] = self._another_twin(self._place[id(use.parameter)], outer)
+
+    def _renew(self, unit: Unit) -> None:
+        """A forward has written the weights of ``unit`` at home, and modules compute with it: with the new ones now."""
+        for installed in self._passes.installed:
+            if unit not in installed.units:
+                continue
+            self._refuse_writes(installed)  # to twins, before they go
+            numbers = [
+                number
+                for number, (module, name) in enumerate(installed.names)
+                if (place := self._place.get(id(module._parameters.get(name)))) is not None and place.unit is unit
+            ]
+            for number in numbers:
+                module, name = installed.names[number]
+                module.__dict__.pop(name, None)  # all of them, or the old ones keep the room that the new ones need
+            for number in numbers:
+                module, name = installed.names[number]
+                parameter: Any = module._parameters[name]
+                twin = module.__dict__[name] = self._another_twin(self._place[id(parameter)], installed)
+                installed.versions[number] = twin._version
+
+    def _another_twin(self, place: Place, installed: Installed) -> torch.Tensor:
+        with torch.set_grad_enabled(installed.graph):  # whatever the mode is just now
+            return self.twin(place)
 
     # --- twins
 
@@ -355,11 +411,19 @@ class Attachment:
     @locked
     def twin(self, place: Place) -> torch.Tensor:
         stay = self._parameters.use(place.unit)
-        return self._twins_of(place.unit, stay, in_backward())[place.index]
+        return self.lend(place, self._twins_of(place.unit, stay, in_backward())[place.index])
+
+    def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        lent = self._passes.lent
+        if self._passes.depth == 0 or id(tensor) in lent or in_backward():
+            return tensor
+        if not torch.is_inference_mode_enabled() and not in_functorch():
+            lent[id(tensor)] = place, VersionProbe(tensor)
+        return tensor
 
     @locked
     def join(self, place: Place, kind: str) -> None:
-        if self.closed:
+        if self.closed or kind == "past":
             return
         if kind == "grad":
             if self.optimizer is not None:
@@ -376,7 +440,7 @@ class Attachment:
 
     @locked
     def before_write(self, place: Place, kind: str) -> None:
-        if self.closed:
+        if self.closed or kind == "past":
             return
         if kind != "grad":
             self.before_change(place.unit)
@@ -397,6 +461,8 @@ class Attachment:
             self._parameters.changed(place.unit, by_step=False)
             if self.optimizer is not None:
                 self.optimizer.rewritten(place)
+            if self._passes.installed:
+                self._renew(place.unit)
         elif kind == "grad":
             self._gradients.homes[place.unit.index].norms.pop(place.index, None)
 
@@ -411,6 +477,9 @@ class Attachment:
         self._gradients.set_grad(place, value)
         if value is None and self.optimizer is not None and not any(home.present for home in self._gradients.homes):
             self.optimizer.forget_factor()
+
+    def held(self, place: Place) -> MutableMapping[int, HomeView]:
+        return self._held.setdefault(id(place), weakref.WeakValueDictionary())
 
     def watch(self, tensor: torch.Tensor, place: Place, kind: str) -> HomeView:
         return home_view(tensor, self, place, kind)

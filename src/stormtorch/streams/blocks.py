@@ -53,8 +53,11 @@ def state_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def is_listened_to(block: nn.Module) -> bool:
-    """Whether user code would notice a second run."""
-    return has_global_hooks() or any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
+    """Whether user code would notice a second run; TorchScript does, which checkpointing's exceptions do not pass."""
+    return has_global_hooks() or any(
+        module._forward_hooks or module._forward_pre_hooks or isinstance(module, torch.jit.ScriptModule)
+        for module in block.modules()
+    )
 
 
 def is_compiled(block: nn.Module) -> bool:

@@ -7,22 +7,28 @@ write of a parameter by user code passes through ``__torch_function__``:
   and a write tells the streams that the copy on the device is out of date;
 - inside of it, and wherever other tensors of the device are involved, the parameter's twin there takes its place.
   Modules of a unit hold twins anyway; this serves all other uses, such as a tied weight that is reached through another
-  module. An ``autograd.Function`` has to be told about it: functions.py.
+  module. An ``autograd.Function`` has to be told about it: functions.py. What is written is home memory here too, and
+  the forward goes on with a new twin.
 
 Tensors that share home memory leave as `HomeView`, which does the same, for as long as they live: ``w = p.data`` taken
 once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` waits for nothing, using it does.
+
+``p.data = x`` cannot give the parameter other memory: it copies ``x``. Views that were taken before are not to see
+that, so they get a copy of what was there; when one of them is put back, they are views of home memory again. Who swaps
+averaged weights in and out by ``p.data`` finds the trained ones again, as ever.
 
 A streamed parameter names the device that computes with it as its ``device``, so that ``x.to(p.device)`` and
 ``model.device`` mean what they meant."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ..core.errors import StormError
 from .torch_private import in_backward, without_torch_function
 from .unit import Place
 
@@ -38,8 +44,11 @@ class Access(Protocol):
     def twin(self, place: Place) -> torch.Tensor:
         """The tensor on the device that stands in for the parameter."""
 
+    def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, over the device's memory, to user code in forward: what is written there would be lost."""
+
     def join(self, place: Place, kind: str) -> None:
-        """Block until home memory of this ``kind`` ("weight", "grad" or "state") is up to date."""
+        """Block until home memory of this ``kind`` is up to date; kinds are those of `HomeView`."""
 
     def before_write(self, place: Place, kind: str) -> None:
         """User code is about to write home memory; joined already."""
@@ -52,6 +61,9 @@ class Access(Protocol):
 
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
         """Replace the gradient."""
+
+    def held(self, place: Place) -> MutableMapping[int, HomeView]:
+        """The views of the weight that user code holds, by ``id``; they are not kept."""
 
 
 # Asked of a tensor without looking at its elements; names of attributes and of methods.
@@ -72,6 +84,11 @@ _WRITING = frozenset(
     | {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
     | {f"__i{name}__" for name in ("lshift", "rshift", "matmul", "div")}
 )
+# Gives the parameter itself another shape, which its unit has no room for.
+_RESHAPING = frozenset(
+    f"{name}_"
+    for name in ("resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided")
+)
 # Gives others the address of the memory, to write there unseen.
 _EXPOSING = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
 
@@ -86,6 +103,26 @@ class HomeParameter(nn.Parameter):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _through(func, types, args, kwargs or {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__" and "_storm" in vars(self):  # before anything is exchanged
+            raise StormError(
+                f"torch.utils.swap_tensors cannot exchange the streamed parameter {self._storm[1].name!r}: its memory "
+                "is its unit's. Give it new values by p.data = x or p.copy_(x), or close the session first."
+            )
+        super().__setattr__(name, value)
+
+    def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
+        """Does not pass through ``__torch_function__``. Parametrizations come and go by it: as ``p.data = x``."""
+        if "_storm" not in vars(self):
+            return super().set_(*(() if source is None else (source,)), *rest, **named)
+        if not isinstance(source, torch.Tensor) or rest or named:
+            raise StormError(
+                f"set_ cannot give the streamed parameter {self._storm[1].name!r} other memory. Assign a tensor of its "
+                "shape by p.data = x, or close the session first."
+            )
+        self.data = source
+        return self
 
     def __reduce_ex__(self, proto: Any) -> Any:
         if not hasattr(self, "_storm"):
@@ -103,7 +140,9 @@ class HomeParameter(nn.Parameter):
 
 
 class HomeView(torch.Tensor):
-    """A tensor over home memory that user code holds. ``_storm_kind`` says whether it is weight, gradient or state."""
+    """A tensor over home memory that user code holds. ``_storm_kind`` says what of: "weight", "grad" or "state".
+
+    "past" is a weight that ``p.data = x`` has replaced: the memory is the views' own."""
 
     _storm: tuple[Access, Place]
     _storm_kind: str
@@ -140,6 +179,8 @@ def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> 
     with without_torch_function():
         view = tensor.as_subclass(HomeView)
     view._storm, view._storm_kind = (access, place), kind
+    if kind in ("weight", "past"):
+        access.held(place)[id(view)] = view
     return view
 
 
@@ -172,7 +213,7 @@ def _homes(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[HomeParameter
 
 
 def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
-    name: str = getattr(func, "__name__", "")
+    name: str = getattr(func, "__name__", "").partition(".")[0]  # torch.ops has "mul_.Tensor"
     with without_torch_function():
         if name in ("__get__", "__set__", "__delete__"):
             attribute: str = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -185,21 +226,35 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
         elif name in _METADATA or name in ("backward", "grad"):  # the latter name parameters, and do not use them
             return func(*args, **kwargs)
         homes = _homes(args, kwargs)
+        if name in _RESHAPING and isinstance(args[0], HomeParameter) and homes:
+            raise StormError(
+                f"{name} cannot give the streamed parameter {homes[0]._storm[1].name!r} another shape: its memory "
+                "is its unit's. Close the session first, then stream anew."
+            )
         return _with_homes(func, name, homes, args, kwargs) if homes else func(*args, **kwargs)
 
 
 def _with_homes(
     func: Any, name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
+    target = _target(func, name, args, kwargs)
+    written = [home for home in homes if home is target or _is_in(home, target)]
     if _in_forward(homes):
-        return func(*_exchanged(args, _twin), **_exchanged(dict(kwargs), _twin))
-    written = _written(name, homes, args, kwargs)
+        if not written:
+            return func(*_exchanged(args, _twin), **_exchanged(dict(kwargs), _twin))
+
+        def exchange(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if any(tensor is home for home in written) else _here(_twin(tensor))
+
+        return _on_home(func, name, homes, written, _exchanged(args, exchange), _exchanged(dict(kwargs), exchange))
+    if name in _EXPOSING:
+        written = homes
     if _any_on_device((*args, *kwargs.values())):
         # User code, for which parameters are on the device. What it computes is computed there, what it writes into
         # home memory is brought home.
         if not written:
             return func(*_exchanged(args, _there), **_exchanged(dict(kwargs), _there))
-        if not _any_on_device([_target(args, kwargs)]):  # of both kinds: torch says what is wrong with that
+        if not _any_on_device([target]):  # of both kinds: torch says what is wrong with that
             args, kwargs = _exchanged(args, _here), _exchanged(dict(kwargs), _here)
     return _on_home(func, name, homes, written, args, kwargs)
 
@@ -215,23 +270,34 @@ def for_function(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_there(arg) for arg in args) if _any_on_device(args) else args
 
 
-def _written(
-    name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[HomeParameter | HomeView]:
-    """Those of ``homes`` that the function changes, or gives others the means to change."""
-    if not _writes(name, kwargs):
-        return []
-    if name in _EXPOSING:
-        return homes
-    target = _target(args, kwargs)
-    return [home for home in homes if home is target or _is_in(home, target)]
-
-
-def _target(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function that writes writes to."""
+def _target(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the function writes to; None: nothing."""
     if "out" in kwargs:
         return kwargs["out"]
-    return args[0] if args else next(iter(kwargs.values()), None)
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or name in _WRITING or _argument(func, "inplace", args, kwargs):
+        return args[0] if args else next(iter(kwargs.values()), None)
+    if name in ("embedding", "embedding_bag") and _argument(func, "max_norm", args, kwargs) is not None:
+        return _argument(func, "weight", args, kwargs)
+    schema = getattr(getattr(func, "default", func), "_schema", None)  # torch.ops have one, a library's own among them
+    if schema is None or not schema.is_mutable:
+        return None
+    given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
+    found: list[Any] = []
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function written in Python is given as ``name``; None also where it has no such argument."""
+    if name in kwargs:
+        return kwargs[name]
+    code = getattr(func, "__code__", None)
+    names = code.co_varnames[: min(code.co_argcount, len(args))] if code is not None else ()
+    return args[names.index(name)] if name in names else None
 
 
 def _on_home(
@@ -264,11 +330,6 @@ def _in_forward(homes: list[HomeParameter | HomeView]) -> bool:
 
 def _kind(home: HomeParameter | HomeView) -> str:
     return home._storm_kind if isinstance(home, HomeView) else "weight"
-
-
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _WRITING or "out" in kwargs or name in _EXPOSING
 
 
 def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
@@ -349,6 +410,14 @@ def _is_cpu(func: Any, args: tuple[Any, ...]) -> Any:
     return args[0]._storm[0].device.type == "cpu" if isinstance(args[0], HomeParameter) else func(*args)
 
 
+def _get_data(func: Any, args: tuple[Any, ...]) -> Any:
+    home = args[0]
+    if isinstance(home, HomeParameter) and _in_forward([home]):
+        access, place = home._storm
+        return access.lend(place, access.twin(place).data)
+    return _with_homes(func, "data", [home], args, {})
+
+
 def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
     """``p.data = x`` copies: the memory of a streamed parameter is its unit's."""
     home, value = args
@@ -362,10 +431,32 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
         )
     joined(value)
     access.join(place, "weight")
+    data = torch.Tensor.data.__get__(home)  # type: ignore[attr-defined]
+    if value.data_ptr() == data.data_ptr() and value.stride() == data.stride():
+        return None
+    flat = data.as_strided((place.count,), (1,))
+    if access.held(place):
+        _move_views(home, flat, flat.clone(), "past")  # ``value`` may be one of them, seen from another side
     access.before_write(place, "weight")
-    torch.Tensor.data.__get__(home).copy_(value)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        data.copy_(value)
     access.after_write(place, "weight")
+    was_here = isinstance(value, HomeView) and _kind(value) == "past" and value._storm[1] is place
+    if was_here and value.stride() == data.stride():
+        _move_views(home, value.detach().as_strided((place.count,), (1,)), flat, "weight")
     return None
+
+
+def _move_views(home: HomeParameter, source: torch.Tensor, target: torch.Tensor, kind: str) -> None:
+    """Views of ``source`` that user code holds become views of ``target``: both all of the parameter, flat."""
+    access, place = home._storm
+    storage = source.untyped_storage().data_ptr()
+    distance = (target.storage_offset() - source.storage_offset()) * source.itemsize
+    for view in list(access.held(place).values()):
+        if view.untyped_storage().data_ptr() == storage:
+            at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
+            view.data = target.view(view.dtype).as_strided(view.shape, view.stride(), at)
+            view._storm_kind = kind
 
 
 _ATTRIBUTES: dict[tuple[str, str], Callable[[Any, tuple[Any, ...]], Any]] = {
@@ -375,5 +466,6 @@ _ATTRIBUTES: dict[tuple[str, str], Callable[[Any, tuple[Any, ...]], Any]] = {
     ("device", "__get__"): _get_device,
     ("is_cuda", "__get__"): _is_cuda,
     ("is_cpu", "__get__"): _is_cpu,
+    ("data", "__get__"): _get_data,
     ("data", "__set__"): _set_data,
 }

@@ -7,7 +7,6 @@ the unit that comes first; the others use it as guests."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from ..core.errors import SettingError
 from ..core.sizes import MiB
+from .torch_private import has_plain_storage
 from .unit import Unit, is_dense
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -77,6 +77,7 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
     if only is not None:
         chosen = {id(inner) for name in only for inner in names[name].modules()}
         left_modules |= {id(module) for module in model.modules() if id(module) not in chosen}
+    left_modules |= {id(module) for module in model.modules() if isinstance(module, torch.jit.ScriptModule)}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise SettingError(f"The parameter {name!r} has no shape yet. Run one forward first.")
@@ -140,17 +141,36 @@ def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Two parameters over the same memory would become two: each gets a home of its own."""
+    """Two parameters over the same memory would become two: each gets a home of its own. So would a buffer that is a
+    view of a parameter; buffers among themselves may share what they like."""
     spans = sorted(
-        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
-        for name, p in model.named_parameters()
-        if p.nbytes and not p.is_meta and p.layout is torch.strided and is_dense(p)
+        (str(tensor.device), *_span(tensor), is_parameter, name)
+        for is_parameter, named in ((True, model.named_parameters()), (False, model.named_buffers()))
+        for name, tensor in named
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.nbytes
+        if (is_dense(tensor) if is_parameter else has_plain_storage(tensor))
     )
-    for first, second in itertools.pairwise(spans):
-        if first[1] > second[0]:
-            raise SettingError(
-                f"The parameters {first[2]!r} and {second[2]!r} share memory. Make them one nn.Parameter, or clone one."
-            )
+    last: dict[tuple[str, bool], tuple[int, str]] = {}  # how far parameters, or buffers, reach so far
+    for device, start, end, is_parameter, name in spans:
+        for other_is_parameter in (True, False) if is_parameter else (True,):
+            reach, other = last.get((device, other_is_parameter), (0, ""))
+            if reach > start and other_is_parameter == is_parameter:
+                raise SettingError(
+                    f"The parameters {other!r} and {name!r} share memory. Make them one nn.Parameter, or clone one."
+                )
+            if reach > start:
+                buffer, parameter = (other, name) if is_parameter else (name, other)
+                raise SettingError(
+                    f"The buffer {buffer!r} shares memory with the parameter {parameter!r}, which gets other memory "
+                    "when it is streamed. Clone the buffer, or make it of the parameter in each forward."
+                )
+        last[device, is_parameter] = max(last.get((device, is_parameter), (0, "")), (end, name))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """From where to where its elements lie, gaps included."""
+    length = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.itemsize
 
 
 def _has_lists(module: nn.Module) -> bool:

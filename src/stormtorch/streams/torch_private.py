@@ -150,6 +150,7 @@ def is_made_from_weights(tensor: torch.Tensor) -> bool:
 _CASTS_AND_VIEWS = frozenset(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "AsStrided")
 )
+outside_of_graphs: Any = vars(torch)["_disable_dynamo"]  # torch.compiler.disable would import dynamo at once
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 FUNCTION_BASE: Any = (
     torch.autograd.function._SingleLevelFunction
