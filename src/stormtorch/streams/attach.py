@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..core.errors import StormError
+from ..memory.device import bytes_for_graph
 from . import functions
 from .fetch import Fetch, Token, Twins
 from .gradients import GradientStream
@@ -121,7 +122,7 @@ class Attachment:
         self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
         self.durable: Any = None  # what of the session is saved and loaded, for load_weights
         self._passes = Passes()
-        self._twins = Twins(torch.empty(0, dtype=torch.uint8, device=device))  # with a graph, for this pass
+        self._twins = Twins(bytes_for_graph(0, device))  # with a graph, for this pass
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._held: dict[int, weakref.WeakValueDictionary[int, HomeView]] = {}
         self._moved_buffers: list[tuple[nn.Module, str]] = []
