@@ -361,7 +361,9 @@ class ParameterStream:
             f"{format_bytes(self._pool.taken_bytes)} of the pool's {format_bytes(self._pool.capacity_bytes)} in use, "
             f"{format_bytes(held)} of them by modules that are computing",
             f"The limit is {budget.given}.",
-            "Raise it, or make the model's blocks smaller.",
+            "Raise it, or do not accumulate: one backward for each step needs less."
+            if tag is Tag.GRADIENTS
+            else "Raise it, or make the model's blocks smaller.",
         )
 
 
