@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ..core.errors import StormError
+from .effects import EXPOSING, METADATA, RESHAPING, target_of
 from .torch_private import in_backward, without_torch_function
 from .unit import Place
 
@@ -64,33 +65,6 @@ class Access(Protocol):
 
     def held(self, place: Place) -> MutableMapping[int, HomeView]:
         """The views of the weight that user code holds, by ``id``; they are not kept."""
-
-
-# Asked of a tensor without looking at its elements; names of attributes and of methods.
-# fmt: off
-_METADATA = frozenset({
-    "__hash__", "__len__", "_backward_hooks", "_base", "_grad", "_has_symbolic_sizes_strides", "_is_view",
-    "_post_accumulate_grad_hooks", "_version", "dim", "dtype", "element_size", "grad_dtype", "grad_fn",
-    "has_names", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_distributed",
-    "is_floating_point", "is_hpu", "is_inference", "is_leaf", "is_meta", "is_mkldnn", "is_mps", "is_neg",
-    "is_nested", "is_quantized", "is_same_size", "is_signed", "is_sparse", "is_sparse_csr", "is_vulkan",
-    "is_xpu", "itemsize", "layout", "names", "nbytes", "ndim", "ndimension", "nelement", "numel", "output_nr",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad", "requires_grad_", "retain_grad",
-    "retains_grad", "shape", "size", "storage_offset", "stride",
-})
-# fmt: on
-_WRITING = frozenset(
-    {"__setitem__"}
-    | {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
-    | {f"__i{name}__" for name in ("lshift", "rshift", "matmul", "div")}
-)
-# Gives the parameter itself another shape, which its unit has no room for.
-_RESHAPING = frozenset(
-    f"{name}_"
-    for name in ("resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided")
-)
-# Gives others the address of the memory, to write there unseen.
-_EXPOSING = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
 
 
 class HomeParameter(nn.Parameter):
@@ -220,13 +194,13 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
             special = _ATTRIBUTES.get((attribute, name))
             if special is not None and hasattr(args[0], "_storm"):
                 return special(func, args)
-            if attribute in _METADATA:
+            if attribute in METADATA:
                 return func(*args, **kwargs)
             name = attribute if name == "__get__" else f"{attribute}_"
-        elif name in _METADATA or name in ("backward", "grad"):  # the latter name parameters, and do not use them
+        elif name in METADATA or name in ("backward", "grad"):  # the latter name parameters, and do not use them
             return func(*args, **kwargs)
         homes = _homes(args, kwargs)
-        if name in _RESHAPING and isinstance(args[0], HomeParameter) and homes:
+        if name in RESHAPING and isinstance(args[0], HomeParameter) and homes:
             raise StormError(
                 f"{name} cannot give the streamed parameter {homes[0]._storm[1].name!r} another shape: its memory "
                 "is its unit's. Close the session first, then stream anew."
@@ -237,7 +211,7 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
 def _with_homes(
     func: Any, name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    target = _target(func, name, args, kwargs)
+    target = target_of(func, name, args, kwargs)
     written = [home for home in homes if home is target or _is_in(home, target)]
     if _in_forward(homes):
         if not written:
@@ -247,7 +221,7 @@ def _with_homes(
             return tensor if any(tensor is home for home in written) else _here(_twin(tensor))
 
         return _on_home(func, name, homes, written, _exchanged(args, exchange), _exchanged(dict(kwargs), exchange))
-    if name in _EXPOSING:
+    if name in EXPOSING:
         written = homes
     if _any_on_device((*args, *kwargs.values())):
         # User code, for which parameters are on the device. What it computes is computed there, what it writes into
@@ -268,36 +242,6 @@ def for_function(args: tuple[Any, ...]) -> tuple[Any, ...]:
         if in_backward() or _in_forward(_homes(args, {})):
             args = tuple(_twin(arg) for arg in args)
         return tuple(_there(arg) for arg in args) if _any_on_device(args) else args
-
-
-def _target(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the function writes to; None: nothing."""
-    if "out" in kwargs:
-        return kwargs["out"]
-    in_place = name.endswith("_") and not name.endswith("__")
-    if in_place or name in _WRITING or _argument(func, "inplace", args, kwargs):
-        return args[0] if args else next(iter(kwargs.values()), None)
-    if name in ("embedding", "embedding_bag") and _argument(func, "max_norm", args, kwargs) is not None:
-        return _argument(func, "weight", args, kwargs)
-    schema = getattr(getattr(func, "default", func), "_schema", None)  # torch.ops have one, a library's own among them
-    if schema is None or not schema.is_mutable:
-        return None
-    given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
-    found: list[Any] = []
-    for argument in schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given.get(argument.name)
-            found += value if isinstance(value, (list, tuple)) else [value]
-    return found
-
-
-def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function written in Python is given as ``name``; None also where it has no such argument."""
-    if name in kwargs:
-        return kwargs[name]
-    code = getattr(func, "__code__", None)
-    names = code.co_varnames[: min(code.co_argcount, len(args))] if code is not None else ()
-    return args[names.index(name)] if name in names else None
 
 
 def _on_home(
