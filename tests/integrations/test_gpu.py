@@ -22,9 +22,10 @@ pytestmark = pytest.mark.gpu
 CUDA: dict[str, Any] = {"use_cpu": False, "gradient_accumulation_steps": 2, "max_steps": 6}
 
 
-def assert_close(streamed: Any, plain: Any) -> None:
+def assert_close(streamed: Any, plain: Any, *, of_norms: float = 2e-3) -> None:
     assert len(logged(streamed)) == len(logged(plain)) >= 4
     for one, other in zip(logged(streamed), logged(plain), strict=True):
+        assert one.pop("grad_norm", 0) == pytest.approx(other.pop("grad_norm", 0), rel=of_norms)
         assert one == pytest.approx(other, rel=2e-3)
 
 
@@ -37,7 +38,8 @@ def test_trainer(changed: dict[str, Any], tmp_path: Path) -> None:
         trainer = kind(model=llama(), args=args, train_dataset=Rows(), eval_dataset=Rows(8), **more)
         trainer.train()
         both.append(trainer)
-    assert_close(both[1], both[0])
+    # In bf16 the last bit of a weight, which another AdamW kernel may round otherwise, is 0.4 % of its product.
+    assert_close(both[1], both[0], of_norms=2e-2 if changed.get("bf16") else 2e-3)
     assert {parameter.device.type for parameter in both[1].model.parameters()} == {"cpu"}
     assert both[1].evaluate()["eval_loss"] == pytest.approx(both[0].evaluate()["eval_loss"], rel=2e-3)
 

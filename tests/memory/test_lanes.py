@@ -202,6 +202,7 @@ def test_shapes_may_differ_and_modes_do_not_matter(opened: OpenLanes, lane_devic
         there = torch.zeros(2, 3, device=lane_device)
         home = at_home(kind, torch.ones(6))
     lanes = opened()
+    lanes.load.wait(lanes.compute.record())  # which made the zeros
     lanes.load.copy(there, home, Tag.DATA)
     lanes.store.wait(lanes.load.record())
     lanes.store.fill(there[0], 0)
