@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from stormtorch.core.errors import StormError
 from stormtorch.streams.home import HomeParameter
 from stormtorch.streams.torch_private import FUNCTION_BASE
 
@@ -107,6 +108,22 @@ class Fused(nn.Module):
         return torch.as_tensor(checkpoint(self.finish, x, use_reentrant=self.around == "reentrant"))
 
 
+class Scattered(Fused):
+    """The last block's unit has parameters that checkpointing uses, outside of the block."""
+
+    def __init__(self, around: str, *, again: bool) -> None:
+        super().__init__(around)
+        self.again = again
+        last: Any = self.blocks[-1]
+        last.after = self.norm
+        del self.norm
+
+    def finish(self, x: torch.Tensor) -> torch.Tensor:
+        last: Any = self.blocks[-1]
+        x = Scaled.apply(x, last.after.weight)  # type: ignore[no-untyped-call]
+        return torch.as_tensor(project(last(x) if self.again else x, self.head.weight, self.head.bias))
+
+
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     logits = model(batch[0])
     return functional.cross_entropy(logits.flatten(0, -2), batch[1].to(logits.device).flatten())
@@ -142,6 +159,22 @@ def check(made: Case, *, device: str = "cpu", step: str = "forward", kept: int =
 @pytest.mark.parametrize("step", STEPS)
 def test_the_numbers_of_a_plain_run(step: str, around: str, device: str) -> None:
     check(case(around=around), step=step, device=device)
+
+
+@pytest.mark.parametrize("kept", [0, 99])
+@pytest.mark.parametrize("around", ["nothing", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_unit_whose_gradients_come_in_two_backward_passes(step: str, around: str, kept: int) -> None:
+    """Reentrant checkpointing runs a pass inside of another: what updates units in backward must await the outer."""
+    check(Case("scattered", lambda: Scattered(around, again=False), tokens, loss), step=step, kept=kept)
+
+
+def test_the_same_parameters_in_two_backward_passes() -> None:
+    """They add up, which step="backward" cannot have: it says so, before anything is wrong."""
+    made = Case("scattered", lambda: Scattered("reentrant", again=True), tokens, loss)
+    check(made)
+    with Pair(made, adamw, step="backward") as pair, pytest.raises(StormError, match="there is more to add"):
+        pair.streamed.step(0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .torch_private import current_pass, holders, will_accumulate, will_run
+from .torch_private import current_pass, holders, in_backward, will_accumulate, will_run
 from .unit import Unit
 
 Collect = Callable[["Token", Sequence["torch.Tensor | None"], list[bool]], "list[torch.Tensor | None]"]
@@ -25,11 +25,12 @@ Collect = Callable[["Token", Sequence["torch.Tensor | None"], list[bool]], "list
 class Token:
     """Lives as long as its node of the graph. ``passed`` is the backward pass that ran it last."""
 
-    __slots__ = ("__weakref__", "node", "passed", "places", "unit")
+    __slots__ = ("__weakref__", "made_in_backward", "node", "passed", "places", "unit")
 
     def __init__(self, unit: Unit, places: list[int]) -> None:
         self.unit, self.places = unit, places  # places: indices into the unit's, one for each input
         self.passed = -1
+        self.made_in_backward = in_backward()  # by checkpointing, which runs forward again there
         self.node: Callable[[], Any] = lambda: None  # a weak reference
 
     def is_to_come(self) -> bool:

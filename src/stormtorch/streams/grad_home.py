@@ -16,6 +16,14 @@ from .unit import Place, Unit
 
 
 @dataclass(eq=False)
+class Partial:
+    """What one backward pass has brought so far."""
+
+    nested: bool  # reentrant checkpointing runs a pass inside of another
+    grads: dict[int, torch.Tensor] = field(default_factory=dict)  # by place
+
+
+@dataclass(eq=False)
 class GradHome:
     """What is known of one unit's gradients."""
 
@@ -34,7 +42,7 @@ class GradHome:
     ready: Event | None = None  # when compute has made those
     bring: Callable[[GradHome], None] = lambda _home: None  # sends them home
     arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
-    partial: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # by pass and place: more uses to come
+    partial: dict[int, Partial] = field(default_factory=dict)  # by pass: more uses to come
     tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
 
     def view(self, place: Place) -> torch.Tensor:
@@ -55,6 +63,10 @@ class GradHome:
         live = [token for reference in self.tokens if (token := reference()) is not None]
         self.tokens = [weakref.ref(token) for token in live]
         return live
+
+    def awaits_outer_pass(self, partial: Partial) -> bool:
+        """Whether the pass around the one that brought ``partial`` may bring more; torch tells only of the inner."""
+        return partial.nested and any(t.passed == -1 and not t.made_in_backward for t in self.live_tokens())
 
     def join(self) -> None:
         """Block until the gradients are at home."""

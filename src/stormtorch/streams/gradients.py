@@ -26,7 +26,7 @@ from ..memory.lanes import Lanes
 from ..memory.pool import Piece
 from ..memory.wait_meter import WaitMeter
 from .fetch import Token
-from .grad_home import GradHome
+from .grad_home import GradHome, Partial
 from .home import HomeView, joined, plain
 from .lock import locked
 from .parameters import ParameterStream
@@ -89,7 +89,7 @@ class GradientStream:
             raise StormError("Cannot run backward: the session that this forward ran in was closed.")
         unit, home = token.unit, self.homes[token.unit.index]
         token.passed = now = current_pass()
-        partial = home.partial.setdefault(now, {})
+        partial = home.partial.setdefault(now, Partial(token.made_in_backward)).grads
         returned: list[torch.Tensor | None] = [None] * len(grads)
         for number, (index, grad) in enumerate(zip(token.places, grads, strict=True)):
             if grad is None or not wanted[number]:
@@ -137,20 +137,23 @@ class GradientStream:
 
     def _finish(self, home: GradHome, number: int) -> None:
         """All gradients of backward pass ``number`` are there."""
-        grads = home.partial.pop(number, {})
-        if grads:
-            if set(grads) & (home.consumed_places | (home.present if self.consume is not None else set())):
+        partial = home.partial.pop(number, None)
+        if partial is not None and partial.grads:
+            grads, consume = partial.grads, self.consume
+            if set(grads) & (home.consumed_places | (home.present if consume is not None else set())):
                 raise _used_up(home.unit.name)
             self.before_storing(home.unit)
+            if home.awaits_outer_pass(partial):
+                consume = None  # the unit is updated with the rest, or by step() if there is none
             with torch.no_grad():
-                stored = self._gather(home, grads)
-            if self.consume is not None and stored:
-                self.consume(home)
+                stored = self._gather(home, grads, consume=consume is not None)
+            if consume is not None and stored:
+                consume(home)
             elif stored:
                 self._parameters.residences[home.unit.index].outdated = True
         self._parameters.leave(home.unit)
 
-    def _gather(self, home: GradHome, grads: dict[int, torch.Tensor]) -> bool:
+    def _gather(self, home: GradHome, grads: dict[int, torch.Tensor], *, consume: bool) -> bool:
         """Make the unit's bucket and send it home; False if it was used up on the device instead."""
         unit, lanes = home.unit, self._lanes
         self._ensure_own()
@@ -165,7 +168,7 @@ class GradientStream:
         staying = self.staying(unit, size)
         bucket = self._bucket(size) if staying is None else staying
         try:
-            return self._fill(home, grads, bucket, to_wide, stays=staying is not None)
+            return self._fill(home, grads, bucket, to_wide, stays=staying is not None, consume=consume)
         except BaseException:
             if self._taken:  # compute may have been writing it already
                 self._release(lanes.compute.record())
@@ -173,7 +176,14 @@ class GradientStream:
             raise
 
     def _fill(
-        self, home: GradHome, grads: dict[int, torch.Tensor], bucket: torch.Tensor, to_wide: bool, *, stays: bool
+        self,
+        home: GradHome,
+        grads: dict[int, torch.Tensor],
+        bucket: torch.Tensor,
+        to_wide: bool,
+        *,
+        stays: bool,
+        consume: bool,
     ) -> bool:
         unit, lanes = home.unit, self._lanes
         places, before = unit.places, set(home.present)
@@ -196,7 +206,7 @@ class GradientStream:
         home.norms = dict(zip(here, norms, strict=True))
         home.there, home.ready = bucket, lanes.compute.record()
         grads.clear()
-        if self.update_here(home, bucket):
+        if consume and self.update_here(home, bucket):
             home.there = None
             if not stays:
                 self._release(lanes.compute.record())
