@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 METHODS = ("resident", "storm", "fsdp2", "ds3", "ramtorch", "ramtorch-bf16")
 STEPS = ("backward", "forward", "serial")
+ACTIVATIONS = ("auto", "offload", "recompute", "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class Case:
     micro_batch: int = 8
     step: str = "backward"  # when the optimizer runs; storm only
     vram: str = ""  # storm only; empty: its own choice
+    activations: str = ""  # storm only; empty: the loop itself checkpoints each block, as for everybody else
     clip: bool = False
     device: str = "cuda"
     dtype: str = "bfloat16"  # of the arithmetic, and of the weights where the method does not keep them in fp32
@@ -30,7 +32,8 @@ class Case:
     @property
     def name(self) -> str:
         step = f"-{self.step}" if self.method == "storm" else ""
-        return f"{self.method}{step}{'+clip' if self.clip else ''}"
+        activations = f"~{self.activations}" if self.activations else ""
+        return f"{self.method}{step}{activations}{'+clip' if self.clip else ''}"
 
     @property
     def settings(self) -> str:
@@ -66,6 +69,13 @@ SUITES: dict[str, tuple[Case, ...]] = {
         Case(method="resident", micro_batch=2),
         _storm(step="forward", clip=True, warm_steps=6, micro_batch=2),
     ),
+    "arranged": (  # who sees to activations: the loop, which checkpoints each block, or STORM; once it has a plan
+        *(_storm(vram="14GiB", activations=kind, warm_steps=9) for kind in ("", "auto")),
+        *(
+            _storm(vram="14GiB", step="forward", clip=True, activations=kind, warm_steps=9)
+            for kind in ("", "auto", "recompute")
+        ),
+    ),
     "big": (
         _storm(vram="16GiB", size="7b"),
         *(Case(method=peer, size="7b", limit_s=100) for peer in _PEERS),
@@ -73,10 +83,13 @@ SUITES: dict[str, tuple[Case, ...]] = {
 }
 
 FORM = (
-    f"a suite ({', '.join(SUITES)}) or METHOD[-STEP][+clip][@MICRO_BATCH] with METHOD one of {', '.join(METHODS)}; "
-    f"storm takes -STEP, one of {', '.join(STEPS)}"
+    f"a suite ({', '.join(SUITES)}) or METHOD[-STEP][~ACTIVATIONS][+clip][@MICRO_BATCH] with METHOD one of "
+    f"{', '.join(METHODS)}; storm takes -STEP, one of {', '.join(STEPS)}, and ~ACTIVATIONS, one of "
+    f"{', '.join(ACTIVATIONS)}"
 )
-_PATTERN = re.compile(rf"({'|'.join(sorted(METHODS, key=len, reverse=True))})(?:-(\w+))?(\+clip)?(?:@(\d+))?")
+_PATTERN = re.compile(
+    rf"({'|'.join(sorted(METHODS, key=len, reverse=True))})(?:-(\w+))?(?:~(\w+))?(\+clip)?(?:@(\d+))?"
+)
 
 
 def parse(text: str) -> tuple[Case, ...]:
@@ -86,10 +99,10 @@ def parse(text: str) -> tuple[Case, ...]:
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise ValueError(f"no such case: {text!r}. It is {FORM}.")
-    method, step, clip, micro_batch = match.groups()
+    method, step, activations, clip, micro_batch = match.groups()
     case = Case(method=method, clip=bool(clip))
-    if step is not None:
-        if method != "storm" or step not in STEPS:
+    if step is not None or activations is not None:
+        if method != "storm" or step not in (None, *STEPS) or activations not in (None, *ACTIVATIONS):
             raise ValueError(f"no such case: {text!r}. It is {FORM}.")
-        case = dataclasses.replace(case, step=step)
+        case = dataclasses.replace(case, step=step or case.step, activations=activations or "")
     return (dataclasses.replace(case, micro_batch=int(micro_batch)) if micro_batch else case,)

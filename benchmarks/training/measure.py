@@ -63,7 +63,7 @@ def _measure(case: Case, ready: Path, trace: Path | None, known: dict[str, Any])
     where = device if method.on_device else torch.device("cpu")
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[case.dtype]
     stored = torch.float32 if method.full_precision else dtype
-    model = build(size, dtype=stored, device=where, checkpointing=method.checkpointing)
+    model = build(size, dtype=stored, device=where, checkpointing=method.checkpointing and not case.activations)
     tokens, targets = batch(size, case.micro_batch, device)
     _synchronize(device)
     known["init_s"] = clock() - start_s

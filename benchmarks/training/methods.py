@@ -81,8 +81,9 @@ def storm(work: Work) -> Training:
     """The loop of the README: an ordinary model in RAM, an ordinary optimizer, one new line."""
     stormtorch: Any = importlib.import_module("stormtorch")
     optimizer = torch.optim.AdamW(work.model.parameters(), **ADAMW)
-    budget = {"vram": work.case.vram} if work.case.vram else {}
-    session = stormtorch.stream(work.model, optimizer, device=str(work.device), step=work.case.step, **budget)
+    given = {"vram": work.case.vram, "activations": work.case.activations}
+    settings = {name: value for name, value in given.items() if value}
+    session = stormtorch.stream(work.model, optimizer, device=str(work.device), step=work.case.step, **settings)
 
     def step() -> Tensor:
         loss = work.loss()

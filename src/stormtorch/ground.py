@@ -5,6 +5,7 @@ Opened before anything of the model is touched; what does not fit is refused her
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from .core.endings import Endings
 from .core.errors import SettingError
 from .core.tags import Tag, Tier
 from .memory.flags import Flags
-from .memory.host import HostArena, capacity_for
+from .memory.host import HostArena, regions_for
 from .memory.lane import Lane
 from .memory.lanes import Lanes, open_lanes
 from .memory.ledger import Ledger, open_ledger
@@ -51,9 +52,9 @@ class Ground:
     def units(self) -> list[Unit]:
         return self.partition.units
 
-    def arena(self, capacity_bytes: int, tag: Tag) -> HostArena:
+    def arena(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
         """Home memory; whoever asks for it says when it ends."""
-        return HostArena(capacity_bytes, ledger=self.ledger, tag=tag, page_lock=self.page_lock)
+        return HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock)
 
 
 def open_ground(
@@ -77,7 +78,7 @@ def open_ground(
     page_lock = page_lock_for(device)
     recorder = Recorder()
     arena = HostArena(
-        capacity_for(unit.image_bytes for unit in units), ledger=ledger, tag=Tag.PARAMETERS, page_lock=page_lock
+        regions_for(unit.image_bytes for unit in units), ledger=ledger, tag=Tag.PARAMETERS, page_lock=page_lock
     )
     endings.before_others(arena.close)
     images = [arena.tensor((unit.image_bytes,), torch.uint8) for unit in units]

@@ -19,7 +19,7 @@ from .core.errors import SettingError
 from .core.tags import Tag
 from .ground import Ground, open_ground
 from .memory.flags import Flag
-from .memory.host import capacity_for
+from .memory.host import regions_for
 from .memory.lanes import Lanes
 from .native.jobs import Worker
 from .native.worker import open_worker
@@ -193,7 +193,7 @@ def _open_streams(
 
 def _own_grads(ground: Ground) -> list[torch.Tensor]:
     """Home memory for gradients, when the first ones come; it ends late: the model takes over what is in it."""
-    arena = ground.arena(capacity_for(unit.grad_bytes for unit in ground.units), Tag.GRADIENTS)
+    arena = ground.arena(regions_for(unit.grad_bytes for unit in ground.units), Tag.GRADIENTS)
     ground.endings.after_others(arena.close)
     return [arena.tensor((unit.grad_bytes,), torch.uint8) for unit in ground.units]
 
@@ -263,7 +263,7 @@ def _open_adam(
 ) -> tuple[AdamStream, Worker]:
     units, endings = ground.units, ground.endings
     sizes = [size for unit in units for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
-    states = ground.arena(capacity_for(sizes), Tag.OPTIMIZER)
+    states = ground.arena(regions_for(sizes), Tag.OPTIMIZER)
     endings.before_others(states.close)
     factors = ground.arena(64 * 64, Tag.STAGING)
     endings.before_others(factors.close)

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import random
+import threading
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 
 from stormtorch.core.budget import Budget
 from stormtorch.core.errors import OutOfBudget, SettingError, StormError
-from stormtorch.core.sizes import GiB, MiB
+from stormtorch.core.sizes import GiB, MiB, round_up
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.host import PAGE, HostArena, HostBlock, SharedArena, capacity_for
+from stormtorch.memory.host import PAGE, HostArena, HostBlock, SharedArena, regions_for
 from stormtorch.memory.ledger import Ledger
 from stormtorch.memory.page_lock import page_lock_for
 
@@ -76,7 +77,7 @@ def test_blocks_never_overlap_keep_their_bytes_and_return_them(steps: list[tuple
 def test_overhead_for_65536_tensors_of_mixed_sizes_is_at_most_one_per_cent(ledger: Ledger) -> None:
     chance = random.Random(0)
     sizes = [0 if chance.random() < 0.05 else int(2 ** chance.uniform(1, 16)) for _ in range(65536)]
-    capacity = capacity_for(sizes)
+    capacity = regions_for(sizes)
     before = psutil.Process().memory_info().rss
     arena = HostArena(capacity, ledger=ledger, tag=Tag.PARAMETERS)
     blocks = [arena.allocate(size) for size in sizes]
@@ -92,10 +93,10 @@ def test_overhead_for_65536_tensors_of_mixed_sizes_is_at_most_one_per_cent(ledge
 
 def test_planned_capacity_is_exact(ledger: Ledger) -> None:
     sizes = [5000, 0, 3, 70_000, 4096, 17, 2048]
-    arena = HostArena(capacity_for(sizes), ledger=ledger, tag=Tag.PARAMETERS)
+    arena = HostArena(regions_for(sizes), ledger=ledger, tag=Tag.PARAMETERS)
     for size in sizes:
         arena.allocate(size)
-    assert arena.capacity_bytes - capacity_for(sizes) < PAGE
+    assert arena.capacity_bytes == round_up(5008 + 16 + 70_000 + 4096 + 32 + 2048, PAGE)
     with pytest.raises(OutOfBudget, match="no hole is large enough"):
         arena.allocate(PAGE)
     arena.close()
@@ -104,7 +105,7 @@ def test_planned_capacity_is_exact(ledger: Ledger) -> None:
 def test_capacity_is_exact_across_regions_too(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 16 * PAGE)
     sizes = [10 * PAGE, 10 * PAGE, 3 * PAGE, 16 * PAGE]
-    arena = HostArena(capacity_for(sizes), ledger=ledger, tag=Tag.PARAMETERS)
+    arena = HostArena(regions_for(sizes), ledger=ledger, tag=Tag.PARAMETERS)
     for size in sizes:
         arena.allocate(size)
     with pytest.raises(SettingError, match="in one piece"):
@@ -201,6 +202,26 @@ def test_refused_page_lock_stays_pageable_and_is_said_once_with_its_limit(
     assert "Host page-lock refused for 1.0 MiB" in caplog.messages[0]
     assert "the limit is" in caplog.messages[0]
     assert "CUDA out of memory" not in caplog.messages[0]
+
+
+def test_a_region_is_locked_while_the_next_one_is_touched(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time that opening a session takes is touching, the other half is locking."""
+    monkeypatch.setattr("stormtorch.memory.host._REGION_AIM", 8 * PAGE)
+    sizes = [5 * PAGE, 5 * PAGE, 2 * PAGE, 9 * PAGE]
+    touched = threading.Semaphore(0)
+
+    class AfterTheNext(RecordingLock):
+        def lock(self, address: int, size: int) -> None:
+            if not self.locked:
+                assert all(touched.acquire(timeout=30) for _ in range(3)), "nothing is touched while this waits"
+            super().lock(address, size)
+
+    monkeypatch.setattr("stormtorch.memory.host.first_touch", lambda _address, _size: touched.release())
+    lock = AfterTheNext()
+    arena = HostArena(regions_for(sizes), ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
+    assert list(lock.locked.values()) == regions_for(sizes) == [5 * PAGE, 7 * PAGE, 9 * PAGE]
+    assert arena.pinned
+    arena.close()
 
 
 def test_large_arenas_are_locked_in_regions_that_no_block_crosses(

@@ -22,7 +22,8 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,7 @@ PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 * MiB
 _GRAIN = 16  # enough for every dtype and vector load; a finer grain would leave holes that nothing fits into
 _REGION_LIMIT = 64 * GiB  # one registration; drivers refuse very large ones, and a copy must not cross two
+_REGION_AIM = 2 * GiB  # where sizes are known beforehand: one region is locked while the next is being touched
 
 
 def natural_alignment(size: int) -> int:
@@ -48,16 +50,16 @@ def natural_alignment(size: int) -> int:
     return 64 if size >= 4096 else 32 if size >= 2048 else _GRAIN
 
 
-def capacity_for(sizes: Iterable[int], alignment: int | None = None) -> int:
-    """The capacity of an arena that holds exactly these allocations, made in this order."""
-    end = 0
+def regions_for(sizes: Iterable[int], alignment: int | None = None) -> list[int]:
+    """The regions of an arena that holds exactly these allocations, made in this order; none crosses two."""
+    ends = [0]
     for size in sizes:
-        if size:
-            start = round_up(end, alignment or natural_alignment(size))
-            if start // _REGION_LIMIT != (start + size - 1) // _REGION_LIMIT:
-                start = round_up(start, _REGION_LIMIT)  # no block crosses two regions
-            end = round_up(start + size, _GRAIN)
-    return end
+        start = round_up(ends[-1], alignment or natural_alignment(size))
+        if ends[-1] and start + size > _REGION_AIM:
+            ends.append(0)
+            start = 0
+        ends[-1] = start + round_up(size, _GRAIN) if size else ends[-1]
+    return [round_up(end, PAGE) for end in ends]
 
 
 class HostBlock:
@@ -104,30 +106,34 @@ class HostArena:
 
     def __init__(
         self,
-        capacity_bytes: int,
+        capacity: int | Sequence[int],
         *,
         ledger: Ledger,
         tag: Tag,
         page_lock: PageLock | None = None,
         shared: bool = False,
     ) -> None:
-        """Maps, touches and page-locks everything now.
+        """Maps, touches and page-locks everything now. ``capacity``: bytes, or those of each region (``regions_for``).
 
         With ``page_lock`` given and refused, the arena stays pageable and says so.
         """
-        self.capacity_bytes = round_up(parse_bytes(capacity_bytes), PAGE)
+        sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
+        self.capacity_bytes = sum(sizes)
         self.tag = tag
         self._regions: list[_Region] = []
         reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes)
-        whole, rest = divmod(self.capacity_bytes, _REGION_LIMIT)
         self._hold = _Hold(reservation, page_lock)
-        try:
-            for index, size in enumerate([_REGION_LIMIT] * whole + [rest] * (rest > 0)):
+
+        def touched() -> Iterator[_Region]:
+            for index, size in enumerate(size for size in sizes if size):
                 region = _map_shared(index, size) if shared else _map_private(index, size, fork=page_lock is None)
                 self._hold.add(region)
                 self._regions.append(region)
                 first_touch(region.address, size)
-            self._finish()
+                yield region
+
+        try:
+            self._finish(touched())
         except BaseException:
             with contextlib.suppress(StormError):  # an interrupted lock may or may not have happened
                 self._hold.end_all()
@@ -148,18 +154,18 @@ class HostArena:
             for index, (descriptor, size) in enumerate(zip(shared.descriptors, shared.region_bytes, strict=True)):
                 arena._regions.append(_attach(index, shared.pid, descriptor, size))
                 arena._hold.add(arena._regions[-1])
-            arena._finish()
+            arena._finish(arena._regions)
         except BaseException:
             with contextlib.suppress(StormError):
                 arena._hold.end_all()
             raise
         return arena
 
-    def _finish(self) -> None:
+    def _finish(self, regions: Iterable[_Region]) -> None:
         self._lock = threading.Lock()
         self._returned: deque[tuple[_Region, int, int]] = deque()
         self._closed = False
-        self.pinned = self._hold.lock(self._regions)
+        self.pinned = self._hold.lock(regions)
 
     @property
     def taken_bytes(self) -> int:
@@ -188,7 +194,7 @@ class HostArena:
             f"Cannot allocate {format_bytes(size)} for {self.tag.name} from a host arena",
             f"{format_bytes(self.taken_bytes)} of {format_bytes(self.capacity_bytes)} taken, no hole is large enough",
             "The limit is the size that the arena was planned with.",
-            "Plan it with capacity_for the sizes that it must hold.",
+            "Plan it with regions_for the sizes that it must hold.",
         )
 
     def tensor(self, shape: Iterable[int], dtype: torch.dtype, *, alignment: int | None = None) -> torch.Tensor:
@@ -265,6 +271,11 @@ class _Region:
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+def _whole_regions(capacity_bytes: int) -> list[int]:
+    whole, rest = divmod(round_up(capacity_bytes, PAGE), _REGION_LIMIT)
+    return [_REGION_LIMIT] * whole + [rest]
+
+
 def _view(data: torch.Tensor, offset: int, size: int, dtype: torch.dtype, shape: Iterable[int] | None) -> torch.Tensor:
     flat = data[offset : offset + size].view(dtype)
     return flat if shape is None else flat.view(torch.Size(shape))
@@ -333,6 +344,7 @@ class _Hold:
         self.reservation, self.page_lock = reservation, page_lock
         self.owner_pid = os.getpid()
         self.locked: set[int] = set()
+        self.size_bytes = 0
         self.finalizers: list[weakref.finalize[[int, int | None], ctypes.Array[ctypes.c_ubyte]]] = []
 
     def add(self, region: _Region) -> None:
@@ -340,28 +352,38 @@ class _Hold:
         finalizer = weakref.finalize(region.pages, self._end, region.address, region.descriptor)
         finalizer.atexit = False  # a GPU may still be at work then; the end of the process unlocks in the right order
         self.finalizers.append(finalizer)
+        self.size_bytes += region.size
         del region.pages
 
-    def lock(self, regions: list[_Region]) -> bool:
-        """Page-lock all regions or none; says so once if it is none although a lock was given."""
+    def lock(self, regions: Iterable[_Region]) -> bool:
+        """Page-lock all regions or none, each while the next one is being made; says so once if it is none although a
+        lock was given."""
         if self.page_lock is None:
+            deque(regions, maxlen=0)
             return False
-        for region in regions:
-            self.locked.add(region.address)
-            try:
-                self.page_lock.lock(region.address, region.size)
-            except StormError as error:
-                self.locked.remove(region.address)
-                self._unlock_all()
-                say_once(
-                    f"Host page-lock refused for {format_bytes(sum(r.size for r in regions))} ({error}); the limit is "
-                    f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, more slowly.",
-                    key="page-lock refused",
-                )
-                return False
+        with ThreadPoolExecutor(1, "storm-page-lock") as locker:  # ends when all is done, whatever goes wrong here
+            asked = [locker.submit(self._lock_one, self.page_lock, region) for region in regions]
+        refused = [refusal for future in asked if (refusal := future.result()) is not None]
+        if refused:
+            self._unlock_all()
+            say_once(
+                f"Host page-lock refused for {format_bytes(self.size_bytes)} ({refused[0]}); the limit is "
+                f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, more slowly.",
+                key="page-lock refused",
+            )
+            return False
         if self.reservation is not None:
             self.reservation.pinned = True
         return True
+
+    def _lock_one(self, page_lock: PageLock, region: _Region) -> StormError | None:
+        self.locked.add(region.address)
+        try:
+            page_lock.lock(region.address, region.size)
+        except StormError as refusal:
+            self.locked.remove(region.address)
+            return refusal
+        return None
 
     def end_all(self) -> None:
         """End what has not ended. Goes through to the last region, then raises the first error."""
