@@ -86,7 +86,7 @@ class OffloadedActivations:
             page_lock=page_lock_for(self.device),
             waits=self._waits,
             lock=threading.RLock(),
-            rates=lambda: link_rates(self.recorder.snapshot()),
+            rates=lambda _forward_s: link_rates(self.recorder.snapshot()),
             meter=meter,
             peak=peak_meter_on(meter),
             limit_bytes=limit,

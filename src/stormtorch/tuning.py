@@ -24,6 +24,7 @@ from .streams.placement import Placement, growth
 from .streams.shares import Rates, device_share
 
 _GROW_AT = (2, 4)  # steps after which activations have shown their peak
+_OF_UPDATES = ("weights", "states")  # what compute waits for when the optimizer is late
 _SHARE_AT = (3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
 
 
@@ -47,6 +48,7 @@ class Tuning:
         self._adam: AdamStream | None = None
         self._worker: Worker | None = None
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
+        self._planned_at = Totals()  # when activations were last planned
         self._share_is_fixed = False
         self._steps = 0
         self.meter = device_meter_for(device)
@@ -166,16 +168,25 @@ class Tuning:
 
     # --- activations
 
-    def free_rates(self) -> tuple[float, float]:
-        """What the link has left for activations, out and in, beside weights and what else travels in."""
-        totals = self._recorder.snapshot()
+    def free_rates(self, forward_s: float) -> tuple[float, float]:
+        """What the link has left for activations, out and in, beside weights and what else travels in.
+
+        ``forward_s``: what the blocks' forward takes when it waits for nothing. If it waits for an update that runs
+        behind it, then link and RAM are late already: whatever leaves in that time makes the update later still."""
+        totals, past = self._recorder.snapshot(), self._planned_at
+        self._planned_at = totals
         out_rate, in_rate = link_rates(totals)
         ends = totals.step_ends_s
         if len(ends) < 2:
             return out_rate, in_rate
         others_s = sum(s for (lane, tag), s in totals.busy_s.items() if lane == "load" and tag is not Tag.ACTIVATIONS)
         busy = others_s / (len(ends) + 1) / ((ends[-1] - ends[0]) / (len(ends) - 1))
-        return out_rate, in_rate * max(0.0, 1 - busy)
+        in_rate *= max(0.0, 1 - busy)
+        steps = len(ends) - len(past.step_ends_s)
+        if self._adam is not None and self._mode != "backward" and steps and forward_s > 0:
+            late_s = sum(totals.waits_s.get(cause, 0.0) - past.waits_s.get(cause, 0.0) for cause in _OF_UPDATES)
+            out_rate *= max(0.0, 1 - late_s / steps / forward_s)
+        return out_rate, in_rate
 
     def can_recompute(self, block: nn.Module) -> bool:
         """Checkpointing holds all weights of what it runs again; the pool must have room for them, and for the next."""

@@ -114,9 +114,9 @@ def test_abort_frees_a_gpu_that_waits(ledger: Ledger) -> None:
     flags = Flags(1, ledger=ledger, device=device, page_lock=page_lock_for(device))
     assert flags.on_stream, "this driver should support stream memory operations"
     lanes = open_lanes(device)
+    there, home = torch.empty(10, device=device), torch.ones(10).pin_memory()  # now: it may wait for the whole device
     lanes.load.wait_flag(flags[0], 5)
-    there = torch.empty(10, device=device)
-    lanes.load.copy(there, torch.ones(10).pin_memory(), Tag.DATA)
+    lanes.load.copy(there, home, Tag.DATA)
     event = lanes.load.record()
     time.sleep(0.05)
     assert not event.done()

@@ -199,7 +199,8 @@ def _mixed(profiles: list[BlockProfile], hidden: list[float], means: Means) -> A
     """Recompute, but for the results that the link hides or that VRAM holds: best first, and in VRAM the last blocks'
     first, which are needed first."""
     link = list(hidden)
-    rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, round(2 * max(hidden))))
+    largest = max(profile.input_bytes for profile in profiles)  # leaves for want of VRAM, hidden or not
+    rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, 2 * max(largest, round(max(hidden)))))
     early = rooms.early
     blocks = _recomputed(means, rooms)
     for index, profile in reversed(list(enumerate(early))):

@@ -41,7 +41,8 @@ class Surroundings:
     page_lock: PageLock | None
     waits: WaitMeter
     lock: threading.RLock
-    rates: Callable[[], tuple[float, float]]  # bytes per second that the link has free, out and in; 0: not known
+    # Bytes per second that the link has free, out and in, for blocks whose forward takes so many seconds; 0: not known.
+    rates: Callable[[float], tuple[float, float]]
     meter: DeviceMeter | None  # None: nobody counts, and there is room for all
     peak: PeakMeter
     limit_bytes: int  # of the device
@@ -114,7 +115,7 @@ def open_saving(
             rooms = [room() + gain for gain in (*gains, 0)]
             rooms = [*rooms[: len(kinds) - 1], *(left + saved for left in rooms[max(0, len(kinds) - 1) :])]
             rises = [Rises(whole=gain) for gain in gains]
-        out_rate, in_rate = around.rates()
+        out_rate, in_rate = around.rates(sum(profile.forward_s for profile in profiles))
         return Means(
             rooms=rooms,
             rises=rises,

@@ -105,6 +105,7 @@ class Saving:
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._tight = False  # whether the device may run out
         self._loose_bytes = 0  # of this pass
+        self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
         self._loose_leave = False
         self._loose_reason = ""
         self.passes = 0
@@ -122,7 +123,7 @@ class Saving:
             self._last_sequence = self._sequence
             self._last_of_kind = {kind: position for position, kind in enumerate(self._sequence)}
         self._look_back()
-        self._held, self._sequence, self._loose_bytes = [], [], 0
+        self._held, self._sequence, self._loose_bytes, self._input_bytes = [], [], 0, 0
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
         self._set_ways()
         try:
@@ -174,14 +175,17 @@ class Saving:
             return f"activations={self.mode!r}"
         if self.plan is not None:
             return self.plan.reason
-        if self.passes < 2 or self._profiles:
+        if self.passes < 2 or self._profiles or self._measured:
             return "not measured yet"
         return self._loose_reason or "kept: no blocks were found to arrange"
 
     @property
     def wish_bytes(self) -> int:
-        """What has left only because it is not known yet whether there is room for it."""
-        return self._loose_bytes if self.passes <= _ROUNDS and not self._last_sequence else 0
+        """What has left only because it is not known yet whether there is room for it. Of blocks this is what a
+        checkpoint around each would keep."""
+        if self.passes > _ROUNDS:
+            return 0
+        return self._input_bytes if self._last_sequence or self._sequence else self._loose_bytes
 
     def _look_back(self) -> None:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
@@ -281,6 +285,8 @@ class Saving:
                 operations=profile.operations if profile is not None else {},
             )
             way = plan.way(known.parts)
+            if self.plan is None and plan.inputs_away:
+                self._input_bytes += known.input_bytes
             result = self._run(plan, known.tape, block, original, args, kwargs)
         if self._is_last():
             self._sending = False  # what comes now is what backward begins with

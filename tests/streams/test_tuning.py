@@ -1,0 +1,93 @@
+"""What a session tells those who plan: of the link what is left, of VRAM what others would like to have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stormtorch.api import Session
+from stormtorch.core.records import Copied, Waited
+from stormtorch.core.tags import Tag
+from stormtorch.observe.recorder import Recorder
+from stormtorch.streams.settings import Settings, Trial
+from stormtorch.tuning import Tuning
+
+RATE = 50e9
+
+
+def tuning_of(mode: str, waits_s: float, cause: str = "weights", *, steps: int = 4) -> Tuning:
+    """A session whose steps have waited for so long each."""
+    recorder = Recorder()
+    nothing: Any = SimpleNamespace()
+    tuning = Tuning(
+        torch.device("cpu"),
+        ledger=nothing,
+        pool=nothing,
+        placement=nothing,
+        partition=nothing,
+        recorder=recorder,
+        mode=mode,
+    )
+    tuning.take_adam(nothing, nothing, fixed_share=None)
+    for _ in range(steps):
+        recorder(Copied(lane="store", tag=Tag.GRADIENTS, bytes=int(RATE / 100), start_s=0.0, seconds=0.01))
+        recorder(Waited(cause=cause, seconds=waits_s))
+        recorder.step()
+    return tuning
+
+
+@pytest.mark.parametrize(
+    ("mode", "waits_s", "left"),
+    [
+        ("forward", 0.0, 1.0),
+        ("forward", 0.05, 0.5),
+        ("auto", 0.3, 0.0),
+        ("backward", 0.3, 1.0),  # nothing is updated behind forward there
+    ],
+)
+@pytest.mark.parametrize("cause", ["weights", "states"])
+def test_an_update_that_is_late_leaves_the_link_to_itself(mode: str, waits_s: float, left: float, cause: str) -> None:
+    out, _ = tuning_of(mode, waits_s, cause).free_rates(forward_s=0.1)
+    assert out == pytest.approx(left * RATE)
+
+
+def test_only_what_came_since_the_last_plan_counts() -> None:
+    """The first steps are slow: the device has no share of the update yet."""
+    tuning = tuning_of("forward", 0.3)
+    assert tuning.free_rates(forward_s=0.1)[0] == 0
+    for _ in range(4):
+        tuning._recorder.step()
+    assert tuning.free_rates(forward_s=0.1)[0] == pytest.approx(RATE)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(functional.gelu(self.up(x)))
+        return x + y
+
+
+@pytest.mark.parametrize("mode", ["auto", "recompute"])
+def test_blocks_would_like_to_keep_their_inputs(mode: str) -> None:
+    """Before the plan they have left, for nobody knows what there is room for; the pool must not take that room."""
+    model = nn.Sequential(*(Block() for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(32, 16)
+    settings = Settings(device="cpu", activations=mode, vram=120_000)
+    with Session(model, optimizer, settings, trial=Trial(activation_room=0, small_bytes=1)) as session:
+        saving = session.saving
+        assert saving is not None
+        for step in range(4):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            wish = saving.wish_bytes
+            assert wish >= 5 * x.nbytes if step < 2 else wish == 0
