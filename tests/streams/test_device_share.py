@@ -48,6 +48,8 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         assert any(home.on_device for home in adam.homes) == bool(share or kept)
+        if share and not kept:
+            assert max(len(chunks) for chunks in adam.there._chunks) > 2, "nothing passes in chunks"
         kept = min(kept, len(session.units))
         assert sum(home.kept is not None for home in adam.homes) == kept
         assert sum(home.dirty for home in adam.homes) == (kept if step != "serial" else 0)

@@ -23,7 +23,8 @@ from ..memory.lanes import Lanes
 from ..memory.wait_meter import WaitMeter
 from ..native.adamw import adamw_
 from ..native.jobs import Worker
-from .adam_home import AdamHome, Run, Staged, Waiting, adam_step, adjoin, bind
+from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adam_step, adjoin, bind
+from .chunks import whole_of
 from .device_states import DeviceStates
 from .grad_home import GradHome
 from .gradients import GradientStream
@@ -123,12 +124,13 @@ class AdamStream:
             grads.arrivals += 1
             self._lanes.store.write_flag(grads.arrived, grads.arrivals)
             home.loads_seen = residence.loads
-        image = self._images[home.unit.index]
+        buffers = self._at_home(home, source)
         for run in runs:
             number = home.unit.trained.index(run.first)
             home.values[number] += 1
             flag, value = home.flags[number], home.values[number]
-            tensors = bind(run, grads.is_wide, image, home.exp_avg, home.exp_avg_sq, home.masters, source, self._factor)
+            tensors = bind(run, buffers, wide=grads.is_wide, factor=self._factor)
+            assert tensors is not None
             self._worker.submit(
                 tensors,
                 run.step,
@@ -193,29 +195,28 @@ class AdamStream:
 
     # --- on the device
 
-    def prepare(self, unit: Unit, distance: float, in_pass: bool) -> bool:
+    def prepare(self, unit: Unit, in_pass: bool) -> bool:
         """Load ahead what an update on the device will need; False if there is no room yet."""
         home = self.homes[unit.index]
-        if home.staged is not None or not home.on_device:
-            return True
-        if home.waiting is not None or (self.in_backward_mode and in_pass and in_backward()):
-            return self.there.stage(home, distance)
+        if home.on_device and (home.waiting is not None or (self.in_backward_mode and in_pass and in_backward())):
+            return self.there.stage(home)
         return True
 
     def before_use(self, unit: Unit, stay: Stay) -> bool:
         """With the unit's weights on the device, a waiting update happens. False if ``stay`` is stale then."""
         home = self.homes[unit.index]
-        if home.waiting is None:
+        waiting = home.waiting
+        if waiting is None:
             return True
-        waiting, staged = home.waiting, self.there.staged(home)
-        if staged is None:
-            self._update_at_home(home, waiting)
-        else:
+        there = self.there.can_stage(home)
+        if there:
             if waiting.ready is not None:
                 self._lanes.compute.wait(waiting.ready)  # backward may have run on another stream
-            self._update_there(home, stay, staged, waiting.runs, waiting.wide, staged.parts[3], waiting.factor)
+            self._update_there(home, stay, waiting)
+        else:
+            self._update_at_home(home, waiting)
         home.waiting = None  # not before: an update that was interrupted before it began is still to be done
-        return staged is not None
+        return there
 
     def update_here(self, grads: GradHome, bucket: torch.Tensor, hyper: dict[int, dict[str, Any]]) -> bool:
         """For step="backward": update the unit on the device from gradients that are in ``bucket`` there.
@@ -223,69 +224,81 @@ class AdamStream:
         False if there is no room for that.
         """
         home = self.homes[grads.unit.index]
-        self._parameters.hold(home.unit)  # the room for its states must not come from its weights
+        if not self.there.can_stage(home):
+            return False
+        self._parameters.hold(home.unit)
         try:
             stay = self._parameters.use(home.unit)
-            staged = self.there.staged(home)
-            if staged is None:
-                return False
             runs = list(self._runs(home, grads, hyper))
-            self._update_there(home, stay, staged, runs, grads.is_wide, bucket, None)
+            self._update_there(home, stay, Waiting(runs, grads.is_wide, bucket, True, None, None, None))
         finally:
             self._parameters.release([home.unit])
         self._parameters.residences[home.unit.index].updates += 1
         return True
 
+    def _at_home(self, home: AdamHome, grads: torch.Tensor) -> Buffers:
+        return Buffers(
+            chunk=whole_of(home.unit),
+            image=self._images[home.unit.index],
+            exp_avg=home.exp_avg,
+            exp_avg_sq=home.exp_avg_sq,
+            masters=home.masters,
+            grads=grads,
+        )
+
     def _update_at_home(self, home: AdamHome, waiting: Waiting) -> None:
         """Do on the CPU, and wait for, what there was no room for on the device."""
         residence = self._parameters.residences[home.unit.index]
-        for event in (waiting.stored, residence.last_load):
+        for event in (waiting.stored, residence.last_load, home.event):
             if event is not None:
                 event.synchronize()
         factor = None if waiting.factor is None else waiting.factor.to("cpu")
-        states = (self._images[home.unit.index], home.exp_avg, home.exp_avg_sq, home.masters)
+        buffers = self._at_home(home, waiting.grads)
         for run in waiting.runs:
-            adamw_(bind(run, waiting.wide, *states, waiting.grads, factor), run.step)
+            tensors = bind(run, buffers, wide=waiting.wide, factor=factor, done=waiting.done)
+            if tensors is not None:
+                adamw_(tensors, run.step)
         self._parameters.changed(home.unit, by_step=False)
 
     @torch.no_grad()
-    def _update_there(
-        self,
-        home: AdamHome,
-        stay: Stay,
-        staged: Staged,
-        runs: list[Run],
-        wide: bool,
-        grads: torch.Tensor,
-        factor: torch.Tensor | None,
-    ) -> None:
-        lanes = self._lanes
-        states = (staged.parts[0].view(torch.float32), staged.parts[1].view(torch.float32), staged.parts[2])
-        bound = [(run, bind(run, wide, stay.base, *states, grads, factor)) for run in runs]
-        done = 0
+    def _update_there(self, home: AdamHome, stay: Stay, waiting: Waiting) -> None:
+        """Update weights and states on the device. After an error between two calls, what was done is done, and goes
+        home; ``waiting.done`` says what is left to do."""
         try:
-            for run, tensors in bound:
-                adamw_(tensors, run.step)
-                done += 1
-        except BaseException:
-            # Between two runs. What is at home is whole: begin again from there. Unless the states are kept, and what
-            # was done is done: then the rest is still to do.
-            if home.kept is None or not done:
-                self.there.give_back(home, staged, lanes.compute.record())
-                self._parameters.changed(home.unit, by_step=False)
-                raise
-            del runs[:done]
-            self._send_home(home, stay, staged)
-            raise
-        self._send_home(home, stay, staged)
+            for staged in self.there.staged(home, waiting.done):
+                try:
+                    self._update_chunk(stay, staged, waiting)
+                finally:
+                    self.there.updated(home, staged)
+        finally:
+            self._send_home(home, stay)
 
-    def _send_home(self, home: AdamHome, stay: Stay, staged: Staged) -> None:
-        """What was updated there goes home."""
+    def _update_chunk(self, stay: Stay, staged: Staged, waiting: Waiting) -> None:
+        moments, chunk = [part.view(torch.float32) for part in staged.parts[:2]], staged.chunk
+        grads, grads_at = waiting.grads, 0
+        if not waiting.there:
+            grads, grads_at = staged.parts[3], (chunk.wide if waiting.wide else chunk.grads).start
+        buffers = Buffers(
+            chunk=chunk,
+            image=stay.base,
+            exp_avg=moments[0],
+            exp_avg_sq=moments[1],
+            masters=staged.parts[2],
+            grads=grads,
+            grads_at=grads_at,
+        )
+        for run in waiting.runs:
+            tensors = bind(run, buffers, wide=waiting.wide, factor=waiting.factor, done=waiting.done)
+            if tensors is not None:
+                adamw_(tensors, run.step)
+                waiting.done = min(run.first.state_at + run.count, chunk.states.stop)
+
+    def _send_home(self, home: AdamHome, stay: Stay) -> None:
+        """The weights that were updated there go home, behind their states."""
         lanes = self._lanes
         lanes.store.wait(lanes.compute.record())
         lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER)
-        self.there.updated(home, staged)
-        assert home.event is not None
+        home.event = lanes.store.record()
         stay.uses[:] = [*(event for event in stay.uses if not event.done()), home.event]
         self._parameters.updated_in_place(home.unit, stay)
 

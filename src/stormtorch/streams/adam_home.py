@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..memory.flags import Flag
 from ..memory.lane import Event
 from ..memory.pool import Piece
 from ..native.update import AdamStep, AdamTensors
+from .chunks import Chunk
 from .unit import Place, Unit
 
 _SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
@@ -31,7 +33,7 @@ class AdamHome:
     event: Event | None = None  # states of a device update are back home
     on_device: bool = False  # this unit's updates run there
     waiting: Waiting | None = None  # a device update that has been asked for and not begun
-    staged: Staged | None = None
+    staged: deque[Staged] = field(default_factory=deque)  # its first chunks: on the device, or on their way there
     kept: Staged | None = None  # room for its states on the device, for good
     fresh: bool = False  # the kept states are the present ones
     dirty: bool = False  # those at home are not
@@ -40,6 +42,11 @@ class AdamHome:
     def __post_init__(self) -> None:
         self.steps = [0] * len(self.unit.trained)
         self.values = [0] * len(self.unit.trained)
+
+    def states(self, chunk: Chunk) -> list[torch.Tensor]:
+        """The bytes of exp_avg, exp_avg_sq and masters."""
+        moments = [flat[chunk.states.start : chunk.states.stop] for flat in (self.exp_avg, self.exp_avg_sq)]
+        return [*(part.view(torch.uint8) for part in moments), self.masters[chunk.masters.start : chunk.masters.stop]]
 
     def moment(self, which: str, place: Place) -> torch.Tensor:
         flat: torch.Tensor = getattr(self, which)
@@ -87,12 +94,14 @@ class Waiting:
     stored: Event | None
     ready: Event | None  # when compute has made gradients that stay there
     factor: torch.Tensor | None  # on the device
+    done: int = 0  # states up to this one are updated: an error came between two calls
 
 
 @dataclass(eq=False)
 class Staged:
-    """States of a unit, and perhaps its gradients, on the device or on their way there."""
+    """States of a unit or of a chunk of it, and perhaps its gradients, on the device or on their way there."""
 
+    chunk: Chunk
     pieces: list[Piece]  # a set, or its own
     parts: list[torch.Tensor]  # bytes of exp_avg, exp_avg_sq, masters, and of gradients if they were loaded too
     loaded: Event
@@ -131,28 +140,40 @@ def adjoin(last: Place, place: Place, wide: bool) -> bool:
     )
 
 
-def bind(
-    run: Run,
-    wide: bool,
-    image: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    masters: torch.Tensor,
-    grads: torch.Tensor,
-    factor: torch.Tensor | None,
-) -> AdamTensors:
-    first, count = run.first, run.count
-    grad_dtype = torch.float32 if wide else first.dtype
-    grad_at = first.wide_at if wide else first.grad_at
-    master = None
-    if first.is_split:
-        dtype = _SPLIT_DTYPE[first.dtype]
-        master = masters[first.master_at : first.master_at + count * dtype.itemsize].view(dtype)
+@dataclass(frozen=True, kw_only=True)
+class Buffers:
+    """Where an update finds things: the whole image, the states of ``chunk``, and gradients from the byte ``grads_at``
+    of the unit's on."""
+
+    chunk: Chunk
+    image: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    masters: torch.Tensor
+    grads: torch.Tensor
+    grads_at: int = 0
+
+
+def bind(run: Run, buffers: Buffers, *, wide: bool, factor: torch.Tensor | None, done: int = 0) -> AdamTensors | None:
+    """The part of ``run`` that lies in the chunk, from the state ``done`` on; None if there is nothing of it."""
+    first, states = run.first, buffers.chunk.states
+    start = max(first.state_at, states.start, done)
+    count = min(first.state_at + run.count, states.stop) - start
+    if count <= 0:
+        return None
+    skipped = start - first.state_at
+
+    def part(buffer: torch.Tensor, at: int, dtype: torch.dtype) -> torch.Tensor:
+        at += skipped * dtype.itemsize
+        return buffer[at : at + count * dtype.itemsize].view(dtype)
+
+    grad_at = (first.wide_at if wide else first.grad_at) - buffers.grads_at
+    split, master_at = _SPLIT_DTYPE.get(first.dtype), first.master_at - buffers.chunk.masters.start
     return AdamTensors(
-        weight=image[first.at : first.at + count * first.dtype.itemsize].view(first.dtype),
-        master=master,
-        exp_avg=exp_avg[first.state_at : first.state_at + count],
-        exp_avg_sq=exp_avg_sq[first.state_at : first.state_at + count],
-        grad=grads[grad_at : grad_at + count * grad_dtype.itemsize].view(grad_dtype),
+        weight=part(buffers.image, first.at, first.dtype),
+        master=part(buffers.masters, master_at, split) if split is not None else None,
+        exp_avg=buffers.exp_avg[start - states.start :][:count],
+        exp_avg_sq=buffers.exp_avg_sq[start - states.start :][:count],
+        grad=part(buffers.grads, grad_at, torch.float32 if wide else first.dtype),
         grad_factor=factor,
     )

@@ -1,13 +1,14 @@
 """Adam's states on the device: passing through, or kept there.
 
-Where a unit is updated on the device, its states have to be there. Most pass through one of a few *sets*: loaded next
-to the unit's weights, updated, stored home. With VRAM to spare, a unit's states are *kept*: they are loaded once and
-stay, as do its gradients from backward to the update, and home memory gets them when somebody looks."""
+Where a unit is updated on the device, its states have to be there. Most pass through in chunks, each in one of a few
+*sets* of room: loaded next to the unit's weights, updated, stored home. With VRAM to spare, a unit's states are *kept*:
+they are loaded once and stay, as do its gradients from backward to the update, and home memory gets them when somebody
+looks."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -17,10 +18,14 @@ from ..memory.lanes import Lanes
 from ..memory.pool import GRAIN, Piece
 from ..memory.wait_meter import WaitMeter
 from .adam_home import AdamHome, Staged, states_of
+from .chunks import Chunk, chunks_of, whole_of
 from .parameters import ParameterStream
 from .unit import Unit
 
-_SETS = 3  # one being updated, one on its way in, one on its way home
+_SETS = 8  # one being updated, some on their way in, some on their way home
+_FEW_SETS = 3
+_CHUNK = 8 << 20  # elements: copies of 16 MB and more have the link's full rate
+_LEAST_CHUNK = 1 << 20
 
 
 def kept_bytes(unit: Unit, *, wide: bool) -> int:
@@ -48,6 +53,7 @@ class DeviceStates:
         self._sets: deque[tuple[list[Piece], Event]] = deque()
         self._sets_out = 0
         self._set_sizes = [0, 0, 0, 0]
+        self._chunks: list[list[Chunk]] = []  # of each unit
 
     # --- what goes where
 
@@ -59,28 +65,43 @@ class DeviceStates:
         self.share_now = part
         passing = [home for home in self.homes if home.kept is None]
         if part and passing:
-            self._open_sets([home.unit for home in passing], room_bytes)
+            self._open_sets(room_bytes)
         else:
             self._close_sets()
-        some = len(self._sets) + self._sets_out > 0
+        some = self._set_count > 0
         due = 0.0
         for home in passing:
-            sizes = zip(states_of(home.unit, wide=False), self._set_sizes, strict=True)
             due += part
-            home.on_device = some and due >= 1 - 1e-9 and all(size <= room for size, room in sizes)
+            home.on_device = some and due >= 1 - 1e-9
             due -= home.on_device
 
-    def _open_sets(self, units: list[Unit], room_bytes: int) -> None:
-        sizes = self._set_sizes
-        if not self._sets and not self._sets_out:
-            sizes = [max(sizes) for sizes in zip(*(states_of(unit, wide=False) for unit in units), strict=True)]
-            self._set_sizes = sizes
-        count = min(_SETS, room_bytes // (sum(sizes) + 4 * GRAIN))
-        while len(self._sets) + self._sets_out < count:
-            pieces = self._room(sizes)
+    @property
+    def _set_count(self) -> int:
+        return len(self._sets) + self._sets_out
+
+    def _open_sets(self, room_bytes: int) -> None:
+        if not self._set_count:
+            self._cut(room_bytes)
+        while self._set_count < min(_SETS, room_bytes // self._set_bytes):
+            pieces = self._room(self._set_sizes)
             if pieces is None:
                 return
             self._sets.append((pieces, self._lanes.aside.record()))
+
+    def _cut(self, room_bytes: int) -> None:
+        """Decide on the chunks: large ones, but so that several have room."""
+        elements = min(_CHUNK, -(-max(home.unit.state_count for home in self.homes) // 4))
+        while True:
+            self._chunks = [chunks_of(home.unit, elements) for home in self.homes]
+            every = [chunk.sizes for chunks in self._chunks for chunk in chunks]
+            self._set_sizes = [max(sizes) for sizes in zip(*every, strict=True)]
+            if elements <= _LEAST_CHUNK or room_bytes // self._set_bytes >= _FEW_SETS:
+                return
+            elements //= 2
+
+    @property
+    def _set_bytes(self) -> int:
+        return sum(self._set_sizes) + 4 * GRAIN
 
     def _close_sets(self) -> None:
         """Return the sets that are not in use to the pool."""
@@ -101,13 +122,14 @@ class DeviceStates:
             pieces = self._room(sizes)
             if pieces is not None:
                 self.unstage(home)
-                home.kept = Staged(pieces, [piece.bytes for piece in pieces], self._lanes.aside.record())
+                parts = [piece.bytes for piece in pieces]
+                home.kept = Staged(whole_of(home.unit), pieces, parts, self._lanes.aside.record())
                 home.on_device, home.fresh, home.dirty = True, False, False
 
     @property
     def sets_bytes(self) -> int:
         """What of the pool states pass through."""
-        return (len(self._sets) + self._sets_out) * (sum(self._set_sizes) + 4 * GRAIN)
+        return self._set_count * self._set_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -117,7 +139,8 @@ class DeviceStates:
     def let_go(self, home: AdamHome) -> None:
         """Keep a unit's states no longer. Blocks."""
         self.write_back(home)
-        kept, home.kept, home.staged, home.on_device = home.kept, None, None, False
+        kept, home.kept, home.on_device = home.kept, None, False
+        home.staged.clear()
         if kept is not None:
             event = self._lanes.compute.record()
             for piece in kept.pieces:
@@ -144,32 +167,67 @@ class DeviceStates:
         return kept.parts[3][:size]
 
     def fits(self, home: AdamHome, grad_bytes: int) -> bool:
-        """Whether an update on the device has room for that much of gradients; those of several micro-batches are wider
-        than what passes through."""
+        """Whether the unit is updated on the device, and has room there for that much of gradients."""
         if home.kept is not None:
             return grad_bytes <= home.kept.parts[3].nbytes
-        return home.on_device and grad_bytes <= self._set_sizes[3]
+        return home.on_device
 
-    def stage(self, home: AdamHome, distance: float) -> bool:
-        """Load what an update there will need; False if there is no room yet."""
-        lane = self._lanes.aside  # not behind weights that wait for the CPU
-        if home.kept is None and not self._sets and not (distance == 0 and self._give_up_staged()):
-            return False
-        waiting = home.waiting
+    def stage(self, home: AdamHome) -> bool:
+        """Load what an update there will need, as far as there is room ahead of it; False if there is none at all."""
         if home.kept is not None:
-            pieces, last_use = home.kept.pieces, self._lanes.compute.record()
-        else:
-            pieces, last_use = self._sets.popleft()
-            self._sets_out += 1
-        parts = [] if home.fresh else [home.exp_avg.view(torch.uint8), home.exp_avg_sq.view(torch.uint8), home.masters]
-        copies = [(piece.bytes[: part.nbytes], part) for piece, part in zip(pieces, parts, strict=False)]
-        if waiting is not None and not waiting.there:
-            copies.append((pieces[3].bytes[: waiting.grads.nbytes], waiting.grads))
-        sizes = states_of(home.unit, wide=False)[:3] + ([waiting.grads.nbytes] if waiting is not None else [])
-        there = [piece.bytes[:size] for piece, size in zip(pieces, sizes, strict=False)]
-        if home.kept is not None and not copies:
-            home.staged = Staged(pieces, there, home.kept.loaded)
+            if not home.staged:
+                self._load(home, home.kept.chunk, home.kept.pieces, self._lanes.compute.record())
             return True
+        chunks = self._chunks[home.unit.index]
+        while self._sets and len(home.staged) < len(chunks):
+            self._stage_next(home, chunks[len(home.staged)])
+        return bool(home.staged)
+
+    def can_stage(self, home: AdamHome) -> bool:
+        """Whether ``staged`` has room to work with."""
+        return home.kept is not None or self._set_count > 0
+
+    def staged(self, home: AdamHome, done: int = 0) -> Iterator[Staged]:
+        """The unit's states on the device, chunk by chunk, with compute waiting for each; from the state ``done`` on.
+        Each is to be given to ``updated`` or ``give_back`` before the next is asked for."""
+        if home.staged and home.waiting is not None and len(home.staged[0].parts) < 4:
+            self.unstage(home)  # loaded before the gradients were there
+        if home.kept is not None:
+            self.stage(home)
+        chunks = [home.kept.chunk] if home.kept is not None else self._chunks[home.unit.index]
+        for chunk in chunks:
+            if home.staged and home.staged[0].chunk is not chunk:
+                self.unstage(home)
+            if chunk.states.stop <= done:
+                continue
+            if not home.staged:
+                if not self._sets:
+                    self._give_up_staged()
+                self._stage_next(home, chunk)
+            staged = home.staged.popleft()
+            self._waits.wait(staged.loaded, "states")
+            yield staged
+
+    def _stage_next(self, home: AdamHome, chunk: Chunk) -> None:
+        pieces, last_use = self._sets.popleft()
+        self._sets_out += 1
+        self._load(home, chunk, pieces, last_use)
+
+    def _load(self, home: AdamHome, chunk: Chunk, pieces: list[Piece], last_use: Event) -> None:
+        """Load a chunk's states into ``pieces``, and its gradients if they are known and not there."""
+        lane, waiting = self._lanes.aside, home.waiting  # not behind weights that wait for the CPU
+        parts = home.states(chunk)
+        if waiting is not None:
+            which = chunk.wide if waiting.wide else chunk.grads
+            parts.append(waiting.grads if waiting.there else waiting.grads[which.start : which.stop])
+        there = [piece.bytes[: part.nbytes] for piece, part in zip(pieces, parts, strict=False)]
+        wanted = [False] * 3 if home.fresh else [True] * 3
+        wanted += [not waiting.there] if waiting is not None else []
+        copies = [pair for pair, is_wanted in zip(zip(there, parts, strict=True), wanted, strict=True) if is_wanted]
+        if not copies:  # all of it has stayed
+            assert home.kept is not None
+            home.staged.append(Staged(chunk, pieces, there, home.kept.loaded))
+            return
         try:
             lane.wait(last_use)
             self._gate(home.unit, lane)
@@ -179,37 +237,21 @@ class DeviceStates:
                 if source.nbytes:
                     lane.copy(target, source, Tag.OPTIMIZER)
         except BaseException:
-            self._no_longer_staged(home, Staged(pieces, there, lane.record()))
+            self._no_longer_staged(home, Staged(chunk, pieces, there, lane.record()))
             raise
-        home.staged = Staged(pieces, there, lane.record())
-        return True
-
-    def staged(self, home: AdamHome) -> Staged | None:
-        """The unit's states on the device, with compute waiting for them; None if there is no room."""
-        if home.staged is not None and home.waiting is not None and len(home.staged.parts) < 4:
-            self.unstage(home)  # loaded before the gradients were there
-        self._parameters.residences[home.unit.index].installed += 1  # its weights stay
-        try:
-            if home.staged is None and not self.stage(home, 0):
-                return None
-        finally:
-            self._parameters.residences[home.unit.index].installed -= 1
-        staged, home.staged = home.staged, None
-        assert staged is not None
-        self._waits.wait(staged.loaded, "states")
-        return staged
+        home.staged.append(Staged(chunk, pieces, there, lane.record()))
 
     def updated(self, home: AdamHome, staged: Staged) -> None:
-        """Compute has been told to update them. What passes through goes home, with ``home.event`` behind it."""
-        store = self._lanes.store
-        if home.kept is None:
-            for target, part in zip((home.exp_avg, home.exp_avg_sq, home.masters), staged.parts, strict=False):
-                if target.nbytes:
-                    store.copy(target.view(torch.uint8), part, Tag.OPTIMIZER)
-        else:
+        """Compute has been told to update them. What passes through goes home."""
+        if home.kept is not None:
             home.fresh = home.dirty = True
-        home.event = store.record()
-        self.give_back(home, staged, home.event)
+            return
+        store = self._lanes.store
+        store.wait(self._lanes.compute.record())
+        for target, part in zip(home.states(staged.chunk), staged.parts, strict=False):
+            if target.nbytes:
+                store.copy(target, part, Tag.OPTIMIZER)
+        self.give_back(home, staged, store.record())
 
     def give_back(self, home: AdamHome, staged: Staged, last_use: Event) -> None:
         """The set may serve another unit behind ``last_use``."""
@@ -225,9 +267,8 @@ class DeviceStates:
 
     def unstage(self, home: AdamHome) -> None:
         """Forget what was loaded ahead."""
-        if home.staged is not None:
-            staged, home.staged = home.staged, None
-            self._no_longer_staged(home, staged)
+        while home.staged:
+            self._no_longer_staged(home, home.staged.pop())
 
     def _no_longer_staged(self, home: AdamHome, staged: Staged) -> None:
         if home.kept is not None:
@@ -239,19 +280,16 @@ class DeviceStates:
         if home.kept is not None and home.dirty:
             store = self._lanes.store
             store.wait(self._lanes.compute.record())
-            for target, part in zip((home.exp_avg, home.exp_avg_sq, home.masters), home.kept.parts, strict=False):
+            for target, part in zip(home.states(home.kept.chunk), home.kept.parts, strict=False):
                 if target.nbytes:
-                    store.copy(target.view(torch.uint8), part[: target.nbytes], Tag.OPTIMIZER)
+                    store.copy(target, part[: target.nbytes], Tag.OPTIMIZER)
             store.record().synchronize()
         home.fresh = home.dirty = False
 
-    def _give_up_staged(self) -> bool:
-        """Free a set by forgetting states that were loaded ahead; False if there are none."""
-        for home in reversed(self.homes):
-            if home.staged is not None and home.kept is None:
-                self.unstage(home)
-                return True
-        return False
+    def _give_up_staged(self) -> None:
+        """Free a set by forgetting a chunk that was loaded ahead of one that is needed now."""
+        home = next(home for home in reversed(self.homes) if home.staged and home.kept is None)
+        self._no_longer_staged(home, home.staged.pop())
 
     def forget(self) -> None:
         """Let go of memory."""

@@ -120,7 +120,7 @@ class ParameterStream:
         # Set by whoever updates weights on the device: what must happen with the weights there before they are used
         # (False: the stay is stale now); and what has to be loaded ahead beside them (False: there is no room yet).
         self.before_use: Callable[[Unit, Stay], bool] | None = None
-        self.prepare: Callable[[Unit, float, bool], bool] | None = None
+        self.prepare: Callable[[Unit, bool], bool] | None = None
         self.pending: Callable[[Unit], bool] = lambda _unit: False  # whether an update is under way
         self.misses = 0  # uses that found nothing on the way
 
@@ -215,7 +215,7 @@ class ParameterStream:
                     self._drop(residence)
                 if self._load(residence, distance) is None:
                     return
-            if self.prepare is not None and not self.prepare(residence.unit, distance, in_pass):
+            if self.prepare is not None and not self.prepare(residence.unit, in_pass):
                 return
 
     @locked
