@@ -14,6 +14,7 @@ from torch import nn
 from .core.endings import Endings
 from .core.errors import SettingError
 from .core.tags import Tag, Tier
+from .memory.device_meter import DeviceMeter, device_meter_for
 from .memory.flags import Flags
 from .memory.host import HostArena, regions_for
 from .memory.lane import Lane
@@ -40,6 +41,7 @@ class Ground:
     endings: Endings
     partition: Partition
     placement: Placement
+    meter: DeviceMeter | None  # None: nobody counts what is on the device
     page_lock: PageLock | None
     recorder: Recorder
     lanes: Lanes
@@ -74,7 +76,14 @@ def open_ground(
     if not units:
         raise SettingError("The model has no parameters to stream.")
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
-    placement = place(found, device, ledger, training=any(unit.trained for unit in units), reserve_bytes=kept)
+    meter = trial.meter or device_meter_for(device)
+    placement = place(
+        found,
+        ledger,
+        training=any(unit.trained for unit in units),
+        measured=meter is not None,
+        reserve_bytes=kept,
+    )
     page_lock = page_lock_for(device)
     recorder = Recorder()
     arena = HostArena(
@@ -96,6 +105,7 @@ def open_ground(
         endings=endings,
         partition=found,
         placement=placement,
+        meter=meter,
         page_lock=page_lock,
         recorder=recorder,
         lanes=lanes,

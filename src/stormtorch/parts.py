@@ -88,6 +88,7 @@ def _open(
     flags = (ground.board[index] for index in range(len(ground.board)))
     tuning = Tuning(
         ground.device,
+        ground.meter,
         ledger=ground.ledger,
         pool=ground.pool,
         placement=ground.placement,
@@ -208,8 +209,8 @@ def _arrange(
     model: nn.Module, ground: Ground, tuning: Tuning, attachment: Attachment, mode: str, trial: Trial
 ) -> Saving | None:
     """See to activations by ``mode``; None where they are kept."""
-    free = ground.device.type == "cpu" and trial.activation_room is None  # RAM on either side: "auto" would keep all
-    if mode == "keep" or (mode == "auto" and free):
+    no_limit = ground.meter is None and trial.activation_room is None  # RAM on either side: "auto" would keep all
+    if mode == "keep" or (mode == "auto" and no_limit):
         return None
     around = Surroundings(
         device=ground.device,

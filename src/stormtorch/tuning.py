@@ -10,7 +10,7 @@ from torch import nn
 from .core.errors import OutOfBudget
 from .core.sizes import round_up
 from .core.tags import Tag, Tier
-from .memory.device_meter import device_meter_for
+from .memory.device_meter import DeviceMeter
 from .memory.ledger import Ledger
 from .memory.peak_meter import peak_meter_on
 from .memory.pool import GRAIN, DevicePool
@@ -34,6 +34,7 @@ class Tuning:
     def __init__(
         self,
         device: torch.device,
+        meter: DeviceMeter | None,
         *,
         ledger: Ledger,
         pool: DevicePool,
@@ -51,7 +52,7 @@ class Tuning:
         self._planned_at = Totals()  # when activations were last planned
         self._share_is_fixed = False
         self._steps = 0
-        self.meter = device_meter_for(device)
+        self.meter = meter
         self.peak = peak_meter_on(self.meter)
         self.foreign_bytes = 0  # what the process has on the device besides; not the session's, nor of its budget
         self.activation_wish: Callable[[], int] = lambda: 0  # bytes that activations would like to stay with
@@ -71,7 +72,7 @@ class Tuning:
     def take_adam(self, adam: AdamStream, worker: Worker, *, fixed_share: float | None) -> None:
         """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests."""
         self._adam, self._worker, self._share_is_fixed = adam, worker, fixed_share is not None
-        self.share_reason = "on the CPU" + ("" if self.device.type == "cpu" else " until rates have been measured")
+        self.share_reason = "on the CPU" + ("" if self.meter is None else " until rates have been measured")
         if fixed_share:
             self._share(fixed_share)
 
@@ -79,16 +80,16 @@ class Tuning:
         """Use what was learned."""
         self._recorder.step()
         self._steps += 1
-        if self.device.type != "cuda":
+        if self.meter is None:
             return  # RAM on either side, and the same cores
         if self._steps in _GROW_AT:
-            self._grow(gradients)
+            self._grow(gradients, self.meter)
         if self._adam is not None and self._steps in _SHARE_AT and not self._share_is_fixed:
             self._choose_share()
 
     # --- the pool
 
-    def _grow(self, gradients: GradientStream) -> None:
+    def _grow(self, gradients: GradientStream, meter: DeviceMeter) -> None:
         """Give the pool what activations have left of the budget."""
         wide = any(home.wide is not None for home in gradients.homes)
         states = {}
@@ -99,7 +100,7 @@ class Tuning:
             pool_bytes=self._pool.capacity_bytes - self._state_bytes,
             limit_bytes=self.limit_bytes,
             peak_bytes=self.peak.bytes() - self.foreign_bytes + self.activation_wish(),
-            free_bytes=torch.cuda.mem_get_info(self.device)[0],
+            free_bytes=meter.free(),
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
             state_bytes=states,
         )

@@ -173,3 +173,15 @@ def test_the_largest_part_comes_back_piece_by_piece_where_even_it_has_no_room() 
     single = replace(BLOCK, parts={"mlp": 900 * MiB})
     plan = choose([single] * 10, means(rooms, 30 * GiB, [single] * 10))
     assert plan.blocks[:2] == [OFFLOAD, OFFLOAD]
+
+
+def test_the_last_block_gives_way_where_the_loss_leaves_no_room_for_both() -> None:
+    """Its activations, or the inputs of all others: where the link is late, those cost more."""
+    rooms = [9 * BLOCK.saved_bytes] * 10 + [BLOCK.saved_bytes + WAY + 100 * MiB]
+    tight = Means(rooms=rooms, rises=[Rises()] * 10, out_bytes_per_s=0.0, in_bytes_per_s=0.0)
+    for plan in (choose(BLOCKS, tight), recompute(BLOCKS, tight)):
+        assert not any(block.inputs_away for block in plan.blocks)
+        assert {block.kind for block in plan.blocks} == {"recompute"}
+        assert sum(held_by(block) for block in plan.blocks) <= rooms[-1]
+    hidden = replace(tight, out_bytes_per_s=50 * GiB, in_bytes_per_s=50 * GiB, way_bytes=WAY)
+    assert recompute(BLOCKS, hidden).blocks[-1] == KEEP

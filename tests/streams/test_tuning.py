@@ -26,6 +26,7 @@ def tuning_of(mode: str, waits_s: float, cause: str = "weights", *, steps: int =
     nothing: Any = SimpleNamespace()
     tuning = Tuning(
         torch.device("cpu"),
+        None,
         ledger=nothing,
         pool=nothing,
         placement=nothing,

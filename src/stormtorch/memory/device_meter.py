@@ -19,6 +19,9 @@ class DeviceMeter(Protocol):
     def forget_peak(self) -> None:
         """What came before says nothing about what is to come."""
 
+    def free(self) -> int:
+        """What the device has left, whoever has the rest."""
+
 
 class CudaMeter:
     """Torch's own books of a GPU."""
@@ -34,6 +37,9 @@ class CudaMeter:
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
 
 
 def device_meter_for(device: torch.device) -> DeviceMeter | None:

@@ -9,7 +9,7 @@ in parts, child by child: then only the largest part's activations are there at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.sizes import format_bytes
@@ -93,8 +93,16 @@ class _Rooms:
 
     The last block is kept if it has room: backward begins with it. ``early`` are all others."""
 
-    def __init__(self, means: Means, profiles: list[BlockProfile], *, way_bytes: int, keep: bool = False) -> None:
-        """``keep``: all blocks are meant to be kept, not recomputed."""
+    def __init__(
+        self,
+        means: Means,
+        profiles: list[BlockProfile],
+        *,
+        way_bytes: int,
+        keep: bool = False,
+        keep_last: bool = True,
+    ) -> None:
+        """``keep``: all blocks are meant to be kept, not recomputed; ``keep_last``: the last one is, if it can."""
         self.way_bytes = way_bytes
         self.left = [room - way_bytes for room in means.rooms]
         rises = [rise.keep if keep else rise.whole for rise in means.rises]
@@ -104,7 +112,7 @@ class _Rooms:
         if profiles:
             last = len(profiles) - 1
             self.left[last] += rises[last] - means.rises[last].keep
-            if self.take(last, profiles[last].saved_bytes):
+            if keep_last and self.take(last, profiles[last].saved_bytes):
                 self.early = profiles[:last]
             else:
                 self.left[last] += means.rises[last].keep - rises[last]
@@ -135,8 +143,12 @@ def leanest(*, repeatable: bool, parts: dict[str, int]) -> BlockPlan:
 
 def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
     """For ``activations="recompute"``: inputs of blocks stay on the device as far as they fit, the last ones first."""
+    return _fastest(profiles, means, _all_recomputed)
+
+
+def _all_recomputed(profiles: list[BlockProfile], means: Means, keep_last: bool) -> ActivationPlan:
     largest = max((profile.input_bytes for profile in profiles), default=0)
-    rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, 2 * largest))
+    rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, 2 * largest), keep_last=keep_last)
     blocks = _recomputed(means, rooms)
     stay = 0
     for index, profile in reversed(list(enumerate(rooms.early))):
@@ -145,6 +157,30 @@ def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
             stay += 1
     reason = f"recomputed; the inputs of {stay} of {len(profiles)} blocks stay on the device"
     return _made(profiles, blocks, reason, rooms)
+
+
+def _fastest(
+    profiles: list[BlockProfile], means: Means, make: Callable[[list[BlockProfile], Means, bool], ActivationPlan]
+) -> ActivationPlan:
+    """With the last block kept, which saves computing it again, or without: what it holds is there while the loss is
+    computed, which often takes most, and might hold more of others' in its place."""
+    plans = [make(profiles, means, keep_last) for keep_last in (True, False)]
+    return min(plans, key=lambda plan: _cost_s(profiles, plan, means))
+
+
+def _cost_s(profiles: list[BlockProfile], plan: ActivationPlan, means: Means) -> float:
+    """The time for computing again, and for what travels and is not hidden; of a link that has nothing left, years."""
+    seconds = 0.0
+    for profile, block in zip(profiles, plan.blocks, strict=True):
+        moved = profile.saved_bytes if block.kind == "offload" else 0
+        if block.kind == "recompute":
+            results = {name: profile.operations[name] for name in block.results_away}
+            seconds += profile.forward_s - sum(saved_s for _, saved_s in results.values())
+            moved = sum(size for name, (size, _) in results.items() if block.results_away[name])
+            moved += profile.input_bytes if block.inputs_away else 0
+        rate = min(means.out_bytes_per_s, 2 * means.in_bytes_per_s)
+        seconds += max(0.0, moved - _hidden_bytes(profile, means)) / max(rate, 1.0)
+    return seconds
 
 
 def choose(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
@@ -160,7 +196,7 @@ def choose(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
         compute_s = sum(profile.forward_s for profile in rooms.early)
         reason = f"offloaded: {format_bytes(saved)} leave behind {compute_s * 1e3:.0f} ms of forward"
         return _made(profiles, [OFFLOAD] * len(rooms.early), reason, rooms)
-    return _mixed(profiles, hidden, means)
+    return _fastest(profiles, means, _mixed)
 
 
 def _hidden_bytes(profile: BlockProfile, means: Means) -> float:
@@ -195,12 +231,14 @@ def _recomputed(means: Means, rooms: _Rooms) -> list[BlockPlan]:
     return blocks
 
 
-def _mixed(profiles: list[BlockProfile], hidden: list[float], means: Means) -> ActivationPlan:
+def _mixed(profiles: list[BlockProfile], means: Means, keep_last: bool) -> ActivationPlan:
     """Recompute, but for the results that the link hides or that VRAM holds: best first, and in VRAM the last blocks'
     first, which are needed first."""
-    link = list(hidden)
+    link = [_hidden_bytes(profile, means) for profile in profiles]
     largest = max(profile.input_bytes for profile in profiles)  # leaves for want of VRAM, hidden or not
-    rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, 2 * max(largest, round(max(hidden)))))
+    way_bytes = min(means.way_bytes, 2 * max(largest, round(max(link))))
+    rooms = _Rooms(means, profiles, way_bytes=way_bytes, keep_last=keep_last)
+    link[-1] = 0  # what left there would be wanted at once
     early = rooms.early
     blocks = _recomputed(means, rooms)
     for index, profile in reversed(list(enumerate(early))):

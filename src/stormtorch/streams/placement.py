@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..core.errors import OutOfBudget
 from ..core.sizes import GiB, MiB, format_bytes, round_down
 from ..core.tags import Tier
@@ -24,10 +22,9 @@ class Placement:
     reason: str
 
 
-def place(
-    partition: Partition, device: torch.device, ledger: Ledger, *, training: bool, reserve_bytes: int = 0
-) -> Placement:
-    """The placement to begin with; see `growth` for what it becomes once activations have been measured."""
+def place(partition: Partition, ledger: Ledger, *, training: bool, measured: bool, reserve_bytes: int = 0) -> Placement:
+    """The placement to begin with; see `growth` for what it becomes once activations have been ``measured``, where the
+    device tells how much they take."""
     units = partition.units
     images = sum(unit.image_bytes + 512 for unit in units)
     largest = max((unit.image_bytes for unit in units), default=0)
@@ -49,7 +46,7 @@ def place(
             f"The limit is {budget.given}.",
             "Raise it, or split the largest layer.",
         )
-    if device.type == "cpu" or whole <= free // 8:
+    if not measured or whole <= free // 8:
         pool = min(whole, free)
         why = (
             "all of it fits"

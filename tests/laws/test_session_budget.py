@@ -1,0 +1,75 @@
+"""``vram`` holds for all of a session: weights on their way, states, gradients and activations, from the first step on.
+
+On a device that counts (counting.py), with a link as fast as a test wants it. What a loop that checkpoints its blocks
+needs is enough for every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from stormtorch import tuning
+from stormtorch.api import Session
+from stormtorch.core.sizes import MiB
+from stormtorch.streams import placement
+from stormtorch.streams.settings import Settings, Trial
+
+from .counting import Counting
+from .models import one_thread  # noqa: F401  # a fixture
+from .test_activation_budget import Layer, Net
+
+STEPS = (
+    10  # plans are made before the third pass, the fourth and the eighth; the pool grows after the second, the fourth
+)
+WIDTH, BLOCKS, ROWS = 32, 5, (4, 48)
+
+
+@pytest.fixture
+def small_scale(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """What is left alone of a budget has a least size that is more than all of ours; and the link's rate, as wanted."""
+    monkeypatch.setattr(placement, "headroom", lambda limit: limit // 50)
+
+    def with_rate(rate: float) -> None:
+        monkeypatch.setattr(tuning, "link_rates", lambda _totals: (rate, rate))
+
+    return with_rate
+
+
+def train(
+    vocabulary: int, vram: int, *, mode: str, step: str, checkpointed: bool = False
+) -> tuple[list[int], list[torch.Tensor], str]:
+    """Peaks of each step, losses, and what became of activations."""
+    torch.manual_seed(0)
+    peaks, losses = [], []
+    with Counting() as meter:
+        model = Net(Layer, WIDTH, BLOCKS, vocabulary)
+        model.checkpointed = checkpointed
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings = Settings(vram=vram, device="cpu", activations=mode, step=step)
+        with Session(model, optimizer, settings, trial=Trial(meter=meter, small_bytes=2048)) as session:
+            for number in range(STEPS):
+                given = torch.randint(0, vocabulary, ROWS, generator=torch.Generator().manual_seed(number))
+                meter.forget_peak()
+                loss = model(given)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                peaks.append(meter.peak())
+                losses.append(loss.detach())
+            reason = session.report().activation_reason
+    return peaks, losses, reason
+
+
+@pytest.mark.parametrize("rate", [2e6, 2e8], ids=["slow", "fast"])
+@pytest.mark.parametrize("vocabulary", [64, 2048])
+def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_scale: Callable[[float], None]) -> None:
+    small_scale(rate)
+    peaks, expected, _ = train(vocabulary, 16 * MiB, mode="keep", step="forward", checkpointed=True)
+    limit = round(max(peaks) * 1.05)
+    for mode, step in (("auto", "forward"), ("auto", "backward"), ("recompute", "forward")):
+        peaks, losses, reason = train(vocabulary, limit, mode=mode, step=step)
+        shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
+        assert max(peaks) <= limit * 1.01, f"{mode}, {step}: {shown} of {limit / MiB:.2f} MiB; {reason}"
+        assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True)), f"{mode}, {step}"
