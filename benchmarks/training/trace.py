@@ -15,6 +15,7 @@ from .methods import Training
 
 _STEPS = 2
 _GAPS = 8
+_COURSE_US = 50_000.0  # of each line of the course
 
 Span = tuple[float, float]  # microseconds
 
@@ -39,6 +40,7 @@ def summary(path: Path) -> str:
     events: list[dict[str, Any]] = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["traceEvents"]
     kernels: list[tuple[float, float, str]] = []
     copies: dict[str, list[Span]] = {"HtoD": [], "DtoH": []}
+    moved: dict[str, list[tuple[float, int]]] = {"HtoD": [], "DtoH": []}  # when, and bytes
     for event in events:
         kind, name = event.get("cat"), event.get("name", "")
         if event.get("ph") != "X" or kind not in {"kernel", "gpu_memcpy", "gpu_memset"}:
@@ -49,6 +51,7 @@ def summary(path: Path) -> str:
         for way, spans in copies.items():
             if kind == "gpu_memcpy" and way in name:
                 spans.append((start, end))
+                moved[way].append(((start + end) / 2, event.get("args", {}).get("bytes", 0)))
     if not kernels:
         return "The trace has no GPU kernels."
     kernels.sort()
@@ -72,6 +75,12 @@ def summary(path: Path) -> str:
         lines.append(f"| {length / 1e3:.2f} | {(gap[0] - first) / 1e3:.1f} | {shares[0]} | {shares[1]} | {then} |")
     lines.append("")
     lines.append(f"All {len(gaps)} gaps: {_length(gaps) / 1e3:.1f} ms.")
+    lines += ["", "| from ms | kernels | in GB/s | out GB/s |", "|---|---|---|---|"]
+    for number in range(int(wall / _COURSE_US) + 1):
+        window = (first + number * _COURSE_US, first + (number + 1) * _COURSE_US)
+        rates = [sum(n for at, n in moved[way] if window[0] <= at < window[1]) / _COURSE_US / 1e3 for way in moved]
+        share = _length(_within(busy, window)) / _COURSE_US
+        lines.append(f"| {number * _COURSE_US / 1e3:.0f} | {share:.0%} | {rates[0]:.0f} | {rates[1]:.0f} |")
     return "\n".join(lines)
 
 
