@@ -137,13 +137,17 @@ def ramtorch(work: Work) -> Training:
     return Training(step=step, close=model.close)
 
 
+def _import_storm(_case: Case) -> None:
+    importlib.import_module("stormtorch")
+
+
 def _import_ramtorch(_case: Case) -> None:
     importlib.import_module("ramtorch")
 
 
 METHODS: dict[str, Method] = {
     "resident": Method(start=resident, on_device=True),
-    "storm": Method(start=storm),
+    "storm": Method(start=storm, prepare=_import_storm),
     "fsdp2": Method(start=fsdp2, full_precision=True),
     "ds3": Method(start=ds3, prepare=_build_cpu_adam),
     # RamTorch checkpoints each chunk itself; torch's checkpoint inside one would read the wrong weights.
