@@ -15,11 +15,13 @@ class PeakMeter:
         """``measured``: the peak so far."""
         self._measured = measured
         self._at_growth, self._unseen = 0, 0
+        self.grown_bytes = 0  # all that was taken so
 
     def grew(self, size: int) -> None:
         """``size`` bytes were taken for good, outside of a step."""
         self._unseen = (self._unseen if self._measured() <= self._at_growth else 0) + size
         self._at_growth = self._measured()
+        self.grown_bytes += size
 
     def seen_bytes(self) -> int:
         """The peak as torch has it."""

@@ -165,10 +165,10 @@ def _fastest(
     """With the last block kept, which saves computing it again, or without: what it holds is there while the loss is
     computed, which often takes most, and might hold more of others' in its place."""
     plans = [make(profiles, means, keep_last) for keep_last in (True, False)]
-    return min(plans, key=lambda plan: _cost_s(profiles, plan, means))
+    return min(plans, key=lambda plan: cost_s(profiles, plan, means))
 
 
-def _cost_s(profiles: list[BlockProfile], plan: ActivationPlan, means: Means) -> float:
+def cost_s(profiles: list[BlockProfile], plan: ActivationPlan, means: Means) -> float:
     """The time for computing again, and for what travels and is not hidden; of a link that has nothing left, years."""
     seconds = 0.0
     for profile, block in zip(profiles, plan.blocks, strict=True):

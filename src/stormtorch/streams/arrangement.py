@@ -96,7 +96,13 @@ def open_saving(
             return trial.activation_room <= 0
         return meter is not None and meter.allocated() - around.foreign_bytes > limit // _TIGHT
 
-    levels = Levels(meter.allocated if meter is not None else lambda: 0, around.peak.seen_bytes)
+    levels = Levels(
+        meter.allocated if meter is not None else lambda: 0, around.peak.seen_bytes, lambda: around.peak.grown_bytes
+    )
+
+    def has_held() -> bool:
+        top = levels.proven_top()
+        return top is not None and top <= usable
 
     def means(kinds: list[Hashable], profiles: list[BlockProfile], held: list[int]) -> Means:
         gains = [gain_of(profile.parts) for profile in profiles]
@@ -133,6 +139,7 @@ def open_saving(
         levels=levels,
         room=room,
         is_tight=is_tight,
+        has_held=has_held,
         means=means,
         can_recompute=around.can_recompute,
     )

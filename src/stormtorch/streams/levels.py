@@ -19,6 +19,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+_PROVEN = 4  # passes
+
 Way = Literal["keep", "whole", "parts", "other"]
 """How a block gets through backward: with all that it saved, recomputed at once, in parts; or otherwise."""
 
@@ -50,22 +52,36 @@ class _Pass:
     travelling: dict[int, int] = field(default_factory=dict)
     early: dict[int, int] = field(default_factory=dict)  # how much less was travelling when backward had left the block
     last: int | None = None
+    grown: int = 0
 
 
 class Levels:
-    """Notes of passes. ``allocated`` and ``peak`` ask the device."""
+    """Notes of passes. ``allocated`` and ``peak`` ask the device; ``grown`` tells what was taken of it for good so far,
+    between passes."""
 
-    def __init__(self, allocated: Callable[[], int], peak: Callable[[], int]) -> None:
-        self._allocated, self._peak = allocated, peak
+    def __init__(
+        self, allocated: Callable[[], int], peak: Callable[[], int], grown: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._allocated, self._peak, self._grown = allocated, peak, grown
         self._now = _Pass()
         self._peak_before = 0
         self.bases: dict[int, int] = {}  # the highest: gradients may stay from one pass to the next
         self.seen: dict[tuple[Hashable, Way], int] = {}  # rises
         self.end_rise: int | None = None  # from the end of forward to the first block of backward: the loss
+        self._tops: list[int] = []  # the peaks of passes under the present plan, less what had grown by then
 
     def forget(self) -> None:
         """Inputs are larger now. The pass that runs goes on."""
         self.bases, self.seen, self.end_rise = {}, {}, None
+
+    def begin_plan(self) -> None:
+        """What follows runs by another plan."""
+        self._tops.clear()
+
+    def proven_top(self) -> int | None:
+        """What passes under the present plan have taken at the most, with what has been taken for good since; None if
+        there were too few: those of one step differ, where gradients stay from one to the next."""
+        return max(self._tops) + self._grown() if len(self._tops) >= _PROVEN else None
 
     def end(self) -> None:
         """Backward is through, and the user may do as they like with the peak."""
@@ -74,7 +90,9 @@ class Levels:
     def begin(self) -> None:
         """A pass begins; the one before is over."""
         self.end()
-        past, self._now = self._now, _Pass()
+        past, self._now = self._now, _Pass(grown=self._grown())
+        if past.tops:
+            self._tops.append(max(past.tops.values()) - past.grown)
         for position, base in past.bases.items():
             self.bases[position] = max(base, self.bases.get(position, base))
         for position, top in past.tops.items():

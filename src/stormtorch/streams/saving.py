@@ -35,6 +35,7 @@ from .activation_plan import (
     BlockProfile,
     Means,
     choose,
+    cost_s,
     leanest,
     recompute,
 )
@@ -77,14 +78,17 @@ class Saving:
         levels: Levels,
         room: Callable[[], int],
         is_tight: Callable[[], bool],
+        has_held: Callable[[], bool],
         means: Callable[[list[Any], list[BlockProfile], list[int]], Means],
         can_recompute: Callable[[nn.Module], bool],
     ) -> None:
-        """``room``: bytes of VRAM that are free of the budget just now; ``is_tight``: whether they may run out.
+        """``room``: bytes of VRAM that are free of the budget just now; ``is_tight``: whether they may run out;
+        ``has_held``: whether the present plan is known to hold the budget.
         ``means``: what blocks of these kinds have to use, given what each one held in the last pass.
         ``can_recompute``: whether a block's weights may be on the device all at once, as when it is recomputed."""
         self.mode, self._stream, self._device, self._levels = mode, stream, device, levels
-        self._room, self._is_tight, self._means, self._can_recompute = room, is_tight, means, can_recompute
+        self._room, self._is_tight, self._has_held = room, is_tight, has_held
+        self._means, self._can_recompute = means, can_recompute
         self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
@@ -212,8 +216,12 @@ class Saving:
             return  # the device is still at it
         profiles = [self._profiles[kind] for kind in kinds]
         means = self._means(kinds, profiles, self._held)
-        self._planned = kinds
-        self.plan = (choose if self.mode == "auto" else recompute)(profiles, means)
+        plan = (choose if self.mode == "auto" else recompute)(profiles, means)
+        if self.plan is not None and self._planned == kinds and self._has_held():
+            plan = min(self.plan, plan, key=lambda made: cost_s(profiles, made, means))  # plans are careful, it held
+        if plan is not self.plan:
+            self._levels.begin_plan()
+        self._planned, self.plan = kinds, plan
 
     def _plan_loose(self) -> None:
         """What is loose stays if there is room beside the blocks; if there are none, as much of it as there is room."""
