@@ -24,7 +24,8 @@ from .streams.placement import Placement, growth
 from .streams.shares import Rates, device_share
 
 _GROW_AT = (2, 4)  # steps after which activations have shown their peak
-_OF_UPDATES = ("weights", "states")  # what compute waits for when the optimizer is late
+_INWARD = ("load", "aside")
+_OF_UPDATES = ("updates", "states")  # what compute waits for when the optimizer is late
 _SHARE_AT = (3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
 
 
@@ -180,7 +181,7 @@ class Tuning:
         ends = totals.step_ends_s
         if len(ends) < 2:
             return out_rate, in_rate
-        others_s = sum(s for (lane, tag), s in totals.busy_s.items() if lane == "load" and tag is not Tag.ACTIVATIONS)
+        others_s = sum(s for (lane, tag), s in totals.busy_s.items() if lane in _INWARD and tag is not Tag.ACTIVATIONS)
         busy = others_s / (len(ends) + 1) / ((ends[-1] - ends[0]) / (len(ends) - 1))
         in_rate *= max(0.0, 1 - busy)
         steps = len(ends) - len(past.step_ends_s)

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import warnings
 from multiprocessing.connection import Connection
@@ -295,6 +296,23 @@ def test_an_interrupt_while_pages_are_locked_leaves_nothing_locked_or_charged(mo
     lock = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         HostArena(24 * PAGE, ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
+    assert lock.locked == {}
+    assert ledger.used_bytes(Tier.HOST) == 0
+
+
+def test_ctrl_c_while_another_thread_locks_waits_for_it() -> None:
+    """What is being locked can be unlocked only when it is: else it would stay so for good, without its memory."""
+    ledger, pressed = roomy(), threading.Event()
+
+    class Slow(RecordingLock):
+        def lock(self, address: int, size: int) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            pressed.wait(0.3)  # for nothing: time enough to be unlocked too soon
+            super().lock(address, size)
+
+    lock = Slow()
+    with pytest.raises(KeyboardInterrupt):
+        HostArena(8 * PAGE, ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
     assert lock.locked == {}
     assert ledger.used_bytes(Tier.HOST) == 0
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from stormtorch.api import Session
+from stormtorch.core.errors import StormError
 from stormtorch.streams import adam
 from stormtorch.streams.settings import Settings, Trial
 
@@ -166,3 +167,122 @@ def test_a_unit_that_is_kept_no_longer_may_be_too_large_to_pass() -> None:
         )
 
     assert equal(topheavy(Trial(), meddle), topheavy(Trial()))
+
+
+def test_an_error_in_backward_is_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was updated on the device before the error cannot be taken back: whoever goes on is told."""
+    model, real = layers(), vars(adam)["adamw_"]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    settings = Settings(vram=60_000, device="cpu", step="backward")
+    with Session(model, optimizer, settings, trial=Trial(device_share=1.0, poison=True)):
+        step(model, optimizer, 0)
+        for call in (0, 1):
+            calls = iter(range(100))
+
+            def failing(*args: Any, call: int = call, calls: Iterator[int] = calls) -> None:
+                if next(calls) == call:
+                    raise torch.OutOfMemoryError("say")
+                real(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(adam, "adamw_", failing)
+                with pytest.raises(torch.OutOfMemoryError):
+                    model(torch.ones(4, 32)).square().mean().backward()
+            if call == 0:  # nothing has changed yet
+                optimizer.zero_grad()
+                continue
+            with pytest.raises(StormError, match="updated 1 of 6 units"):
+                optimizer.zero_grad()
+            optimizer.zero_grad()
+        step(model, optimizer, 1)
+
+
+def test_an_interrupt_while_compute_waits_for_states() -> None:
+    """The room that they are in is not lost."""
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    settings = Settings(vram=60_000, device="cpu")
+    with Session(model, optimizer, settings, trial=Trial(device_share=1.0)) as session:
+        assert session._parts.adam is not None
+        waits = session._parts.adam.there._waits
+        step(model, optimizer, 0)
+        real = waits.wait
+
+        def interrupted(event: Any, cause: str) -> None:
+            if cause == "states":
+                raise KeyboardInterrupt
+            real(event, cause)
+
+        for _ in range(12):
+            waits.wait = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.ones(4, 32))
+            waits.wait = real  # type: ignore[method-assign]
+        step(model, optimizer, 1)
+
+
+class Skipping(nn.Module):
+    """Its third block may be left out; a parameter of each has no elements; one block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        for block in self.blocks:
+            block.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
+        self.blocks[5].requires_grad_(False)
+        self.left_out: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks: list[Any] = list(self.blocks)
+        for number, block in enumerate(blocks):
+            if number != self.left_out:
+                x = block(x) + block.nothing.sum()
+        return x
+
+
+def skipping(shares: dict[int, float] | None, mode: str = "backward") -> list[torch.Tensor]:
+    """Trained plainly, or with the device's share changed after some steps."""
+    model = Skipping()
+    full = [parameter for parameter in model.parameters() if parameter.numel()]
+    empty = [parameter for parameter in model.parameters() if not parameter.numel()]
+    groups: list[dict[str, Any]] = [{"params": full}, {"params": empty, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    session = None
+    if shares is not None:
+        settings = Settings(vram=90_000, device="cpu", step=mode)
+        session = Session(model, optimizer, settings, trial=Trial(device_share=shares.get(-1, 1.0), poison=True))
+    for number in range(12):
+        model.left_out = 2 if number == 3 else None
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if session is not None and shares is not None and number in shares:
+            assert session._parts.adam is not None
+            there, pool = session._parts.adam.there, session._parts.ground.pool
+            there.share(shares[number], pool.capacity_bytes - there.kept_bytes - session.placement.least_bytes)
+            assert there.sets_bytes == 0 or shares[number]
+    if session is not None:
+        session.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward", "serial"])
+@pytest.mark.parametrize("shares", [{-1: 0.0}, {}, {3: 0.0, 6: 1.0}, {3: 0.5, 6: 1.0}], ids=str)
+def test_what_was_loaded_ahead_of_another_share(shares: dict[int, float], mode: str) -> None:
+    """Backward loads states ahead of a block that forward had left out; then the CPU changes them at home."""
+    assert equal(skipping(shares, mode), skipping(None))
+
+
+def test_units_without_trained_parameters_are_loaded_ahead_like_others() -> None:
+    model = layers()
+    for index in (1, 4):
+        model[index].requires_grad_(False)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), fused=True)
+    settings = Settings(vram=60_000, device="cpu", step="backward")
+    with Session(model, optimizer, settings, trial=Trial(device_share=1.0)) as session:
+        adam_stream = session._parts.adam
+        assert adam_stream is not None
+        for home in adam_stream.homes:
+            assert home.unit.trained or adam_stream.there.stage(home)

@@ -20,7 +20,7 @@ from stormtorch.tuning import Tuning
 RATE = 50e9
 
 
-def tuning_of(mode: str, waits_s: float, cause: str = "weights", *, steps: int = 4) -> Tuning:
+def tuning_of(mode: str, waits_s: float, cause: str = "updates", *, steps: int = 4) -> Tuning:
     """A session whose steps have waited for so long each."""
     recorder = Recorder()
     nothing: Any = SimpleNamespace()
@@ -51,7 +51,7 @@ def tuning_of(mode: str, waits_s: float, cause: str = "weights", *, steps: int =
         ("backward", 0.3, 1.0),  # nothing is updated behind forward there
     ],
 )
-@pytest.mark.parametrize("cause", ["weights", "states"])
+@pytest.mark.parametrize("cause", ["updates", "states"])
 def test_an_update_that_is_late_leaves_the_link_to_itself(mode: str, waits_s: float, left: float, cause: str) -> None:
     out, _ = tuning_of(mode, waits_s, cause).free_rates(forward_s=0.1)
     assert out == pytest.approx(left * RATE)

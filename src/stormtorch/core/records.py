@@ -35,7 +35,8 @@ class FileAccess:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Compute stood still for ``seconds`` because of ``cause``: "weights", "states" or "gradients" on their way."""
+    """Compute stood still for ``seconds`` because of ``cause``: "weights", "states" or "gradients" on their way, or
+    "updates" that weights have to wait for themselves."""
 
     cause: str
     seconds: float

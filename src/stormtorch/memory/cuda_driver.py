@@ -46,17 +46,17 @@ class Driver:
         self._library = library
         self._contexts: dict[int, int] = {}
 
-    def register(self, address: int, size: int) -> None:
+    def register(self, device: int, address: int, size: int) -> None:
         """Page-lock ``[address, address + size)`` for copies by any device.
 
         Blocks; raises DriverError, and leaves no error behind.
         """
-        with self._on(torch.cuda.current_device()):
+        with self._on(device):
             self._call("cuMemHostRegister_v2", _pointer(address), ctypes.c_size_t(size), ctypes.c_uint(_REGISTER_FLAGS))
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, device: int, address: int) -> None:
         """Undo ``register``. No copy from or to the range may still be under way."""
-        with self._on(torch.cuda.current_device()):
+        with self._on(device):
             self._call("cuMemHostUnregister", _pointer(address))
 
     def device_address(self, device: int, address: int) -> int:

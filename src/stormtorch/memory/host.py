@@ -344,6 +344,7 @@ class _Hold:
         self.reservation, self.page_lock = reservation, page_lock
         self.owner_pid = os.getpid()
         self.locked: set[int] = set()
+        self.locking, self.is_over = threading.Lock(), False
         self.size_bytes = 0
         self.finalizers: list[weakref.finalize[[int, int | None], ctypes.Array[ctypes.c_ubyte]]] = []
 
@@ -361,7 +362,7 @@ class _Hold:
         if self.page_lock is None:
             deque(regions, maxlen=0)
             return False
-        with ThreadPoolExecutor(1, "storm-page-lock") as locker:  # ends when all is done, whatever goes wrong here
+        with ThreadPoolExecutor(1, "storm-page-lock") as locker:
             asked = [locker.submit(self._lock_one, self.page_lock, region) for region in regions]
         refused = [refusal for future in asked if (refusal := future.result()) is not None]
         if refused:
@@ -377,16 +378,21 @@ class _Hold:
         return True
 
     def _lock_one(self, page_lock: PageLock, region: _Region) -> StormError | None:
-        self.locked.add(region.address)
-        try:
-            page_lock.lock(region.address, region.size)
-        except StormError as refusal:
-            self.locked.remove(region.address)
-            return refusal
+        with self.locking:
+            if self.is_over:
+                return None
+            self.locked.add(region.address)
+            try:
+                page_lock.lock(region.address, region.size)
+            except StormError as refusal:
+                self.locked.remove(region.address)
+                return refusal
         return None
 
     def end_all(self) -> None:
         """End what has not ended. Goes through to the last region, then raises the first error."""
+        with self.locking:  # after a Ctrl-C another thread may be at it still, and can be undone only then
+            self.is_over = True
         errors = []
         for finalizer in self.finalizers:
             try:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from .cuda_driver import Driver, driver
+from .cuda_driver import Driver, device_index, driver
 
 
 class PageLock(Protocol):
@@ -23,14 +23,15 @@ class PageLock(Protocol):
 class CudaPageLock:
     """Registers memory that we mapped ourselves with the CUDA driver."""
 
-    def __init__(self, cuda: Driver) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Driver, device: int) -> None:
+        """``device``: any that is in use, whichever thread asks; the memory is locked for all of them."""
+        self._cuda, self._device = cuda, device
 
     def lock(self, address: int, size: int) -> None:
-        self._cuda.register(address, size)
+        self._cuda.register(self._device, address, size)
 
     def unlock(self, address: int) -> None:
-        self._cuda.unregister(address)
+        self._cuda.unregister(self._device, address)
 
 
 def page_lock_for(device: torch.device) -> PageLock | None:
@@ -38,4 +39,4 @@ def page_lock_for(device: torch.device) -> PageLock | None:
     if device.type != "cuda":
         return None
     cuda = driver()
-    return None if cuda is None else CudaPageLock(cuda)
+    return None if cuda is None else CudaPageLock(cuda, device_index(device))

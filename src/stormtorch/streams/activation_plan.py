@@ -170,16 +170,16 @@ def _fastest(
 
 def cost_s(profiles: list[BlockProfile], plan: ActivationPlan, means: Means) -> float:
     """The time for computing again, and for what travels and is not hidden; of a link that has nothing left, years."""
-    seconds = 0.0
-    for profile, block in zip(profiles, plan.blocks, strict=True):
+    seconds, hidden = 0.0, [_hidden_bytes(profile, means) for profile in profiles[:-1]]
+    for profile, block, free in zip(profiles, plan.blocks, [*hidden, 0.0][: len(profiles)], strict=True):
         moved = profile.saved_bytes if block.kind == "offload" else 0
         if block.kind == "recompute":
             results = {name: profile.operations[name] for name in block.results_away}
-            seconds += profile.forward_s - sum(saved_s for _, saved_s in results.values())
+            seconds += max(0.0, profile.forward_s - sum(saved_s for _, saved_s in results.values()))
             moved = sum(size for name, (size, _) in results.items() if block.results_away[name])
             moved += profile.input_bytes if block.inputs_away else 0
         rate = min(means.out_bytes_per_s, 2 * means.in_bytes_per_s)
-        seconds += max(0.0, moved - _hidden_bytes(profile, means)) / max(rate, 1.0)
+        seconds += max(0.0, moved - free) / max(rate, 1.0)
     return seconds
 
 

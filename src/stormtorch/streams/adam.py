@@ -124,13 +124,15 @@ class AdamStream:
             grads.arrivals += 1
             self._lanes.store.write_flag(grads.arrived, grads.arrivals)
             home.loads_seen = residence.loads
+        self.there.unstage(home)  # loaded ahead, when it was to be updated there
         buffers = self._at_home(home, source)
         for run in runs:
+            tensors = bind(run, buffers, wide=grads.is_wide, factor=self._factor)
+            if tensors is None:
+                continue  # it has no elements
             number = home.unit.trained.index(run.first)
             home.values[number] += 1
             flag, value = home.flags[number], home.values[number]
-            tensors = bind(run, buffers, wide=grads.is_wide, factor=self._factor)
-            assert tensors is not None
             self._worker.submit(
                 tensors,
                 run.step,
@@ -230,7 +232,12 @@ class AdamStream:
         try:
             stay = self._parameters.use(home.unit)
             runs = list(self._runs(home, grads, hyper))
-            self._update_there(home, stay, Waiting(runs, grads.is_wide, bucket, True, None, None, None))
+            waiting = Waiting(runs, grads.is_wide, bucket, True, None, None, None)
+            try:
+                self._update_there(home, stay, waiting)
+            except BaseException:
+                self._parameters.residences[home.unit.index].updates += waiting.done > 0  # half an update is one
+                raise
         finally:
             self._parameters.release([home.unit])
         self._parameters.residences[home.unit.index].updates += 1

@@ -63,26 +63,22 @@ class DeviceStates:
         States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
         for a store of states. ``room_bytes``: what the pool can spare for them."""
         self.share_now = part
-        passing = [home for home in self.homes if home.kept is None]
+        passing = [home for home in self.homes if home.kept is None and home.unit.trained]
+        for home in passing:
+            self.unstage(home)  # the CPU may be the next to change these states, and chunks may be cut otherwise
+        self._close_sets()
         if part and passing:
             self._open_sets(room_bytes)
-        else:
-            self._close_sets()
-        some = self._set_count > 0
+        some = bool(self._sets)
         due = 0.0
         for home in passing:
             due += part
             home.on_device = some and due >= 1 - 1e-9
             due -= home.on_device
 
-    @property
-    def _set_count(self) -> int:
-        return len(self._sets) + self._sets_out
-
     def _open_sets(self, room_bytes: int) -> None:
-        if not self._set_count:
-            self._cut(room_bytes)
-        while self._set_count < min(_SETS, room_bytes // self._set_bytes):
+        self._cut(room_bytes)
+        while len(self._sets) < min(_SETS, room_bytes // self._set_bytes):
             pieces = self._room(self._set_sizes)
             if pieces is None:
                 return
@@ -104,7 +100,7 @@ class DeviceStates:
         return sum(self._set_sizes) + 4 * GRAIN
 
     def _close_sets(self) -> None:
-        """Return the sets that are not in use to the pool."""
+        """Return the sets to the pool; none is in use."""
         while self._sets:
             pieces, last_use = self._sets.popleft()
             for piece in pieces:
@@ -129,7 +125,7 @@ class DeviceStates:
     @property
     def sets_bytes(self) -> int:
         """What of the pool states pass through."""
-        return self._set_count * self._set_bytes
+        return (len(self._sets) + self._sets_out) * self._set_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -181,11 +177,12 @@ class DeviceStates:
         chunks = self._chunks[home.unit.index]
         while self._sets and len(home.staged) < len(chunks):
             self._stage_next(home, chunks[len(home.staged)])
-        return bool(home.staged)
+        return bool(home.staged) or not chunks
 
     def can_stage(self, home: AdamHome) -> bool:
         """Whether ``staged`` has room to work with."""
-        return home.kept is not None or self._set_count > 0
+        staged = (other.staged for other in self.homes if other.kept is None)
+        return home.kept is not None or bool(self._sets) or any(staged)
 
     def staged(self, home: AdamHome, done: int = 0) -> Iterator[Staged]:
         """The unit's states on the device, chunk by chunk, with compute waiting for each; from the state ``done`` on.
@@ -204,9 +201,8 @@ class DeviceStates:
                 if not self._sets:
                     self._give_up_staged()
                 self._stage_next(home, chunk)
-            staged = home.staged.popleft()
-            self._waits.wait(staged.loaded, "states")
-            yield staged
+            self._waits.wait(home.staged[0].loaded, "states")  # where Ctrl-C ends the wait, it is still staged
+            yield home.staged.popleft()
 
     def _stage_next(self, home: AdamHome, chunk: Chunk) -> None:
         pieces, last_use = self._sets.popleft()

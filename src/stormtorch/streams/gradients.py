@@ -167,12 +167,17 @@ class GradientStream:
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         staying = self.staying(unit, size)
         bucket = self._bucket(size) if staying is None else staying
+        before = set(home.present), home.is_wide
         try:
             return self._fill(home, grads, bucket, to_wide, stays=staying is not None, consume=consume)
         except BaseException:
             if self._taken:  # compute may have been writing it already
                 self._release(lanes.compute.record())
-                home.there = None if home.there is bucket else home.there
+                if home.there is bucket:  # it has not gone home
+                    home.there = None
+                    if not home.consumed:
+                        home.present, home.is_wide = before
+                        home.norms.clear()
             raise
 
     def _fill(
@@ -474,7 +479,8 @@ def _real_grad(place: Place) -> torch.Tensor | None:
 
 def _used_up(name: str) -> StormError:
     return StormError(
-        f"The gradients of {name!r} were used up in backward, and there is more to add to them. "
+        f"The gradients of {name!r} were used up in backward, or came from a backward inside of it (reentrant "
+        "checkpointing), and there is more to add to them. "
         'step="backward" updates each unit as its gradients arrive: call optimizer.step() and zero_grad() after each '
         'backward, or use step="forward" to accumulate.'
     )

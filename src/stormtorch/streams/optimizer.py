@@ -263,10 +263,15 @@ class OptimizerStream:
             return False
         self._states.heed(home.unit)
         self.before_change(home.unit)
-        if not self._adam.update_here(home, bucket, mine):
-            return False
-        self._note_change(home, mine)
-        self._consumed(home)
+        residence = self._parameters.residences[home.unit.index]
+        updates = residence.updates
+        try:
+            if not self._adam.update_here(home, bucket, mine):
+                return False
+        finally:
+            if residence.updates != updates:  # perhaps in part, before an error: it cannot be taken back either
+                self._note_change(home, mine)
+                self._consumed(home)
         return True
 
     def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:

@@ -131,8 +131,9 @@ class ParameterStream:
         residence = self.residences[unit.index]
         self.order.visit(unit.index, backward=in_backward())
         self._current = residence
+        cause = "updates" if self.pending(unit) else "weights"
         stay = self._present(residence)
-        self._waits.wait(stay.loaded, "weights")
+        self._waits.wait(stay.loaded, cause)
         stay.places.add(self._lanes.compute.place())
         if self.before_use is not None and not self.before_use(unit, stay):
             stay = self._present(residence)
