@@ -72,7 +72,7 @@ def test_every_element_is_updated_once_with_what_belongs_to_it(
             place.view(masters, place.master_at, dtype).copy_(numbers)
     seen = torch.zeros(unit.state_count, dtype=torch.int32)
     for chunk in chunks_of(unit, most):
-        which = chunk.wide if wide else chunk.grads
+        which = chunk.gradients(wide=wide)
         part = moments[chunk.states.start : chunk.states.stop]
         buffers = Buffers(
             chunk=chunk,

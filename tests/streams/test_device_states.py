@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,25 +76,31 @@ def test_states_that_user_code_clears(trial: Trial, mode: str) -> None:
     assert equal(trained(trial, clear, mode=mode), trained(None, clear))
 
 
+@contextlib.contextmanager
+def out_of_memory(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None]:
+    """The update that is called as number ``call`` inside fails, which ends what is done there."""
+    real: Any = vars(adam)["adamw_"]
+    calls = iter(range(100))
+
+    def failing(*args: Any) -> None:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("say")
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adam, "adamw_", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            yield
+
+
 @pytest.mark.parametrize("call", [0, 1, 5])
 @pytest.mark.parametrize("trial", [Trial(kept=99), Trial(device_share=1.0)], ids=["kept", "passing"])
 def test_an_error_between_two_calls(trial: Trial, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory in the middle of a unit's update: nothing is done twice, nothing is left out."""
-    real: Any = vars(adam)["adamw_"]
 
     def fail_once(number: int, model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
-        if number != 3:
-            return
-        calls = iter(range(100))
-
-        def failing(*args: Any) -> None:
-            if next(calls) == call:
-                raise torch.OutOfMemoryError("say")
-            real(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(adam, "adamw_", failing)
-            with pytest.raises(torch.OutOfMemoryError):
+        if number == 3:
+            with out_of_memory(monkeypatch, call):
                 model(torch.ones(4, 32))
 
     assert equal(trained(trial, fail_once), trained(None))
@@ -171,23 +178,14 @@ def test_a_unit_that_is_kept_no_longer_may_be_too_large_to_pass() -> None:
 
 def test_an_error_in_backward_is_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was updated on the device before the error cannot be taken back: whoever goes on is told."""
-    model, real = layers(), vars(adam)["adamw_"]
+    model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     settings = Settings(vram=60_000, device="cpu", step="backward")
     with Session(model, optimizer, settings, trial=Trial(device_share=1.0, poison=True)):
         step(model, optimizer, 0)
         for call in (0, 1):
-            calls = iter(range(100))
-
-            def failing(*args: Any, call: int = call, calls: Iterator[int] = calls) -> None:
-                if next(calls) == call:
-                    raise torch.OutOfMemoryError("say")
-                real(*args)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(adam, "adamw_", failing)
-                with pytest.raises(torch.OutOfMemoryError):
-                    model(torch.ones(4, 32)).square().mean().backward()
+            with out_of_memory(monkeypatch, call):
+                model(torch.ones(4, 32)).square().mean().backward()
             if call == 0:  # nothing has changed yet
                 optimizer.zero_grad()
                 continue

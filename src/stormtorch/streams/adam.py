@@ -228,11 +228,11 @@ class AdamStream:
         home = self.homes[grads.unit.index]
         if not self.there.can_stage(home):
             return False
-        self._parameters.hold(home.unit)
+        self._parameters.hold(home.unit)  # its weights stay until they are updated
         try:
             stay = self._parameters.use(home.unit)
             runs = list(self._runs(home, grads, hyper))
-            waiting = Waiting(runs, grads.is_wide, bucket, True, None, None, None)
+            waiting = Waiting(runs, grads.is_wide, bucket, there=True, stored=None, ready=None, factor=None)
             try:
                 self._update_there(home, stay, waiting)
             except BaseException:
@@ -284,7 +284,7 @@ class AdamStream:
         moments, chunk = [part.view(torch.float32) for part in staged.parts[:2]], staged.chunk
         grads, grads_at = waiting.grads, 0
         if not waiting.there:
-            grads, grads_at = staged.parts[3], (chunk.wide if waiting.wide else chunk.grads).start
+            grads, grads_at = staged.parts[3], chunk.gradients(wide=waiting.wide).start
         buffers = Buffers(
             chunk=chunk,
             image=stay.base,

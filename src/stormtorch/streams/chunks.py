@@ -22,6 +22,10 @@ class Chunk:
     grads: range
     wide: range
 
+    def gradients(self, *, wide: bool) -> range:
+        """In the form that they have."""
+        return self.wide if wide else self.grads
+
     @property
     def sizes(self) -> list[int]:
         """The bytes of exp_avg, exp_avg_sq, masters and gradients, in whichever form."""

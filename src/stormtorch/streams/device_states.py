@@ -214,7 +214,7 @@ class DeviceStates:
         lane, waiting = self._lanes.aside, home.waiting  # not behind weights that wait for the CPU
         parts = home.states(chunk)
         if waiting is not None:
-            which = chunk.wide if waiting.wide else chunk.grads
+            which = chunk.gradients(wide=waiting.wide)
             parts.append(waiting.grads if waiting.there else waiting.grads[which.start : which.stop])
         there = [piece.bytes[: part.nbytes] for piece, part in zip(pieces, parts, strict=False)]
         wanted = [False] * 3 if home.fresh else [True] * 3
