@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu: shows that it runs, not how fast")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16, on the cpu float32)")
     parser.add_argument("--steps", type=int, metavar="N", help="measured steps (default: 5)")
-    parser.add_argument("--warm-steps", type=int, metavar="N", help="steps before those (default: 2)")
+    parser.add_argument("--warm-steps", type=int, metavar="N", help="steps before those (default: 6)")
     parser.add_argument("--limit", type=float, metavar="S", dest="limit_s", help="seconds that one case may take")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="profile of the first storm case: .json or .json.gz")
     parser.add_argument("--commit", help="what to write down as the commit where there is no git (default: git's)")

@@ -299,6 +299,8 @@ def _open_adam(
     parameters.pending = adam.pending
     parameters.before_use = adam.before_use
     parameters.prepare = adam.prepare
+    parameters.prepare_early = adam.prepare_early
+    parameters.give_way = adam.there.give_way
     return adam, worker
 
 

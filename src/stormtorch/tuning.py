@@ -15,7 +15,7 @@ from .memory.ledger import Ledger
 from .memory.peak_meter import peak_meter_on
 from .memory.pool import GRAIN, DevicePool
 from .native.jobs import Worker
-from .observe.recorder import Recorder, Totals, link_rates
+from .observe.recorder import Recorder, Totals, lane_rate, link_rates
 from .streams.adam import AdamStream
 from .streams.device_states import kept_bytes
 from .streams.gradients import GradientStream
@@ -26,7 +26,7 @@ from .streams.shares import Rates, device_share
 _GROW_AT = (2, 4)  # steps after which activations have shown their peak
 _INWARD = ("load", "aside")
 _OF_UPDATES = ("updates", "states")  # what compute waits for when the optimizer is late
-_SHARE_AT = (3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
+_SHARE_AT = (2, 3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
 
 
 class Tuning:
@@ -137,12 +137,16 @@ class Tuning:
         """Decide anew how much of the optimizer's work the device does."""
         assert self._adam is not None
         assert self._worker is not None
+        if self._adam.there.gave_way:
+            self.share_reason = "on the CPU: states on their way to the device had no room beside the weights"
+            return
         totals, worker = self._recorder.snapshot(), self._worker.stats()
         past_totals, past_busy_s, past_elements = self._past
         self._past = (totals, worker.busy_s, worker.elements)
         ends = totals.step_ends_s
         steps = len(ends) - len(past_totals.step_ends_s)
         busy_s = (worker.busy_s - past_busy_s) / self._worker.threads
+        loads, states_in = link_rates(totals)[1], lane_rate(totals, "aside", since=past_totals)
         units = self._partition.units
         count = max(1, sum(unit.state_count for unit in units))
         states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in units)
@@ -150,7 +154,7 @@ class Tuning:
         share, reason = device_share(
             Rates(
                 cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
-                load_bytes_per_s=link_rates(totals)[1],
+                load_bytes_per_s=min(loads, states_in) if states_in else loads,  # RAM is shared with the CPU then
                 cpu_busy_s=busy_s / steps,
                 step_s=(ends[-1] - ends[-1 - steps]) / steps if len(ends) > steps else ends[-1] - ends[0],
             ),
@@ -166,7 +170,8 @@ class Tuning:
     def _share(self, share: float) -> None:
         assert self._adam is not None
         there = self._adam.there
-        there.share(share, self._pool.capacity_bytes - there.kept_bytes - self._placement.least_bytes)
+        room = self._pool.capacity_bytes - there.kept_bytes - self._placement.least_bytes
+        there.share(share, room, early=self._mode != "backward")
 
     # --- activations
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
+from stormtorch.data.delivery import LaneDelivery
 from stormtorch.data.source import Field, FileSource, Shard, Strip
+from stormtorch.memory.ledger import Ledger
 
 
 def numbered(rows: int, width: int, *, first: int = 0) -> NDArray[np.float32]:
@@ -37,3 +42,15 @@ def rows_in(batch: torch.Tensor) -> list[int]:
     assert torch.equal(batch, wanted)
     rows: list[int] = found.tolist()
     return rows
+
+
+def deliver_late(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    """Let the CPU play the GPU, with a lane that is late, and ``group`` batches travel at once."""
+
+    def delivery(
+        device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, ahead: int
+    ) -> LaneDelivery:
+        return LaneDelivery(device, fields, batch_rows, ledger, ahead=ahead, delay=lambda: time.sleep(0.001))
+
+    monkeypatch.setattr("stormtorch.data.engine.open_delivery", delivery)
+    monkeypatch.setattr("stormtorch.data.engine.batches_at_once", lambda *_, **__: group)

@@ -20,9 +20,16 @@ from stormtorch.core.errors import StorageError, StormError
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.source import FileSource
 
-from .made import numbered_source, rows_in
+from .made import deliver_late, numbered_source, rows_in
 
 READINGS = pytest.mark.parametrize("reading", ["cached", "direct"])
+
+
+@pytest.fixture(autouse=True, params=[0, 8], ids=["cpu", "lane"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches come as they are read, or, as to a GPU, in groups over a lane."""
+    if request.param:
+        deliver_late(monkeypatch, request.param)
 
 
 @pytest.fixture
@@ -186,6 +193,8 @@ def test_ctrl_c_between_any_two_lines(source: FileSource, reading: Any) -> None:
             try:
                 sys.settrace(Interrupt(count))
                 collect(loader, [])
+                assert count > 600
+                return  # all batches have come within fewer lines
             except KeyboardInterrupt:
                 pass
             finally:

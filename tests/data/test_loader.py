@@ -9,25 +9,26 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
-from stormtorch.core.errors import SettingError, StorageError, StormError
+from stormtorch.core.errors import OutOfBudget, SettingError, StorageError, StormError
 from stormtorch.core.sizes import MiB
 from stormtorch.data.buffers import Buffers
-from stormtorch.data.delivery import LaneDelivery
+from stormtorch.data.choice import Reading
+from stormtorch.data.groups import batches_at_once
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.source import Field, FileSource
 from stormtorch.data.transforms import Cast, Normalise
-from stormtorch.memory.ledger import Ledger
 
-from .made import numbered, numbered_source, rows_in
+from .made import deliver_late, numbered, numbered_source, rows_in
 
 
 @pytest.fixture
@@ -431,14 +432,12 @@ def test_settings_hold_for_a_torch_dataset_too(device: torch.device) -> None:
         DataLoader(Measured(), transform=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("group", [1, 4, 58])
 @pytest.mark.parametrize("reading", ["cached", "direct"])
-def test_copies_that_take_their_time(tmp_path: Path, reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_take_their_time(tmp_path: Path, reading: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to a GPU with the CPU in its role, and a lane that is late: a missing wait would be a wrong number."""
 
-    def delivery(device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger) -> LaneDelivery:
-        return LaneDelivery(device, fields, batch_rows, ledger, delay=lambda: time.sleep(0.001))
-
-    monkeypatch.setattr("stormtorch.data.engine.open_delivery", delivery)
+    deliver_late(monkeypatch, group)
     source = numbered_source(tmp_path, [500, 77])
     with DataLoader(source, 10, shuffle=True, reading=reading, epochs=2) as loader:  # type: ignore[arg-type]
         batches = list(loader)
@@ -448,6 +447,169 @@ def test_copies_that_take_their_time(tmp_path: Path, reading: str, monkeypatch: 
             pass
         assert len(rows_of(loader)) == 2 * 577
         loader._engine._ledger.check()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("reading", ["cached", "direct"])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_state_within_a_group(
+    tmp_path: Path, reading: Reading, drop_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on from it may send other groups, or none."""
+    source = numbered_source(tmp_path, [300, 77])
+    settings: dict[str, Any] = {"shuffle": True, "reading": reading, "epochs": 2, "drop_last": drop_last}
+    deliver_late(monkeypatch, 4)
+    with DataLoader(source, 10, **settings) as loader:
+        whole = [rows_in(batch) for batch in loader]
+    for stop, group in ((1, 4), (6, 3), (37, 4), (38, 1), (40, 5)):
+        deliver_late(monkeypatch, 4)
+        with DataLoader(source, 10, **settings) as loader:
+            before = [rows_in(batch) for batch in islice(loader, stop)]
+            state = loader.state_dict()
+        deliver_late(monkeypatch, group)
+        with DataLoader(source, 10, **settings) as loader:
+            loader.load_state_dict(state)
+            assert before + [rows_in(batch) for batch in loader] == whole
+
+
+def test_batches_of_a_group_are_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To change one, or to give it other memory, does nothing to the next; what is kept of a group is what is held."""
+    deliver_late(monkeypatch, 4)
+    with DataLoader(numbered_source(tmp_path, [80]), 10) as loader:
+        given = []
+        for number, batch in enumerate(loader):
+            assert rows_in(batch) == list(range(10 * number, 10 * number + 10))
+            assert batch._base is None
+            assert batch.untyped_storage().nbytes() == batch.nbytes
+            batch.resize_(20, 64).fill_(-1)
+            given.append(batch)
+        assert len({batch.data_ptr() for batch in given}) == 8
+
+
+@pytest.mark.parametrize("reading", ["cached", "direct"])
+def test_an_error_comes_when_its_batch_is_due(
+    tmp_path: Path, reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of the same group that come before it can be read, and are given."""
+    deliver_late(monkeypatch, 8)
+    rows = numbered(200, 8)
+    rows[137, 3] = np.nan
+    np.save(tmp_path / "rows.npy", rows)
+    given: list[list[int]] = []
+    with DataLoader(tmp_path / "rows.npy", 10, reading=reading, nan="error") as loader:
+        with pytest.raises(StorageError, match="row 137"):
+            given.extend(rows_in(batch) for batch in loader)
+        assert given == [list(range(at, at + 10)) for at in range(0, 130, 10)]
+        assert loader.state_dict()["batch"] == 13
+
+
+def parquet_of(folder: Path, groups: list[int]) -> Path:
+    """Rows of 1 KiB, in groups of so many."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def table(rows: int) -> Any:
+        values = arrow.array(np.zeros(256 * rows, dtype=np.float32))
+        return arrow.table({"x": arrow.FixedSizeListArray.from_arrays(values, 256)})
+
+    with parquet.ParquetWriter(folder / "x.parquet", table(1).schema) as writer:
+        for rows in groups:
+            writer.write_table(table(rows), row_group_size=rows)
+    return folder / "x.parquet"
+
+
+@pytest.mark.parametrize(("group", "ram"), [(0, "1100KiB"), (2, "1500KiB")], ids=["cpu", "lane"])
+def test_memory_for_one_window_at_a_time(tmp_path: Path, group: int, ram: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that end with their window need no more; others say what they lack when it is their turn."""
+    if group:
+        deliver_late(monkeypatch, group)
+    path = parquet_of(tmp_path, [512] * 4)
+    with DataLoader(path, 16, window="512KiB", ram="1100KiB") as loader:
+        assert sum(len(batch) for batch in loader) == 2048
+    rows: list[int] = []
+    with (
+        DataLoader(path, 24, window="512KiB", ram=ram) as loader,
+        pytest.raises(OutOfBudget, match="decode group 1"),
+    ):
+        rows.extend(len(batch) for batch in loader)
+    assert sum(rows) == 504
+
+
+@pytest.mark.parametrize("group", [0, 8], ids=["cpu", "lane"])
+def test_what_comes_before_a_window_that_is_too_large_is_given(
+    tmp_path: Path, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if group:
+        deliver_late(monkeypatch, group)
+    path, rows = parquet_of(tmp_path, [256, 256, 4096]), list[int]()
+    with (
+        DataLoader(path, 16, window="256KiB", ram="2MiB") as loader,
+        pytest.raises(OutOfBudget, match="decode group 2"),
+    ):
+        rows.extend(len(batch) for batch in loader)
+    assert sum(rows) == 512
+
+
+def test_groups_leave_files_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that reads from as many files as there may be is fine; several at once would not be."""
+
+    def at_once(_: torch.device, **given: Any) -> int:
+        return batches_at_once(torch.device("cuda"), **given)
+
+    deliver_late(monkeypatch, 1)
+    for module in ("engine", "descriptors"):
+        monkeypatch.setattr(f"stormtorch.data.{module}.open_limit", lambda: 32)
+    monkeypatch.setattr("stormtorch.data.engine.batches_at_once", at_once)
+    for shards, group in (([20] * 60, 1), ([400] * 3, 32)):
+        folder = tmp_path / str(len(shards))
+        folder.mkdir()
+        with DataLoader(numbered_source(folder, shards), 16, shuffle="full", reading="cached") as loader:
+            assert sorted(rows_of(loader)) == list(range(sum(shards)))
+            assert loader._engine._group == group  # type: ignore[union-attr]
+
+
+def test_small_batches_travel_together() -> None:
+    def at_once(
+        row_bytes: int, *, most_rows: int = 1 << 20, free_bytes: int = 1 << 40, device: str = "cuda", rows: int = 16
+    ) -> int:
+        return batches_at_once(
+            torch.device(device),
+            batch_rows=rows,
+            row_bytes=row_bytes,
+            fields=1,
+            most_rows=most_rows,
+            free_bytes=free_bytes,
+        )
+
+    assert at_once(MiB - 56) == 2
+    assert at_once((MiB // 8) - 56) == 16
+    assert at_once((MiB // 8) - 56, most_rows=5 * 16 + 15) == 5
+    assert at_once(4) == 32
+    assert at_once(4, rows=1 << 17) == 4, "rows take memory beside their own bytes"
+    assert at_once(1 << 30) == 1
+    assert at_once(MiB - 56, free_bytes=32 * MiB) == 1
+    assert at_once(4, most_rows=0) == 1
+    assert at_once(4, free_bytes=-5) == 1
+    assert at_once(4, device="cpu") == 1
+
+
+@pytest.mark.gpu
+def test_a_group_is_used_on_several_streams(tmp_path: Path) -> None:
+    """Each batch is ready for the stream that is current when it is given."""
+    source = numbered_source(tmp_path, [3000], 1024)
+    streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(6))]  # 7: groups begin on any of them
+    sums, wanted = [], []
+    with DataLoader(source, 50, shuffle=True, device="cuda") as loader:
+        batches = iter(loader)
+        for number in range(60):
+            with torch.cuda.stream(streams[number % 7]):
+                batch = next(batches)
+                if number % 3 == 0:
+                    torch.cuda._sleep(2_000_000)
+                sums.append(batch[:, 0].double().sum())
+                del batch
+            wanted.append(float(loader._order.rows(0, number * 50, 50).sum()))
+        torch.cuda.synchronize()
+        assert [float(value) for value in sums] == wanted
+        assert loader._engine._group > 1  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu

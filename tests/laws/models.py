@@ -393,7 +393,7 @@ def jitter(device: torch.device, seed: int) -> Delay:
     chance = random.Random(seed)
 
     def delay() -> None:
-        if chance.random() < 0.2:
+        if chance.random() < 0.1:
             if device.type == "cpu":
                 time.sleep(chance.random() * 2e-3)
             else:
@@ -414,7 +414,8 @@ def stream(
     room: int | None = None,
     **settings: Any,
 ) -> Session:
-    """A session as the laws want it; with a ``seed``, delayed at random and poisoned.
+    """A session as the laws want it; with a ``seed``, delayed at random and poisoned, and, where that is not left to
+    measurements, every other unit updated on the device.
 
     ``kept``: so many units have their optimizer states kept on the device. ``room``: what activations find there.
     """
@@ -427,6 +428,7 @@ def stream(
         delay=None if seed is None else jitter(device, seed),
         poison=seed is not None,
         kept=kept,
+        device_share=0.5 if seed is not None and device.type == "cpu" else None,
         activation_room=room,
         small_bytes=1,
     )

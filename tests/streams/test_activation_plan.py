@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from stormtorch.core.sizes import GiB, MiB
 from stormtorch.streams.activation_plan import (
     KEEP,
@@ -13,6 +15,7 @@ from stormtorch.streams.activation_plan import (
     BlockProfile,
     Means,
     choose,
+    cost_s,
     gain_of,
     leanest,
     recompute,
@@ -63,17 +66,53 @@ def test_the_link_hides_everything() -> None:
     assert held(plan) == 0
 
 
+def sent_by(block: BlockPlan) -> int:
+    results = [BLOCK.operations[name][0] for name, away in block.results_away.items() if away]
+    return sum(results) + (BLOCK.input_bytes if block.inputs_away else 0)
+
+
 def test_the_best_results_survive_as_far_as_the_link_hides_them() -> None:
-    """9.5 ms at 30 GiB/s are 291 MiB a block: the inputs, and one result."""
-    plan = choose(BLOCKS, means(WAY, 30 * GiB, way=WAY))
+    """9.5 ms at 21 GiB/s are 204 MiB a block: the inputs, and one result."""
+    plan = choose(BLOCKS, means(WAY, 21 * GiB, way=150 * MiB))
     for block in plan.blocks[:-1]:
         assert (block.kind, block.inputs_away, block.results_away) == ("recompute", True, {PRODUCT: True})
     assert plan.blocks[-1] == KEEP
     assert "36.0 of 72.0 ms" in plan.reason
 
 
+def test_what_one_block_cannot_send_in_its_own_time_leaves_in_the_next_ones() -> None:
+    """9.5 ms at 25 GiB/s are 243 MiB a block: a third result in every other block."""
+    plan = choose(BLOCKS, means(WAY, 25 * GiB, way=WAY))
+    sent = [sent_by(block) for block in plan.blocks[:-1]]
+    hidden, behind = 0.95 * 0.010 * 25 * GiB, 0.0
+    for size in sent:
+        behind = max(0.0, behind + size - hidden)
+        assert behind <= WAY / 2
+    assert sent.count(300 * MiB) >= 4
+    assert min(sent) == 200 * MiB
+    assert cost_s(BLOCKS, plan, means(WAY, 25 * GiB, way=WAY)) == pytest.approx(
+        sum(0.006 - (0.001 if size == 300 * MiB else 0) for size in sent)
+    )
+
+
+def test_one_block_that_is_late_does_not_stop_the_others() -> None:
+    late = replace(BLOCK, repeatable=False)
+    blocks = [*BLOCKS[:4], late, *BLOCKS[5:]]
+    plan = choose(blocks, means(WAY, 25 * GiB, blocks, way=WAY))
+    assert plan.blocks[4] == OFFLOAD
+    assert all(PRODUCT in plan.blocks[index].results_away for index in (0, 1, 2, 3))
+
+
+def test_what_leaves_the_last_block_is_never_hidden() -> None:
+    rooms = [5 * GiB] * 10 + [300 * MiB]
+    slow = Means(rooms=rooms, rises=[Rises()] * 10, out_bytes_per_s=GiB, in_bytes_per_s=GiB, way_bytes=WAY)
+    last = choose(BLOCKS, slow).blocks[-1]
+    assert last.kind == "recompute"
+    assert not last.inputs_away
+
+
 def test_vram_that_is_left_holds_results_of_the_last_blocks() -> None:
-    plan = choose(BLOCKS, means(WAY + 300 * MiB, 30 * GiB, way=WAY))
+    plan = choose(BLOCKS, means(WAY + 300 * MiB, 21 * GiB, way=150 * MiB))
     kept = [[name for name, away in block.results_away.items() if not away] for block in plan.blocks]
     assert kept == [[]] * 6 + [[ATTENTION]] * 3 + [[]]
     assert held(plan) == 300 * MiB

@@ -169,9 +169,8 @@ def test_a_unit_that_is_kept_no_longer_may_be_too_large_to_pass() -> None:
         if number == 0:
             session._parts.ground.pool.grow(1 << 20)
             there.keep([0], wide=False)
-        there.share(
-            number % 3 / 2, session._parts.ground.pool.capacity_bytes - there.kept_bytes - session.placement.least_bytes
-        )
+        room = session._parts.ground.pool.capacity_bytes - there.kept_bytes - session.placement.least_bytes
+        there.share(number % 3 / 2, room, early=number % 2 == 0)
 
     assert equal(topheavy(Trial(), meddle), topheavy(Trial()))
 
@@ -259,7 +258,8 @@ def skipping(shares: dict[int, float] | None, mode: str = "backward") -> list[to
         if session is not None and shares is not None and number in shares:
             assert session._parts.adam is not None
             there, pool = session._parts.adam.there, session._parts.ground.pool
-            there.share(shares[number], pool.capacity_bytes - there.kept_bytes - session.placement.least_bytes)
+            room = pool.capacity_bytes - there.kept_bytes - session.placement.least_bytes
+            there.share(shares[number], room, early=mode != "backward")
             assert there.sets_bytes == 0 or shares[number]
     if session is not None:
         session.close()
@@ -284,3 +284,157 @@ def test_units_without_trained_parameters_are_loaded_ahead_like_others() -> None
         assert adam_stream is not None
         for home in adam_stream.homes:
             assert home.unit.trained or adam_stream.there.stage(home)
+
+
+def test_states_are_loaded_before_the_step_is_asked_for() -> None:
+    """As far as there is room: forward begins with a unit whose states are there."""
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with Session(model, optimizer, Settings(vram=60_000, device="cpu"), trial=Trial(device_share=0.5)) as session:
+        adam = session._parts.adam
+        assert adam is not None
+        assert [home.on_device for home in adam.homes] == [True, False] * 3
+        for number in range(3):
+            model(torch.ones(4, 32)).square().mean().backward()
+            first = adam.homes[0]
+            assert number == 0 or first.staged
+            assert all(len(staged.parts) == 3 for staged in first.staged), "gradients that nobody has asked to use"
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("what", ["state", "weights", "gradients", "rate"])
+def test_changes_between_backward_and_step_are_seen(what: str) -> None:
+    """Although the states have been loaded by then."""
+
+    def run(trial: Trial | None) -> list[torch.Tensor]:
+        model = layers()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        settings = Settings(vram=60_000, device="cpu")
+        session = Session(model, optimizer, settings, trial=trial) if trial is not None else None
+        held = None
+        for number in range(4):
+            model(torch.full((4, 32), 1.0 + number)).square().mean().backward()
+            if number:
+                weight: Any = model[0].weight
+                if what == "state":
+                    held = optimizer.state[weight]["exp_avg"] if held is None else held
+                    held.mul_(0.5)
+                elif what == "weights":
+                    weight.data.mul_(1.5)
+                elif what == "gradients":
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                else:
+                    optimizer.param_groups[0]["lr"] *= 2
+            optimizer.step()
+            optimizer.zero_grad()
+        if session is not None:
+            session.close()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert equal(run(Trial(device_share=0.5, poison=True)), run(None))
+
+
+def test_states_give_way_in_the_middle_of_backward() -> None:
+    """The weights that an update needs find no room beside the states that it needs: the CPU does it."""
+
+    def run(trial: Trial | None) -> list[torch.Tensor]:
+        model = layers()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        settings = Settings(vram=60_000, device="cpu", step="backward")
+        session = Session(model, optimizer, settings, trial=trial) if trial is not None else None
+        if session is not None:
+            _fill_the_pool_at_an_update(session)
+        for number in range(4):
+            step(model, optimizer, number)
+        if session is not None:
+            adam = session._parts.adam
+            assert adam is not None
+            assert adam.there.gave_way
+            assert adam.there.sets_bytes == 0
+            session.close()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert equal(run(Trial(device_share=1.0, poison=True)), run(None))
+
+
+def _fill_the_pool_at_an_update(session: Session) -> None:
+    """At the ninth update on the device, its unit has left the pool, and somebody else has all that is free of it."""
+    adam, parts, taken = session._parts.adam, session._parts, []
+    assert adam is not None
+    parameters, pool, lanes, update = parts.parameters, parts.ground.pool, parts.ground.lanes, adam.update_here
+    calls = 0
+
+    def update_here(*args: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls != 9:
+            return update(*args)
+        for residence in parameters.residences:
+            if residence.stay is not None and not residence.installed:
+                parameters._drop(residence)
+        while (piece := pool.take(1024, lanes.compute)) is not None:
+            taken.append(piece)
+        parameters._enlarge = lambda _size: False
+        done = update(*args)
+        for piece in taken:
+            parameters.give(piece)
+        return done
+
+    adam.update_here = update_here  # type: ignore[assignment,method-assign]
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_an_interrupt_while_the_cpu_does_what_had_no_room(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States gave way after the step was asked for; what was updated before the interrupt is not updated again."""
+
+    def run(trial: Trial | None) -> list[torch.Tensor]:
+        model = layers()
+        weights, biases = ([p for p in model.parameters() if p.ndim == dim] for dim in (2, 1))
+        groups: list[dict[str, Any]] = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+        session = Session(model, optimizer, Settings(vram=60_000, device="cpu"), trial=trial) if trial else None
+        for number in range(4):
+            if session is not None and number == 2:
+                adam = session._parts.adam
+                assert adam is not None
+                adam.there.give_way()
+                with out_of_memory(monkeypatch, call):
+                    model(torch.ones(4, 32))
+            step(model, optimizer, number)
+        if session is not None:
+            session.close()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert equal(run(Trial(device_share=1.0, poison=True)), run(None))
+
+
+def test_an_error_in_the_first_backward_counts_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_once(number: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if number == 0:
+            with out_of_memory(monkeypatch, 0):
+                model(torch.ones(4, 32)).square().mean().backward()
+            optimizer.zero_grad()
+
+    trial = Trial(device_share=1.0, poison=True)
+    assert equal(trained(trial, fail_once, mode="backward", steps=3), trained(None, steps=3))
+
+
+def test_early_states_are_those_of_units_that_are_used() -> None:
+    """Whoever was left out last time, or comes late in forward, does not hold the room of the others."""
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with Session(model, optimizer, Settings(vram=60_000, device="cpu"), trial=Trial(device_share=1.0)) as session:
+        adam = session._parts.adam
+        assert adam is not None
+        for _ in range(4):
+            x = torch.ones(4, 32)
+            for index in (5, 4, 3):
+                x = model[index](x)
+            x.square().mean().backward()
+            staged = [home.unit.index for home in adam.homes if home.staged]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert staged
+        assert staged[-1] == 5
+        assert 0 not in staged

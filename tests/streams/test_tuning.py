@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from stormtorch.core.records import Copied, Waited
 from stormtorch.core.tags import Tag
 from stormtorch.observe.recorder import Recorder
 from stormtorch.streams.settings import Settings, Trial
+from stormtorch.streams.shares import Rates
 from stormtorch.tuning import Tuning
 
 RATE = 50e9
@@ -64,6 +65,32 @@ def test_only_what_came_since_the_last_plan_counts() -> None:
     for _ in range(4):
         tuning._recorder.step()
     assert tuning.free_rates(forward_s=0.1)[0] == pytest.approx(RATE)
+
+
+@pytest.mark.parametrize(("states_rate", "expected"), [(0.0, 50e9), (30e9, 30e9), (70e9, 50e9)])
+def test_states_come_in_as_fast_as_they_did_beside_the_cpu(
+    states_rate: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are loaded in backward too, when nobody else uses RAM: their rate says little about an update."""
+    tuning, seen = tuning_of("forward", 0.0), []
+
+    def note(rates: Rates, **_: object) -> tuple[float, str]:
+        seen.append(rates.load_bytes_per_s)
+        return 0.0, ""
+
+    monkeypatch.setattr("stormtorch.tuning.device_share", note)
+    worker = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=1.0, elements=4e9))
+    there = SimpleNamespace(share_now=0.0, gave_way=False, share=lambda *_, **__: None, kept_bytes=0)
+    adam: Any = SimpleNamespace(there=there, homes=[])
+    tuning._worker, tuning._adam = cast(Any, worker), adam
+    tuning._partition = cast(Any, SimpleNamespace(units=[]))
+    tuning._pool = cast(Any, SimpleNamespace(capacity_bytes=0))
+    tuning._placement = cast(Any, SimpleNamespace(least_bytes=0))
+    for lane, rate in (("load", 50e9), ("aside", states_rate)):
+        if rate:
+            tuning._recorder(Copied(lane=lane, tag=Tag.OPTIMIZER, bytes=int(rate), start_s=0.0, seconds=1.0))
+    tuning._choose_share()
+    assert seen == [pytest.approx(expected)]
 
 
 class Block(nn.Module):

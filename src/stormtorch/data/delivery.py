@@ -2,12 +2,13 @@
 
 On the CPU the batch is read into what the user gets, and there is nothing to deliver.
 
-On a GPU, names first. A *slot* is page-locked memory for one batch, all fields. A *parcel* is the device memory of one
-batch: fresh tensors from torch's allocator, taken on the stream that the user computes on. Two rules hold:
+On a GPU, names first. A batch is here what travels at once, which may be several of the user's (groups.py). A *slot* is
+page-locked memory for one batch, all fields. A *parcel* is the device memory of one batch: fresh tensors from torch's
+allocator, taken on the stream that the user computes on. Two rules hold:
 
 - The lane's copy into a parcel waits for what the user's stream was doing when the parcel was allocated: until then the
-  bytes may belong to a tensor that queued work still reads. Parcels are therefore allocated two batches ahead: by the
-  time a copy is queued, that moment lies a whole step back, and the copy runs beside the step before it is needed.
+  bytes may belong to a tensor that queued work still reads. Parcels are therefore allocated ahead: by the time a copy
+  is queued, that moment lies a whole step back, and the copy runs beside the step before it is needed.
 - The user's stream waits for the copy before the tensors are handed out. From then on they are like any tensor that was
   made on that stream, and torch frees them in its order. If the user has changed streams in between, torch is told.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,7 +36,6 @@ from ..memory.page_lock import page_lock_for
 from .buffers import Buffers
 from .source import Field
 
-_AHEAD = 2  # batches on their way to the device, or already there, beyond the one that the user has
 _GRAIN = 512  # of the fields in a slot: what copy engines like best
 
 
@@ -79,8 +79,12 @@ class Delivery(ABC):
         """The tensors of the user, ready for the stream that is current now."""
 
     @abstractmethod
+    def follow(self, sent: object) -> None:
+        """Let the stream that is current now wait for what ``give`` gave, perhaps on another."""
+
+    @abstractmethod
     def prepare(self) -> None:
-        """Called after each batch was given, before the user computes with it."""
+        """Called after something was given, before the user computes with it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -132,6 +136,9 @@ class CpuDelivery(Delivery):
         assert isinstance(sent, HostBatch)
         return sent.fields
 
+    def follow(self, sent: object) -> None:
+        pass
+
     def prepare(self) -> None:
         pass
 
@@ -159,6 +166,7 @@ class _Parcel:
 class _Sent:
     parcel: _Parcel
     arrived: Event
+    followers: set[Hashable] = field(default_factory=set)  # streams that wait for it
 
 
 class _Slot:
@@ -172,8 +180,6 @@ class _Slot:
 class LaneDelivery(Delivery):
     """Slots, the lane, parcels."""
 
-    ahead = _AHEAD
-
     def __init__(
         self,
         device: torch.device,
@@ -181,10 +187,11 @@ class LaneDelivery(Delivery):
         batch_rows: int,
         ledger: Ledger,
         *,
+        ahead: int,
         delay: Delay | None = None,
     ) -> None:
         """``delay`` is for tests, as in ``open_lanes``: with one, a CPU can play the device."""
-        self._delay = delay
+        self.ahead, self._delay = ahead, delay
         self._device, self._fields, self._batch_rows, self._ledger = device, fields, batch_rows, ledger
         self._slot_bytes = sum(round_up(batch_rows * field.row_bytes, _GRAIN) for field in fields)
         self._page_lock = page_lock_for(device)
@@ -195,7 +202,7 @@ class LaneDelivery(Delivery):
         self._parcels: deque[_Parcel] = deque()
 
     def grow(self, depth: int) -> bool:
-        more = depth + _AHEAD + 1 - len(self._slots)
+        more = depth + self.ahead + 1 - len(self._slots)
         if more <= 0:
             return True
         try:
@@ -249,16 +256,23 @@ class LaneDelivery(Delivery):
 
     def give(self, sent: object) -> list[torch.Tensor]:
         assert isinstance(sent, _Sent)
+        self.follow(sent)
+        return sent.parcel.tensors
+
+    def follow(self, sent: object) -> None:
+        assert isinstance(sent, _Sent)
         assert self._lanes is not None
-        self._lanes.compute.wait(sent.arrived)
         now = self._lanes.compute.place()
+        if now in sent.followers:
+            return
+        self._lanes.compute.wait(sent.arrived)
+        sent.followers.add(now)
         if isinstance(now, torch.cuda.Stream) and now != sent.parcel.place:
             for tensor in sent.parcel.tensors:
                 tensor.record_stream(now)
-        return sent.parcel.tensors
 
     def prepare(self) -> None:
-        while len(self._parcels) < _AHEAD:
+        while len(self._parcels) < self.ahead:
             self._parcels.append(self._allocate(self._batch_rows))
 
     def close(self) -> None:
@@ -292,8 +306,10 @@ def as_fields(batch: HostBatch, fields: Sequence[Field]) -> list[torch.Tensor]:
     ]
 
 
-def open_delivery(device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger) -> Delivery:
-    """What brings batches to ``device``. Takes no memory before ``grow``."""
+def open_delivery(
+    device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, ahead: int
+) -> Delivery:
+    """What brings batches, or groups of them, to ``device``. Takes no memory before ``grow``."""
     if device.type == "cpu":
         return CpuDelivery(fields, batch_rows, ledger)
-    return LaneDelivery(device, fields, batch_rows, ledger)
+    return LaneDelivery(device, fields, batch_rows, ledger, ahead=ahead)

@@ -24,10 +24,12 @@ WAIT_S = 50e-6  # shorter waits are hand-overs between threads
 class Depth:
     """``batches`` is the depth now."""
 
-    def __init__(self, batch_bytes: int, grow: Callable[[int], bool]) -> None:
-        """``grow`` makes room for so many batches, or refuses. Grows to the first depth, or to one less, down to 1."""
+    def __init__(self, batch_bytes: int, grow: Callable[[int], bool], *, group: int = 1) -> None:
+        """``grow`` makes room for so many batches, or refuses. Grows to the first depth, or to one less, down to 1.
+
+        ``group``: how many of the user's batches one of these is."""
         self._grow = grow
-        self._most = max(1, min(_MOST, _MOST_BYTES // max(1, batch_bytes)))
+        self._most = max(1, min(max(_FIRST[0], _MOST // group), _MOST_BYTES // max(1, batch_bytes)))
         self.batches = 0
         self._was_full = False
         wanted = min(max(_FIRST[0], min(_FIRST[1], _FIRST_BYTES // max(1, batch_bytes))), self._most)

@@ -14,7 +14,9 @@ from .choice import Choice, open_reader
 from .decoded_windows import open_decoded_reader
 from .delivery import open_delivery
 from .depth import Depth
+from .descriptors import open_limit
 from .engine_base import Engine
+from .groups import batches_at_once
 from .item_engine import ItemEngine
 from .items import ItemSource
 from .nan import NanCheck
@@ -45,9 +47,22 @@ class RowsEngine(Engine):
         self._ledger, self._counts, self._order = ledger, counts, order
         self._batch_rows = min(batch_rows, order.rows_per_epoch)
         self._check = NanCheck(source, source.fields) if nan == "error" else None
-        self._delivery = open_delivery(device, source.fields, self._batch_rows, ledger)
         batch_bytes = self._batch_rows * source.row_bytes
-        self._depth = Depth(batch_bytes, self._delivery.grow)
+        used_rows = order.rows_per_epoch
+        if order.settings.drop_last:
+            used_rows -= used_rows % self._batch_rows
+        self._group = batches_at_once(
+            device,
+            batch_rows=self._batch_rows,
+            row_bytes=source.row_bytes,
+            fields=len(source.fields),
+            most_rows=min(used_rows, order.window_rows // 2, _rows_of_few_files(source, choice)),
+            free_bytes=ledger.free_bytes(Tier.HOST) - _window_bytes(source, order, choice),
+        )
+        group_rows, group_bytes = self._group * self._batch_rows, self._group * batch_bytes
+        ahead = 2 if self._group == 1 else 1  # the copy must have a step to hide behind
+        self._delivery = open_delivery(device, source.fields, group_rows, ledger, ahead=ahead)
+        self._depth = Depth(group_bytes, self._delivery.grow, group=self._group)
         if self._depth.batches == 0:
             budget = ledger.budgets[Tier.HOST]
             raise OutOfBudget(
@@ -56,8 +71,6 @@ class RowsEngine(Engine):
                 f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
                 "Raise it, or lower batch_size.",
             )
-        rest = order.rows_per_epoch % self._batch_rows if order.settings.drop_last else 0
-        used_rows = order.rows_per_epoch - rest
         try:
             if isinstance(source, FileSource):
                 assert choice is not None
@@ -75,7 +88,7 @@ class RowsEngine(Engine):
                     source, order, ledger=ledger, threads=threads, batch_rows=self._batch_rows, used_rows=used_rows
                 )
             if device.type == "cuda":  # up to a quarter of what is left: windows and groups come first
-                self._depth.grow_while(lambda wanted: 4 * wanted * batch_bytes <= ledger.free_bytes(Tier.HOST))
+                self._depth.grow_while(lambda wanted: 4 * wanted * group_bytes <= ledger.free_bytes(Tier.HOST))
         except BaseException:
             self._delivery.close()
             raise
@@ -89,12 +102,14 @@ class RowsEngine(Engine):
             self._counts,
             batch_rows=self._batch_rows,
             rows_per_epoch=self._order.rows_per_epoch,
+            window_rows=self._order.window_rows,
+            group=self._group,
             check=self._check,
         )
 
     @property
     def depth_batches(self) -> int:
-        return self._depth.batches
+        return self._depth.batches * self._group
 
     @property
     def ring_bytes(self) -> int:
@@ -107,6 +122,19 @@ class RowsEngine(Engine):
             self._reader.close()
         finally:
             self._delivery.close()
+
+
+def _rows_of_few_files(source: FileSource | DecodedSource, choice: Choice | None) -> int:
+    """How many rows may be read at once without touching more than a few of the files that may be open."""
+    if not isinstance(source, FileSource) or choice is None or choice.mode != "cached":
+        return source.rows
+    few, fields = open_limit() // 8, len(source.fields)
+    return source.rows if len(source.shards) * fields <= few else max(1, few // fields)
+
+
+def _window_bytes(source: FileSource | DecodedSource, order: Order, choice: Choice | None) -> int:
+    """What windows will take. It is theirs: batches on their way come second."""
+    return 0 if choice is not None and choice.mode == "cached" else 2 * order.window_rows * source.row_bytes
 
 
 def open_engine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ..core.errors import StormError
+from ..core.errors import OutOfBudget, StormError
 from .mixing import Rows
 
 
@@ -41,6 +41,7 @@ class Reader(ABC):
 
     mode: str
     reason: str
+    refused: OutOfBudget | None = None  # why the last ``start`` that gave None must wait, if it is for memory
 
     @abstractmethod
     def stop(self) -> None:

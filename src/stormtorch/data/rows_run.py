@@ -1,7 +1,7 @@
 """Batches out of a reader: read ahead, sent ahead, given in order.
 
 No thread of Python's takes part. The call that asks for a batch first hands the reading threads what comes ``depth``
-batches later, then waits, if it must, for its own.
+groups of batches later, then waits, if it must, for its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.errors import StormError
 from .delivery import Delivery, HostBatch
 from .depth import Depth
 from .nan import NanCheck
@@ -21,12 +22,17 @@ from .run import Counts, Run, Span
 
 @dataclass(slots=True)
 class _Pending:
+    """A group that is being read; ``end`` is the place of the batch after it."""
+
     read: Read
     memory: HostBatch
+    end: tuple[int, int]
+    batches: int
+    failed: bool = False
 
 
 class RowsRun(Run):
-    """Batches out of a reader."""
+    """Batches out of a reader, which reads and sends them in groups."""
 
     def __init__(
         self,
@@ -38,45 +44,81 @@ class RowsRun(Run):
         *,
         batch_rows: int,
         rows_per_epoch: int,
+        window_rows: int,
+        group: int,
         check: NanCheck | None,
     ) -> None:
+        """``group``: how many batches are read and sent at once, at most; ``depth`` and ``delivery`` count groups."""
         self._span, self._reader, self._delivery, self._depth = span, reader, delivery, depth
         self._counts, self._check = counts, check
-        self._batch_rows, self._rows_per_epoch = batch_rows, rows_per_epoch
+        self._batch_rows, self._rows_per_epoch, self._window_rows = batch_rows, rows_per_epoch, window_rows
+        self._group = group
         self._pending: deque[_Pending] = deque()
-        self._sent: deque[tuple[object, int]] = deque()
-        self._cursor = span.epoch, span.batch
+        self._sent: deque[object] = deque()
+        self._now: object = None  # the group that is being given
+        self._whole: list[torch.Tensor] = []  # all of it
+        self._given_rows = self._left_rows = 0  # of it
+        self._cursor = span.epoch, span.batch  # the batch to read next
+        self._place = span.epoch, span.batch  # the batch to give next
+        self._single_until = span.epoch, span.batch  # up to this place, batches are read one by one
         self._closed = False
         delivery.reset()
         reader.restart(span.epoch, span.batch * batch_rows)
 
     def next(self) -> list[torch.Tensor] | None:
-        delivery = self._delivery
-        self._read_ahead()
-        if len(self._pending) >= self._depth.batches and self._pending[-1].read.ready():
-            self._depth.saw_full()
-        if not self._sent:
-            if not self._pending:
-                return None
-            self._send(wait=True)
-        sent, size = self._sent.popleft()
-        given = delivery.give(sent)
-        while len(self._sent) < delivery.ahead and self._pending and self._pending[0].read.ready():
-            self._send(wait=False)
-        delivery.prepare()
-        self._counts.bytes += size
-        self._counts.samples += given[0].shape[0]
+        if not self._left_rows and not self._take_group():
+            return None
+        given = self._whole if self._group == 1 else self._copied()
+        rows = given[0].shape[0]
+        self._given_rows, self._left_rows = self._given_rows + rows, self._left_rows - rows
+        if not self._left_rows:
+            self._now, self._whole = None, []
+        if self._left_rows <= self._group // 2 * self._batch_rows:  # its memory was allocated some steps ago by now
+            self._send_ahead()
+        if self._group == 1:
+            self._delivery.prepare()
+        self._place = self._span.after(*self._place)
+        self._counts.bytes += sum(tensor.nbytes for tensor in given)
+        self._counts.samples += rows
         return given
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._now, self._whole = None, []
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of everything that is on its way."""
         self._reader.stop()
         while self._pending:
             self._delivery.drop(self._pending.popleft().memory)
         while self._sent:
-            self._delivery.give(self._sent.popleft()[0])  # so that the user's stream frees them behind their copies
+            self._delivery.give(self._sent.popleft())  # so that the user's stream frees them behind their copies
+
+    def _copied(self) -> list[torch.Tensor]:
+        """The next batch of the group, in memory of its own."""
+        self._delivery.follow(self._now)
+        first, last = self._given_rows, self._given_rows + min(self._batch_rows, self._left_rows)
+        with torch.inference_mode(False):
+            return [tensor[first:last].clone() for tensor in self._whole]
+
+    def _take_group(self) -> bool:
+        """Have the next group at hand; False if there are no more."""
+        self._read_ahead()
+        if len(self._pending) >= self._depth.batches and self._pending[-1].read.ready():
+            self._depth.saw_full()
+        if not self._sent:
+            if not self._pending:
+                return False
+            self._send_first()
+        self._now = self._sent.popleft()
+        self._whole = self._delivery.give(self._now)
+        self._given_rows, self._left_rows = 0, self._whole[0].shape[0]
+        if self._group > 1 and self._pending:
+            self._delivery.prepare()
+        return True
 
     def _read_ahead(self) -> None:
         if len(self._pending) > self._depth.batches // 2:
@@ -85,18 +127,53 @@ class RowsRun(Run):
             epoch, batch = self._cursor
             if epoch >= self._span.end_epoch:
                 return
-            first = batch * self._batch_rows
-            count = min(self._batch_rows, self._rows_per_epoch - first)
+            first, batches = batch * self._batch_rows, self._batches_from(batch)
+            count = min(batches * self._batch_rows, self._rows_per_epoch - first)
             memory = self._delivery.take(count, block=not self._pending and not self._sent)
             if memory is None:
                 return
             read = self._reader.start(epoch, first, count, memory.addresses, memory.fields)
             if read is None:
-                assert self._pending or self._sent, "nothing is on its way that this read could wait for"
                 self._delivery.drop(memory)
+                if not self._pending and not self._sent:
+                    assert self._reader.refused is not None, "nothing is on its way that this read could wait for"
+                    raise self._reader.refused
                 return
-            self._pending.append(_Pending(read, memory))
-            self._cursor = self._span.after(epoch, batch)
+            self._cursor = self._span.after(epoch, batch + batches - 1)
+            self._pending.append(_Pending(read, memory, self._cursor, batches))
+
+    def _batches_from(self, batch: int) -> int:
+        """How many to read at once. A group ends with its window: memory for the next one may not be there yet."""
+        if self._cursor < self._single_until:
+            return 1
+        first = batch * self._batch_rows
+        in_window = (self._window_rows - first % self._window_rows) // self._batch_rows
+        return max(1, min(self._group, self._span.per_epoch - batch, in_window))
+
+    def _send_first(self) -> None:
+        """Wait for what is to be given next. If it cannot be read, the batches before the bad one are given first."""
+        try:
+            self._send(wait=True)
+        except StormError:
+            failed = self._pending[0]
+            if failed.batches == 1:
+                raise
+            self._drop()
+            self._cursor, self._single_until = self._place, failed.end
+            self._reader.restart(self._place[0], self._place[1] * self._batch_rows)
+            self._read_ahead()
+            self._send(wait=True)
+
+    def _send_ahead(self) -> None:
+        while len(self._sent) < self._delivery.ahead and self._pending:
+            first = self._pending[0]
+            if first.failed or not first.read.ready():
+                return
+            try:
+                self._send(wait=False)
+            except StormError:
+                first.failed = True  # it comes again when the batch is due
+                return
 
     def _send(self, *, wait: bool) -> None:
         pending = self._pending[0]
@@ -112,5 +189,4 @@ class RowsRun(Run):
         if self._check is not None:
             self._check(pending.memory, pending.read)
         self._pending.popleft()
-        size = sum(field.nbytes for field in pending.memory.fields)
-        self._sent.append((self._delivery.send(pending.memory), size))
+        self._sent.append(self._delivery.send(pending.memory))

@@ -237,10 +237,10 @@ class WindowReader(Reader):
             self._ahead = self._ahead or self._order.window(epoch, number)
             try:
                 load = self._windows.load(self._ahead)
-            except OutOfBudget:
-                if not self._resident:
-                    raise
-                return  # when the one in use has gone there may be room
+            except OutOfBudget as error:
+                self.refused = error  # when the one in use has gone there may be room
+                return
+            self.refused = None
             left = self._rows_of(number) - self._skip
             self._resident.append(_Resident((epoch, number), self._ahead, load, left))
             self._skip, self._ahead = 0, None

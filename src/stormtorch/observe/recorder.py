@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..core.records import Copied, Record, Waited
@@ -22,13 +23,18 @@ class Totals:
 
 def link_rates(totals: Totals) -> tuple[float, float]:
     """Bytes per second out and in, as the lanes have managed so far; 0 where nothing has moved yet."""
+    return lane_rate(totals, "store"), lane_rate(totals, "load")
 
-    def rate(lane: str) -> float:
-        moved = sum(size for (name, _), size in totals.bytes.items() if name == lane)
-        busy_s = sum(seconds for (name, _), seconds in totals.busy_s.items() if name == lane)
-        return moved / busy_s if busy_s > 0 else 0.0
 
-    return rate("store"), rate("load")
+def lane_rate(totals: Totals, lane: str, *, since: Totals | None = None) -> float:
+    """What the lane has managed in a second, since then or ever; 0 where nothing has moved."""
+
+    def moved(amounts: Mapping[tuple[str, Tag], float], before: Mapping[tuple[str, Tag], float]) -> float:
+        return sum(amount - before.get(key, 0) for key, amount in amounts.items() if key[0] == lane)
+
+    since = since or Totals()
+    busy_s = moved(totals.busy_s, since.busy_s)
+    return moved(totals.bytes, since.bytes) / busy_s if busy_s > 0 else 0.0
 
 
 class Recorder:

@@ -131,6 +131,38 @@ class _Rooms:
         return [min(left[max(0, block - 1) : block + 1]) for block in range(len(left) - 1)] + [left[-1]]
 
 
+class _Link:
+    """The way out during forward. What one block sends may still be leaving while the next ones compute, as long as no
+    more than ``slack`` bytes are behind; so what a block does not fill of its own time is not lost."""
+
+    def __init__(self, profiles: list[BlockProfile], means: Means, *, slack: int) -> None:
+        self._hidden = [_hidden_bytes(profile, means) for profile in profiles]
+        self._sent = [0] * len(profiles)
+        self._slack = slack
+
+    def take(self, block: int, size: int) -> bool:
+        """Whether ``block`` may send ``size`` more bytes without being late for it, which it then does."""
+        before = self.late_bytes()
+        self.force(block, size)
+        if self.late_bytes() > before:
+            self._sent[block] -= size
+            return False
+        return True
+
+    def force(self, block: int, size: int) -> None:
+        """Send, hidden or not."""
+        self._sent[block] += size
+
+    def late_bytes(self) -> float:
+        """What compute would wait for."""
+        late, behind = float(sum(self._sent[-1:])), 0.0  # what leaves the last block is wanted at once
+        for sent, hidden in zip(self._sent[:-1], self._hidden[:-1], strict=True):
+            behind = max(0.0, behind + sent - hidden)
+            late += max(0.0, behind - self._slack)
+            behind = min(behind, self._slack)
+        return late
+
+
 def gain_of(parts: Mapping[str, int]) -> int:
     """How much less is on the device at a time if a block is recomputed in these parts."""
     return sum(parts.values()) - max(parts.values(), default=0)
@@ -170,17 +202,21 @@ def _fastest(
 
 def cost_s(profiles: list[BlockProfile], plan: ActivationPlan, means: Means) -> float:
     """The time for computing again, and for what travels and is not hidden; of a link that has nothing left, years."""
-    seconds, hidden = 0.0, [_hidden_bytes(profile, means) for profile in profiles[:-1]]
-    for profile, block, free in zip(profiles, plan.blocks, [*hidden, 0.0][: len(profiles)], strict=True):
+    seconds, link = 0.0, _Link(profiles, means, slack=_slack(plan.way_bytes[-1]))
+    for index, (profile, block) in enumerate(zip(profiles, plan.blocks, strict=True)):
         moved = profile.saved_bytes if block.kind == "offload" else 0
         if block.kind == "recompute":
             results = {name: profile.operations[name] for name in block.results_away}
             seconds += max(0.0, profile.forward_s - sum(saved_s for _, saved_s in results.values()))
             moved = sum(size for name, (size, _) in results.items() if block.results_away[name])
             moved += profile.input_bytes if block.inputs_away else 0
-        rate = min(means.out_bytes_per_s, 2 * means.in_bytes_per_s)
-        seconds += max(0.0, moved - free) / max(rate, 1.0)
-    return seconds
+        link.force(index, moved)
+    return seconds + link.late_bytes() / max(min(means.out_bytes_per_s, 2 * means.in_bytes_per_s), 1.0)
+
+
+def _slack(way_bytes: int) -> int:
+    """Half of what may travel: the other half is what the block that computes sends meanwhile."""
+    return way_bytes // 2
 
 
 def choose(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
@@ -234,22 +270,23 @@ def _recomputed(means: Means, rooms: _Rooms) -> list[BlockPlan]:
 def _mixed(profiles: list[BlockProfile], means: Means, keep_last: bool) -> ActivationPlan:
     """Recompute, but for the results that the link hides or that VRAM holds: best first, and in VRAM the last blocks'
     first, which are needed first."""
-    link = [_hidden_bytes(profile, means) for profile in profiles]
     largest = max(profile.input_bytes for profile in profiles)  # leaves for want of VRAM, hidden or not
-    way_bytes = min(means.way_bytes, 2 * max(largest, round(max(link))))
+    hidden = max(_hidden_bytes(profile, means) for profile in profiles)
+    way_bytes = min(means.way_bytes, 2 * max(largest, round(hidden)))
     rooms = _Rooms(means, profiles, way_bytes=way_bytes, keep_last=keep_last)
-    link[-1] = 0  # what left there would be wanted at once
     early = rooms.early
     blocks = _recomputed(means, rooms)
+    link = _Link(profiles, means, slack=_slack(rooms.ways()[-1]))
     for index, profile in reversed(list(enumerate(early))):
         if blocks[index].kind != "recompute" or blocks[index].parts:
+            link.force(index, profile.input_bytes if blocks[index].parts else profile.saved_bytes)
             continue
-        if profile.input_bytes <= link[index]:
-            link[index] -= profile.input_bytes
-        elif rooms.take(index, profile.input_bytes):
+        if link.take(index, profile.input_bytes):
+            continue
+        if rooms.take(index, profile.input_bytes):
             blocks[index] = replace(blocks[index], inputs_away=False)
         else:
-            link[index] = 0
+            link.force(index, profile.input_bytes)
     ranked = sorted(
         (size / max(seconds, 1e-9), -index, operation)
         for index, profile in enumerate(early)
@@ -259,8 +296,7 @@ def _mixed(profiles: list[BlockProfile], means: Means, keep_last: bool) -> Activ
     results: list[dict[Operation, bool]] = [{} for _ in early]
     for _, negative, operation in ranked:
         size = early[-negative].operations[operation][0]
-        if size <= min(link[-negative], rooms.way_bytes):
-            link[-negative] -= size
+        if size <= rooms.way_bytes and link.take(-negative, size):
             results[-negative][operation] = True
         elif rooms.take(-negative, size):
             results[-negative][operation] = False

@@ -204,6 +204,11 @@ class AdamStream:
             return self.there.stage(home)
         return True
 
+    def prepare_early(self) -> None:
+        """In backward the link has time for states that an update will need once it has been asked for."""
+        if not self.in_backward_mode:
+            self.there.stage_early()
+
     def before_use(self, unit: Unit, stay: Stay) -> bool:
         """With the unit's weights on the device, a waiting update happens. False if ``stay`` is stale then."""
         home = self.homes[unit.index]
@@ -231,12 +236,18 @@ class AdamStream:
         self._parameters.hold(home.unit)  # its weights stay until they are updated
         try:
             stay = self._parameters.use(home.unit)
+            if not self.there.can_stage(home):
+                return False  # states gave way to the weights
+            steps = list(home.steps)
             runs = list(self._runs(home, grads, hyper))
             waiting = Waiting(runs, grads.is_wide, bucket, there=True, stored=None, ready=None, factor=None)
             try:
                 self._update_there(home, stay, waiting)
             except BaseException:
-                self._parameters.residences[home.unit.index].updates += waiting.done > 0  # half an update is one
+                if waiting.done:  # half an update is one
+                    self._parameters.residences[home.unit.index].updates += 1
+                else:
+                    home.steps = steps
                 raise
         finally:
             self._parameters.release([home.unit])
@@ -261,11 +272,12 @@ class AdamStream:
                 event.synchronize()
         factor = None if waiting.factor is None else waiting.factor.to("cpu")
         buffers = self._at_home(home, waiting.grads)
+        self._parameters.changed(home.unit, by_step=False)  # first: an interrupt may leave some of it done
         for run in waiting.runs:
             tensors = bind(run, buffers, wide=waiting.wide, factor=factor, done=waiting.done)
             if tensors is not None:
                 adamw_(tensors, run.step)
-        self._parameters.changed(home.unit, by_step=False)
+                waiting.done = run.first.state_at + run.count
 
     @torch.no_grad()
     def _update_there(self, home: AdamHome, stay: Stay, waiting: Waiting) -> None:

@@ -303,7 +303,11 @@ class Attachment:
             if isinstance(use.module, nn.RNNBase):
                 continue  # they would keep the twins in a list of their own
             if use.module._parameters.get(use.name) is not use.parameter:
-                continue  # somebody has put another tensor there: functional_call, or a user's own parameter
+                # Somebody has put another tensor there: functional_call, or a user's own parameter. A transformation
+                # of torch.func wraps home memory without a word.
+                if in_functorch():
+                    self.join(self._place[id(use.parameter)], "weight")
+                continue
             twin = use.module.__dict__[use.name] = tensors[id(use.parameter)]
             installed.names.append((use.module, use.name))
             installed.versions.append(twin._version)

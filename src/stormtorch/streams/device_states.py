@@ -17,7 +17,7 @@ from ..memory.lane import Event, Lane
 from ..memory.lanes import Lanes
 from ..memory.pool import GRAIN, Piece
 from ..memory.wait_meter import WaitMeter
-from .adam_home import AdamHome, Staged, states_of
+from .adam_home import AdamHome, Staged, Waiting, states_of
 from .chunks import Chunk, chunks_of, whole_of
 from .parameters import ParameterStream
 from .unit import Unit
@@ -50,18 +50,22 @@ class DeviceStates:
         self.homes, self._lanes, self._parameters, self._waits = homes, lanes, parameters, waits
         self._gate, self._poison = gate, poison
         self.share_now = 0.0
+        self.gave_way = False  # for good
         self._sets: deque[tuple[list[Piece], Event]] = deque()
         self._sets_out = 0
         self._set_sizes = [0, 0, 0, 0]
         self._chunks: list[list[Chunk]] = []  # of each unit
+        self._updated: list[AdamHome] = []  # passing through, since the last backward
+        self._expected: list[AdamHome] = []  # the same of the step before
 
     # --- what goes where
 
-    def share(self, part: float, room_bytes: int) -> None:
+    def share(self, part: float, room_bytes: int, *, early: bool) -> None:
         """Let ``part`` of the units that are not kept, evenly spread, be updated on the device from the next step on.
 
         States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
-        for a store of states. ``room_bytes``: what the pool can spare for them."""
+        for a store of states. ``room_bytes``: what the pool can spare for them. ``early``: whether sets are filled
+        before the step is asked for (`stage_early`); then the first unit is one of those, and forward can begin."""
         self.share_now = part
         passing = [home for home in self.homes if home.kept is None and home.unit.trained]
         for home in passing:
@@ -70,7 +74,7 @@ class DeviceStates:
         if part and passing:
             self._open_sets(room_bytes)
         some = bool(self._sets)
-        due = 0.0
+        due = 1 - part if early else 0.0
         for home in passing:
             due += part
             home.on_device = some and due >= 1 - 1e-9
@@ -105,6 +109,19 @@ class DeviceStates:
             pieces, last_use = self._sets.popleft()
             for piece in pieces:
                 self._parameters.give(piece, last_use)
+
+    def give_way(self) -> bool:
+        """The pool has no room left for what must be there: states pass through it no longer. False if none did.
+
+        Where an update was to happen on the device, the CPU does it."""
+        passing = [home for home in self.homes if home.kept is None]
+        for home in passing:
+            self.unstage(home)
+            home.on_device = False
+        had_sets = bool(self._sets)
+        self.share_now, self.gave_way = 0.0, self.gave_way or had_sets
+        self._close_sets()
+        return had_sets
 
     def keep(self, indices: Iterable[int], *, wide: bool) -> None:
         """Keep the states of these units on the device, as far as there is room, and update them there.
@@ -175,9 +192,31 @@ class DeviceStates:
                 self._load(home, home.kept.chunk, home.kept.pieces, self._lanes.compute.record())
             return True
         chunks = self._chunks[home.unit.index]
+        if home.waiting is not None:
+            for staged in home.staged:
+                self._add_gradients(staged, home.waiting)
+            if not self._sets and not home.staged:
+                self._recall()
         while self._sets and len(home.staged) < len(chunks):
             self._stage_next(home, chunks[len(home.staged)])
         return bool(home.staged) or not chunks
+
+    def stage_early(self) -> None:
+        """Before the step is asked for: load states into sets that nobody needs until then. For those units that were
+        updated last time, in that order: they should be again."""
+        if self._updated:
+            self._expected, self._updated = self._updated, []
+        for home in self._expected:
+            if not self._sets:
+                return
+            if home.on_device and home.kept is None:
+                self.stage(home)
+
+    def _recall(self) -> None:
+        """Free the sets that were filled early for units which are not updated after all, as far as is known."""
+        for home in self._expected:
+            if home.waiting is None and home.kept is None:
+                self.unstage(home)
 
     def can_stage(self, home: AdamHome) -> bool:
         """Whether ``staged`` has room to work with."""
@@ -187,8 +226,6 @@ class DeviceStates:
     def staged(self, home: AdamHome, done: int = 0) -> Iterator[Staged]:
         """The unit's states on the device, chunk by chunk, with compute waiting for each; from the state ``done`` on.
         Each is to be given to ``updated`` or ``give_back`` before the next is asked for."""
-        if home.staged and home.waiting is not None and len(home.staged[0].parts) < 4:
-            self.unstage(home)  # loaded before the gradients were there
         if home.kept is not None:
             self.stage(home)
         chunks = [home.kept.chunk] if home.kept is not None else self._chunks[home.unit.index]
@@ -201,6 +238,8 @@ class DeviceStates:
                 if not self._sets:
                     self._give_up_staged()
                 self._stage_next(home, chunk)
+            if home.waiting is not None:
+                self._add_gradients(home.staged[0], home.waiting)
             self._waits.wait(home.staged[0].loaded, "states")  # where Ctrl-C ends the wait, it is still staged
             yield home.staged.popleft()
 
@@ -237,11 +276,29 @@ class DeviceStates:
             raise
         home.staged.append(Staged(chunk, pieces, there, lane.record()))
 
+    def _add_gradients(self, staged: Staged, waiting: Waiting) -> None:
+        """Load them behind states that were loaded before they were known."""
+        if len(staged.parts) > 3 or waiting.there:
+            return
+        lane, which = self._lanes.aside, staged.chunk.gradients(wide=waiting.wide)
+        source = waiting.grads[which.start : which.stop]
+        there = staged.pieces[3].bytes[: source.nbytes]
+        try:
+            if waiting.stored is not None:
+                lane.wait(waiting.stored)
+            if source.nbytes:
+                lane.copy(there, source, Tag.OPTIMIZER)
+        finally:
+            staged.loaded = lane.record()
+        staged.parts.append(there)
+
     def updated(self, home: AdamHome, staged: Staged) -> None:
         """Compute has been told to update them. What passes through goes home."""
         if home.kept is not None:
             home.fresh = home.dirty = True
             return
+        if home not in self._updated:
+            self._updated.append(home)
         store = self._lanes.store
         store.wait(self._lanes.compute.record())
         for target, part in zip(home.states(staged.chunk), staged.parts, strict=False):
@@ -289,5 +346,5 @@ class DeviceStates:
 
     def forget(self) -> None:
         """Let go of memory."""
-        self.homes = []
+        self.homes, self._updated, self._expected = [], [], []
         self._sets.clear()

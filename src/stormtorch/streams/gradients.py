@@ -14,26 +14,24 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ..core.errors import StormError
 from ..core.tags import Tag
-from ..memory.lane import Event, Lane
+from ..memory.lane import Lane
 from ..memory.lanes import Lanes
-from ..memory.pool import Piece
 from ..memory.wait_meter import WaitMeter
+from .buckets import Buckets
 from .fetch import Token
 from .grad_home import GradHome, Partial
 from .home import HomeView, joined, plain
 from .lock import locked
 from .parameters import ParameterStream
+from .real_grad import has_hooks, has_sparse_grad, real_grad, set_real_grad
 from .torch_private import at_end_of_backward, current_pass, without_torch_function
 from .unit import Place, Unit
-
-_BUCKETS = 2  # one being filled while the other is on its way home
 
 
 class GradientStream:
@@ -69,11 +67,7 @@ class GradientStream:
             home.bring = self._bring_home
         self._ending: set[int] = set()  # passes at whose end something is to be finished
         self.lock = parameters.lock
-        # Apart from the pool's other pieces: one of those may be waiting for a load that waits for the CPU.
-        self._buckets: deque[tuple[Piece, Event | None]] = deque()
-        self._wide_bucket: Piece | None = None
-        self._taken = False
-        self._poison = poison
+        self._buckets = Buckets(parameters, lanes, waits, poison=poison)
 
     # --- in backward
 
@@ -98,8 +92,8 @@ class GradientStream:
             if torch.is_grad_enabled():  # create_graph=True: what p.grad was made from belongs to it
                 returned[number] = grad.to("cpu")
                 continue
-            by_torch = not place.trained or grad.layout is not torch.strided or _has_hooks(place)
-            if _real_grad(place) is not None and (index in home.present or not by_torch):
+            by_torch = not place.trained or grad.layout is not torch.strided or has_hooks(place)
+            if real_grad(place) is not None and (index in home.present or not by_torch):
                 self.fold(place)  # of earlier passes: torch delivers this one's when all nodes of the unit have run
             if by_torch:
                 returned[number] = grad.detach().to("cpu")
@@ -118,8 +112,7 @@ class GradientStream:
     def forget(self) -> None:
         """Let go of memory: graphs that outlive the session keep this object."""
         self.homes = []
-        self._buckets.clear()
-        self._wide_bucket = None
+        self._buckets.forget()
 
     @locked
     def _end_pass(self, number: int) -> None:
@@ -166,13 +159,15 @@ class GradientStream:
         if home.there is not None and home.views:
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         staying = self.staying(unit, size)
-        bucket = self._bucket(size) if staying is None else staying
+        if staying is None:
+            self._open_buckets()
+        bucket = self._buckets.lend(size) if staying is None else staying
         before = set(home.present), home.is_wide
         try:
             return self._fill(home, grads, bucket, to_wide, stays=staying is not None, consume=consume)
         except BaseException:
-            if self._taken:  # compute may have been writing it already
-                self._release(lanes.compute.record())
+            if self._buckets.is_lent:  # compute may have been writing it already
+                self._buckets.take_back(lanes.compute.record())
                 if home.there is bucket:  # it has not gone home
                     home.there = None
                     if not home.consumed:
@@ -214,12 +209,12 @@ class GradientStream:
         if consume and self.update_here(home, bucket):
             home.there = None
             if not stays:
-                self._release(lanes.compute.record())
+                self._buckets.take_back(lanes.compute.record())
             return False
         if not stays:
             self._bring_home(home)
             assert home.stored is not None
-            self._release(home.stored)
+            self._buckets.take_back(home.stored)
         if self._serial:
             home.join()
         return True
@@ -236,38 +231,6 @@ class GradientStream:
         home.arrivals += 1
         lanes.store.write_flag(home.arrived, home.arrivals)
         home.stored, home.there = lanes.store.record(), None
-
-    def _bucket(self, size: int) -> torch.Tensor:
-        """Bytes for a unit's gradients, with compute waiting for their last use. One at a time; see ``_release``."""
-        self._ensure_buckets()
-        self._wide_bucket = None
-        if size > self._buckets[0][0].size:
-            self._wide_bucket = self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS)
-            self._taken = True
-            return self._wide_bucket.bytes
-        self._taken = True
-        piece, last_use = self._buckets[0]
-        if last_use is not None:
-            self._waits.wait(last_use, "buckets")
-        return piece.bytes[:size]
-
-    def _ensure_buckets(self) -> None:
-        largest = max(home.unit.grad_bytes for home in self.homes)
-        while len(self._buckets) < _BUCKETS:
-            self._buckets.append((self._parameters.room(largest, self._lanes.compute, Tag.GRADIENTS), None))
-
-    def _release(self, last_use: Event) -> None:
-        """The bucket that was taken last is free behind ``last_use``."""
-        self._taken = False
-        if self._wide_bucket is not None:
-            self._parameters.give(self._wide_bucket, last_use)
-            return
-        piece, _ = self._buckets.popleft()
-        if self._poison is not None:
-            self._poison.wait(last_use)
-            self._poison.fill(piece.bytes, 0xFF)
-            last_use = self._poison.record()
-        self._buckets.append((piece, last_use))
 
     def _add_earlier(
         self,
@@ -306,7 +269,10 @@ class GradientStream:
         """Take the buffers now instead of with the first gradient."""
         if any(home.unit.trained for home in self.homes):
             self._ensure_own()
-            self._ensure_buckets()
+            self._open_buckets()
+
+    def _open_buckets(self) -> None:
+        self._buckets.open(max(home.unit.grad_bytes for home in self.homes))
 
     def _ensure_own(self) -> None:
         if self.homes[0].own is None:
@@ -315,18 +281,13 @@ class GradientStream:
 
     # --- for user code
 
-    @staticmethod
-    def real_grad(place: Place) -> torch.Tensor | None:
-        """What torch itself has put into the parameter's own slot."""
-        return _real_grad(place)
-
     @locked
     def grad(self, place: Place, watch: Callable[[torch.Tensor, Place, str], HomeView]) -> torch.Tensor | None:
         """``p.grad``; not waited for."""
         home = self.homes[place.unit.index]
         if not place.trained or has_sparse_grad(place):
-            return _real_grad(place)
-        real = _real_grad(place)
+            return real_grad(place)
+        real = real_grad(place)
         if real is not None and real.requires_grad:
             return self._with_graph(home, place, real)
         self.fold(place)
@@ -349,7 +310,7 @@ class GradientStream:
         with torch.enable_grad():
             real = (home.view(place).clone() + real).to(place.dtype)
         self.set_grad(place, None)
-        _set_real_grad(place, real)
+        set_real_grad(place, real)
         return real
 
     def _let_go_of_views(self, home: GradHome, index: int | None = None) -> None:
@@ -367,9 +328,9 @@ class GradientStream:
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
         """``p.grad = value``."""
         home = self.homes[place.unit.index]
-        _set_real_grad(place, None)
+        set_real_grad(place, None)
         if not place.trained:
-            _set_real_grad(place, value)
+            set_real_grad(place, value)
             return
         if value is None:
             if place.index in home.consumed_places:
@@ -398,10 +359,10 @@ class GradientStream:
     @locked
     def fold(self, place: Place) -> None:
         """Add what torch itself has put into the parameter's own slot: gradients of hooked parameters, regularisers."""
-        real = _real_grad(place)
+        real = real_grad(place)
         if real is None or not place.trained or has_sparse_grad(place):
             return
-        _set_real_grad(place, None)
+        set_real_grad(place, None)
         home = self.homes[place.unit.index]
         if place.index in home.consumed_places:
             raise _used_up(place.name)
@@ -413,8 +374,8 @@ class GradientStream:
         """``zero_grad(set_to_none=True)`` of everything. Waits for nothing: what is stored later is garbage then."""
         for home in self.homes:
             for place in home.unit.trained:
-                if _real_grad(place) is not None:
-                    _set_real_grad(place, None)
+                if real_grad(place) is not None:
+                    set_real_grad(place, None)
             if home.views:
                 self._let_go_of_views(home)
             home.present.clear()
@@ -472,11 +433,6 @@ def _is_same(value: torch.Tensor, view: torch.Tensor) -> bool:
         return own == (view.data_ptr(), view.dtype, view.shape, view.stride())
 
 
-def _real_grad(place: Place) -> torch.Tensor | None:
-    with without_torch_function():
-        return place.parameter.grad
-
-
 def _used_up(name: str) -> StormError:
     return StormError(
         f"The gradients of {name!r} were used up in backward, or came from a backward inside of it (reentrant "
@@ -484,24 +440,3 @@ def _used_up(name: str) -> StormError:
         'step="backward" updates each unit as its gradients arrive: call optimizer.step() and zero_grad() after each '
         'backward, or use step="forward" to accumulate.'
     )
-
-
-def has_sparse_grad(place: Place) -> bool:
-    """Whether torch has put a sparse gradient into the parameter's own slot; it stays there."""
-    real = _real_grad(place)
-    return real is not None and real.layout is not torch.strided
-
-
-def sparse_grad(place: Place) -> torch.Tensor | None:
-    return _real_grad(place)
-
-
-def _set_real_grad(place: Place, value: torch.Tensor | None) -> None:
-    with without_torch_function():
-        place.parameter.grad = value
-
-
-def _has_hooks(place: Place) -> bool:
-    with without_torch_function():
-        parameter = place.parameter
-        return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

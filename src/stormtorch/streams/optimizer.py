@@ -18,11 +18,12 @@ from ..core.errors import StormError
 from .adam import AdamStream
 from .adam_states import AdamStates
 from .grad_home import GradHome
-from .gradients import GradientStream, has_sparse_grad, sparse_grad
+from .gradients import GradientStream
 from .home import Access, plain
 from .lock import locked
 from .master_states import MasterStates
 from .parameters import ParameterStream
+from .real_grad import has_sparse_grad, real_grad
 from .torch_private import without_torch_function
 from .torch_step import Shadow, TorchStep, as_is, is_separable
 from .unit import Place, Unit
@@ -193,7 +194,7 @@ class OptimizerStream:
         """Parameters that were frozen when streaming began have no room for gradients and states."""
         for unit in self._units:
             for place in unit.places[len(unit.trained) :]:
-                if self._gradients.real_grad(place) is not None and place.index in self._hyper_of(unit):
+                if real_grad(place) is not None and place.index in self._hyper_of(unit):
                     raise StormError(
                         f"Cannot update {place.name!r}: it was frozen when streaming began. Close the session and call "
                         "storm.stream again."
@@ -222,7 +223,7 @@ class OptimizerStream:
             return
         places: list[tuple[Place, torch.Tensor]] = []
         for place in home.unit.trained:
-            grad = sparse_grad(place) if has_sparse_grad(place) else None
+            grad = real_grad(place) if has_sparse_grad(place) else None
             if grad is None and place.index in home.present:
                 grad = home.view(place)
             if grad is not None and place.index in mine:
@@ -315,7 +316,7 @@ class OptimizerStream:
             place = self._place.get(key)
             if place is None:
                 parameter.grad = None
-            elif not everything or (not place.trained and self._gradients.real_grad(place) is not None):
+            elif not everything or (not place.trained and real_grad(place) is not None):
                 self._gradients.set_grad(place, None)
         if self._adam is not None:
             self._adam.forget_factor()

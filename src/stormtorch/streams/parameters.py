@@ -121,6 +121,8 @@ class ParameterStream:
         # (False: the stay is stale now); and what has to be loaded ahead beside them (False: there is no room yet).
         self.before_use: Callable[[Unit, Stay], bool] | None = None
         self.prepare: Callable[[Unit, bool], bool] | None = None
+        self.give_way: Callable[[], bool] = lambda: False  # return what of the pool is not needed (False: nothing is)
+        self.prepare_early: Callable[[], None] = lambda: None  # in backward: load ahead for the step that will follow
         self.pending: Callable[[Unit], bool] = lambda _unit: False  # whether an update is under way
         self.misses = 0  # uses that found nothing on the way
 
@@ -203,6 +205,11 @@ class ParameterStream:
         """Enqueue loads of what should be used next, as far as there is room that nothing sooner needs."""
         if self._serial:
             return
+        self._load_units_ahead()
+        if in_backward():
+            self.prepare_early()
+
+    def _load_units_ahead(self) -> None:
         for index, distance, in_pass in self.order.upcoming():
             residence = self.residences[index]
             if residence.outdated and self._step_comes:
@@ -338,6 +345,8 @@ class ParameterStream:
             gc.collect()  # graphs and tracebacks that refer to themselves, after an exception say, keep stays
             result = attempt()
         if result is None and self._enlarge(size):
+            result = attempt()
+        if result is None and self.give_way():
             result = attempt()
         return result
 
