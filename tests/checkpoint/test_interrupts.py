@@ -5,17 +5,13 @@ A tracing function stands in for the keyboard: it raises at the n-th line of our
 
 from __future__ import annotations
 
-import linecache
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -24,41 +20,10 @@ from stormtorch.checkpoint.disk import DiskCalls
 from stormtorch.core.errors import StormError
 from stormtorch.core.tags import Tag, Tier
 
+from ..keyboard import Keyboard
 from .made import Run
 
 OURS = ("/checkpoint/saver.py", "/checkpoint/writing.py", "/checkpoint/folder.py", "/streams/still.py")
-
-
-class Keyboard:
-    """Presses Ctrl-C at line number ``at`` that is run; counts them."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.lines, self.where = at, 0, ""
-
-    def trace(self, frame: FrameType, event: str, _argument: object) -> Any:
-        if not frame.f_code.co_filename.endswith(OURS):
-            return None
-        # The interpreter looks for signals after calls and at the ends of loops: not at a "try", nor between the last
-        # line of a "with" and its end, where a trace would see the line again.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not line.startswith(("with ", "try:")):
-            self.lines += 1
-            if self.lines == self.at:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self.trace
-
-    def during(self, action: Callable[[], object]) -> bool:
-        """Whether the action came to its end."""
-        before = sys.gettrace()
-        sys.settrace(self.trace)
-        try:
-            action()
-        except KeyboardInterrupt:
-            return False
-        finally:
-            sys.settrace(before)
-        return True
 
 
 def unfinished(folder: Path) -> list[str]:
@@ -73,7 +38,7 @@ def test_ctrl_c_at_every_line_of_a_save(tmp_path: Path, wait: bool) -> None:
     threads = threading.active_count()
     at, missed = 1, 0
     while True:
-        keyboard = Keyboard(at)
+        keyboard = Keyboard(at, OURS)
         ended = keyboard.during(lambda: run.session.save(tmp_path / "next", wait=wait))
         if ended and keyboard.lines < at:
             break
@@ -108,7 +73,7 @@ def test_ctrl_c_at_every_line_of_what_a_step_does_for_a_save(tmp_path: Path, mon
 
         monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
         run.session.save(tmp_path / "next", wait=False)
-        keyboard = Keyboard(at)
+        keyboard = Keyboard(at, OURS)
         ended = keyboard.during(lambda: still.before_change(0))
         go.set()
         still.before_change(None)

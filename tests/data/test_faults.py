@@ -8,9 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from stormtorch.core.errors import StorageError, StormError
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.source import FileSource
 
+from ..keyboard import Keyboard
 from .made import deliver_late, numbered_source, rows_in
 
 READINGS = pytest.mark.parametrize("reading", ["cached", "direct"])
@@ -56,10 +56,14 @@ def threads_of_ours() -> list[str]:
 @pytest.fixture(autouse=True)
 def _no_threads_left() -> Any:
     yield
+    _expect_no_threads("the end of the test")
+
+
+def _expect_no_threads(after: str) -> None:
     until = time.monotonic() + 5
     while threads_of_ours() and time.monotonic() < until:
         time.sleep(0.005)
-    assert not threads_of_ours()
+    assert not threads_of_ours(), after
 
 
 @READINGS
@@ -156,25 +160,6 @@ def test_ctrl_c_ends_at_once_and_the_loader_can_go_on(source: FileSource, readin
                 break
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at the ``count``-th line of the loader's own code that runs."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __call__(self, frame: FrameType, _event: str, _: object) -> TraceFunction | None:
-        ours = frame.f_code.co_filename.endswith(FILES)
-        return self.line if ours else None
-
-    def line(self, _frame: FrameType, event: str, _: object) -> TraceFunction:
-        if event == "line":
-            self.count -= 1
-            if self.count == 0:
-                raise KeyboardInterrupt
-        return self.line
-
-
-TraceFunction = Callable[[FrameType, str, Any], Any]
 FILES = (
     *(f"data/{name}.py" for name in ("rows_run", "delivery", "cached_reader", "window_reader", "file_windows")),
     *(f"data/{name}.py" for name in ("descriptors", "warmer", "engine", "choice")),
@@ -185,25 +170,19 @@ FILES = (
 @READINGS
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside a finalizer
 def test_ctrl_c_between_any_two_lines(source: FileSource, reading: Any) -> None:
-    tracer = sys.gettrace()
-    for count in range(1, 1500, 61):
+    for at in range(1, 1500, 61):
         with DataLoader(source, 100, shuffle=True, reading=reading, window=200 * 256) as loader:
             next(iter(loader))
             loader.set_epoch(0)
-            try:
-                sys.settrace(Interrupt(count))
-                collect(loader, [])
-                assert count > 600
-                return  # all batches have come within fewer lines
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(tracer)
-            state = loader.state_dict()
-            loader.load_state_dict(state)
-            at = state["epoch"] * 2000 + state["batch"] * 100
-            wanted = loader._order.rows(0, at, 2000 - at).tolist() if at < 2000 else []
-            assert [row for batch in loader for row in rows_in(batch)] == wanted
+            keyboard = Keyboard(at, FILES)
+            ended = keyboard.during(partial(collect, loader, []))
+            assert keyboard.was_pressed
+            if not ended:  # else it came inside a finalizer, where Python ignores it
+                state = loader.state_dict()
+                loader.load_state_dict(state)
+                wanted = loader._order.rows(0, state["batch"] * 100, 2000 - state["batch"] * 100).tolist()
+                assert [row for batch in loader for row in rows_in(batch)] == wanted
+        _expect_no_threads(keyboard.where)
 
 
 @READINGS

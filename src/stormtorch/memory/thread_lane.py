@@ -75,13 +75,14 @@ class ThreadLane(Lane):
         self._thread = threading.Thread(
             target=_run, args=(self._queue, self._failure), name=f"storm-{name}", daemon=True
         )
+        # The thread knows the queue, not the lane: a lane that is dropped without close() still ends its thread. So
+        # does one whose start Ctrl-C has ended.
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer.atexit = False
         try:
             self._thread.start()
         except RuntimeError as error:
             raise LaneError(f"Cannot start the thread of the {name} lane: {error}. Raise ulimit -u.") from error
-        # The thread knows the queue, not the lane: a lane that is dropped without close() still ends its thread.
-        self._finalizer = weakref.finalize(self, self._queue.put, None)
-        self._finalizer.atexit = False
         _threads[self._thread] = (self._queue, self._failure)
 
     def enqueue(self, work: Work, *, always: bool = False) -> None:

@@ -30,10 +30,12 @@ class _Pool:
 
     What a job needs is let go after the lock was: with a tensor goes whatever its owner has attached to it, and that
     may call the worker. For what the garbage collector or a signal handler does in the middle, the lock is re-entrant.
+
+    Made without threads: whoever will end them must know them before they start, as Ctrl-C may come right after.
     """
 
-    def __init__(self, library: Library, threads: int, cores: list[int]) -> None:
-        self.c = library.c
+    def __init__(self, library: Library) -> None:
+        self.library, self.c = library, library.c
         self.pid = os.getpid()
         self.pointer = ctypes.c_void_p()
         self.lock = threading.RLock()
@@ -42,8 +44,10 @@ class _Pool:
         self.over = (ctypes.c_int64 * _REAP)()  # the tickets last fetched
         self.inside = 0  # threads inside a C call without the lock
         self.final: WorkerStats | None = None  # set once the threads have ended
+
+    def start(self, threads: int, cores: list[int]) -> None:
         mask = (ctypes.c_int32 * len(cores))(*cores)
-        isa = library.isas[library.isa]
+        isa = self.library.isas[self.library.isa]
         status = self.c.storm_pool_open(mask, len(cores), threads, isa, ctypes.byref(self.pointer))
         if status != 0:
             raise SettingError(
@@ -66,7 +70,8 @@ class _Pool:
         if self.final is not None:
             return self.final
         counted = PoolStats()
-        self.c.storm_pool_read_stats(self.pointer, ctypes.byref(counted))
+        if self.pointer:
+            self.c.storm_pool_read_stats(self.pointer, ctypes.byref(counted))
         return WorkerStats(**{name: getattr(counted, name) for name, _ in PoolStats._fields_})
 
     def stop(self) -> int:
@@ -75,7 +80,8 @@ class _Pool:
         gone: dict[int, object] = {}
         with self.lock:
             if self.final is None:
-                self.c.storm_pool_stop(self.pointer)
+                if self.pointer:
+                    self.c.storm_pool_stop(self.pointer)
                 gone, self.held = self.held, gone
                 self.final = self.stats()
             abandoned = self.final.abandoned
@@ -87,7 +93,9 @@ class _Pool:
         if os.getpid() == self.pid:
             self.stop()
             with self.lock:
-                if self.inside == 0:  # at exit a daemon thread may be in drain; its memory then goes with the process
+                if (
+                    self.inside == 0 and self.pointer
+                ):  # at exit a daemon thread may be in drain; its memory then goes with the process
                     self.c.storm_pool_free(self.pointer)
                     self.pointer = ctypes.c_void_p()
 
@@ -97,8 +105,9 @@ class PoolWorker(Worker):
 
     def __init__(self, library: Library, *, threads: int, cores: list[int]) -> None:
         self.threads, self.cores = threads, cores
-        self._pool = _Pool(library, threads, cores)
+        self._pool = _Pool(library)
         self._finalizer = weakref.finalize(self, self._pool.end)
+        self._pool.start(threads, cores)
 
     def _own(self) -> _Pool:
         if os.getpid() != self._pool.pid:

@@ -34,7 +34,10 @@ class _Work:
 
 
 class _Queue:
-    """The jobs and the loop that works on them. Apart from the pool, which the threads must not keep alive."""
+    """The jobs and the loop that works on them. Apart from the pool, which the threads must not keep alive.
+
+    Made without threads: whoever will end them must know them before they start, as Ctrl-C may come right after.
+    """
 
     def __init__(self, threads: int) -> None:
         self.pid = os.getpid()
@@ -46,6 +49,8 @@ class _Queue:
         self.threads = [
             threading.Thread(target=self._loop, name=f"storm-rows-{index}", daemon=True) for index in range(threads)
         ]
+
+    def start(self) -> None:
         for thread in self.threads:
             thread.start()
 
@@ -100,7 +105,7 @@ class _Queue:
             self.stopping = True
             self.changed.notify_all()
         for thread in self.threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.is_alive():
                 thread.join()
 
 
@@ -133,6 +138,7 @@ class ThreadRows(RowsPool):
         self.threads = threads
         self._queue = _Queue(threads)
         self._finalizer = weakref.finalize(self, self._queue.stop)
+        self._queue.start()
 
     def submit(self, pieces: Pieces, keep: object) -> RowsJob:
         queue = self._queue

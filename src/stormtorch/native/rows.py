@@ -103,15 +103,20 @@ class RowsPool(abc.ABC):
 
 
 class _Native:
-    """The C object and what its jobs need. Apart from the pool, so that it can outlive it for its own ending."""
+    """The C object and what its jobs need. Apart from the pool, so that it can outlive it for its own ending.
 
-    def __init__(self, c: ctypes.CDLL, threads: int) -> None:
+    Made without threads: whoever will end them must know them before they start, as Ctrl-C may come right after.
+    """
+
+    def __init__(self, c: ctypes.CDLL) -> None:
         self.c, self.pid, self.lock = c, os.getpid(), threading.RLock()
         self.pointer = ctypes.c_void_p()
         self.held: deque[RowsJob] = deque()  # jobs that may still be running, in their order
         self.inside = 0  # threads inside a C call without the lock
         self.stopped = False
-        status = c.storm_rows_open(threads, ctypes.byref(self.pointer))
+
+    def start(self, threads: int) -> None:
+        status = self.c.storm_rows_open(threads, ctypes.byref(self.pointer))
         if status != 0:
             raise SettingError(
                 f"Cannot start {threads} threads to read with: {os.strerror(-status)}. "
@@ -124,7 +129,8 @@ class _Native:
         gone: deque[RowsJob] = deque()
         with self.lock:
             if not self.stopped:
-                self.c.storm_rows_stop(self.pointer)
+                if self.pointer:
+                    self.c.storm_rows_stop(self.pointer)
                 self.stopped = True
                 gone, self.held = self.held, gone
         gone.clear()  # after the lock: what goes with them may call anything
@@ -145,9 +151,10 @@ class NativeRows(RowsPool):
 
     def __init__(self, native: Library, threads: int) -> None:
         self.threads = threads
-        self._native = _Native(native.c, threads)
+        self._native = _Native(native.c)
         self._load_state, self._submit = native.c.storm_load_flag, native.c.storm_rows_submit
         self._finalizer = weakref.finalize(self, self._native.end)
+        self._native.start(threads)
 
     def submit(self, pieces: Pieces, keep: object) -> RowsJob:
         native = self._native

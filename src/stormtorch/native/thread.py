@@ -60,7 +60,10 @@ class _Job:
 
 
 class _Queue:
-    """The jobs and the loop that runs them. Apart from the worker, which the thread must not keep alive."""
+    """The jobs and the loop that runs them. Apart from the worker, which the thread must not keep alive.
+
+    Made without its thread: whoever will end it must know it before it starts, as Ctrl-C may come right after.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -75,6 +78,8 @@ class _Queue:
         self.error: BaseException | None = None
         self.error_was_raised = False
         self.thread = threading.Thread(target=self._loop, name="storm-adam-0", daemon=True)
+
+    def start(self) -> None:
         self.thread.start()
 
     @property
@@ -149,8 +154,8 @@ class _Queue:
         with self.lock:
             self.stopping = True
             self.changed.notify_all()
-        if threading.current_thread() is not self.thread:  # where the worker was collected there: it ends by itself
-            self.thread.join()
+        if threading.current_thread() is not self.thread and self.thread.is_alive():
+            self.thread.join()  # not where the worker was collected on the thread itself: it ends by itself
 
 
 class ThreadWorker(Worker):
@@ -160,6 +165,7 @@ class ThreadWorker(Worker):
         self.threads, self.cores = threads, cores
         self._queue = _Queue()
         self._finalizer = weakref.finalize(self, self._queue.stop)
+        self._queue.start()
 
     def _own(self) -> _Queue:
         if os.getpid() != self._queue.pid:

@@ -1,0 +1,56 @@
+"""Ctrl-C while threads are being started: whatever has begun ends again, with nobody left who could close it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from stormtorch.native.library import Library
+from stormtorch.native.pool import PoolWorker
+from stormtorch.native.row_threads import ThreadRows
+from stormtorch.native.rows import NativeRows
+from stormtorch.native.thread import ThreadWorker
+
+from ..keyboard import Keyboard
+
+
+def opening(kind: str, native: Library) -> tuple[Callable[[], object], str]:
+    """What starts threads, and the file of its code."""
+    return {
+        "native rows": (lambda: NativeRows(native, 2), "native/rows.py"),
+        "rows": (lambda: ThreadRows(2), "native/row_threads.py"),
+        "native worker": (lambda: PoolWorker(native, threads=2, cores=[0]), "native/pool.py"),
+        "worker": (lambda: ThreadWorker(threads=1, cores=[0]), "native/thread.py"),
+    }[kind]
+
+
+def _append(opened: list[object], start: Callable[[], object]) -> None:
+    opened.append(start())
+
+
+def threads_now() -> set[str]:
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["native rows", "rows", "native worker", "worker"])
+def test_ctrl_c_at_every_line_of_starting_threads(kind: str, native: Library) -> None:
+    start, file = opening(kind, native)
+    before = threads_now()
+    for at in range(1, 100):
+        keyboard = Keyboard(at, (file,))
+        opened: list[object] = []  # so that nothing ends within reach of the keyboard
+        ended = keyboard.during(partial(_append, opened, start))
+        opened.clear()
+        gc.collect()
+        until = time.monotonic() + 10
+        while threads_now() - before and time.monotonic() < until:
+            time.sleep(0.001)
+        assert not threads_now() - before, keyboard.where
+        if ended and not keyboard.was_pressed:
+            break
+    assert 5 < at < 99
