@@ -176,11 +176,15 @@ def test_ctrl_c_between_any_two_lines(source: FileSource, reading: Any) -> None:
             loader.set_epoch(0)
             keyboard = Keyboard(at, FILES)
             ended = keyboard.during(partial(collect, loader, []))
-            assert keyboard.was_pressed
+            if not keyboard.was_pressed:
+                assert at > 600
+                return  # all batches have come within fewer lines
             if not ended:  # else it came inside a finalizer, where Python ignores it
                 state = loader.state_dict()
                 loader.load_state_dict(state)
-                wanted = loader._order.rows(0, state["batch"] * 100, 2000 - state["batch"] * 100).tolist()
+                done = state["batch"] * 100
+                is_over = state["epoch"] > state["run_epoch"]  # the last batch was given, and the next one asked for
+                wanted = [] if is_over else loader._order.rows(state["epoch"], done, 2000 - done).tolist()
                 assert [row for batch in loader for row in rows_in(batch)] == wanted
         _expect_no_threads(keyboard.where)
 

@@ -566,6 +566,40 @@ def test_groups_leave_files_for_others(tmp_path: Path, monkeypatch: pytest.Monke
             assert loader._engine._group == group  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("reading", ["cached", "direct"])
+def test_groups_are_of_equal_size_and_touch_no_window_that_their_first_batch_does_not(
+    tmp_path: Path, reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs the same, however small; and there is memory for those windows alone."""
+    deliver_late(monkeypatch, 7)
+    source = numbered_source(tmp_path, [1000, 1000])
+    with DataLoader(source, 16, shuffle=True, reading=reading, window=256 * 256) as loader:
+        window = loader._order.window_rows
+        assert window % 16 != 0
+        next(iter(loader))
+        reader, groups = loader._engine._reader, []  # type: ignore[union-attr]
+        start = reader.start
+
+        def note(epoch: int, first: int, count: int, *rest: Any) -> Any:
+            read = start(epoch, first, count, *rest)
+            if read is not None:
+                groups.append((first, -(-count // 16)))
+            return read
+
+        monkeypatch.setattr(reader, "start", note)
+        loader.set_epoch(0)
+        assert sorted(rows_of(loader)) == list(range(2000))
+    assert [first for first, _ in groups] == [16 * sum(size for _, size in groups[:at]) for at in range(len(groups))]
+    sizes = [size for _, size in groups]
+    if reading == "cached":
+        assert set(sizes) == {7, 6}
+        assert len(sizes) == 18  # of 125 batches
+    else:
+        assert min(sizes[:-1]) > 3
+        for first, size in groups:
+            assert (first + 16 * size - 1) // window == (first + 15) // window or first + 16 * size > 2000
+
+
 def test_small_batches_travel_together() -> None:
     def at_once(
         row_bytes: int, *, most_rows: int = 1 << 20, free_bytes: int = 1 << 40, device: str = "cuda", rows: int = 16

@@ -51,7 +51,7 @@ class CachedReader(Reader):
         self._one_shard = len(source.shards) == 1
         self._warmer: Warmer | None = None
         self._all_files = list(range(len(self.layout.files)))
-        self._pieces: Pieces = np.empty((0, len(PIECE)), dtype=np.int64)
+        self._blanks: list[Pieces] = []  # see _blank
 
     def stop(self) -> None:
         if self._warmer is not None and not self._warmer.ended:
@@ -81,7 +81,7 @@ class CachedReader(Reader):
             return FailedRead(rows, self.layout.open_error(rows, error.file, error.cause))
         if lent is None:
             return None
-        pieces = self._blank(count).copy()
+        pieces = self._blank(count)
         for at, (column, target) in enumerate(zip(layout.columns, targets, strict=True)):
             part = pieces[at * count : (at + 1) * count]
             if shards is None:
@@ -98,13 +98,15 @@ class CachedReader(Reader):
         return CachedRead(self, rows, self.pool.submit(pieces, keep), files)
 
     def _blank(self, count: int) -> Pieces:
-        """The pieces of a batch of ``count`` rows as far as they are the same for all: sizes, and places in it."""
-        if len(self._pieces) != len(self.layout.columns) * count:
-            sizes = np.repeat([column.row_bytes for column in self.layout.columns], count)
-            places = sizes * np.tile(np.arange(count), len(self.layout.columns))
-            zeros = np.zeros_like(sizes)
-            self._pieces = np.stack([zeros, zeros, sizes, sizes, places, zeros], axis=1).astype(np.int64)
-        return self._pieces
+        """The pieces of ``count`` rows as far as they are the same for all: sizes, and places in the batch."""
+        if not self._blanks or len(self._blanks[0]) < count:
+            self._blanks = []
+            for column in self.layout.columns:
+                blank = np.zeros((count, len(PIECE)), dtype=np.int64)
+                blank[:, 2] = blank[:, 3] = column.row_bytes
+                blank[:, 4] = np.arange(count) * column.row_bytes
+                self._blanks.append(blank)
+        return np.concatenate([blank[:count] for blank in self._blanks])
 
     def _files_of(self, shards: Rows | None) -> list[int]:
         """The files that these shards lie in, sorted."""

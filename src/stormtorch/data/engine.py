@@ -102,7 +102,7 @@ class RowsEngine(Engine):
             self._counts,
             batch_rows=self._batch_rows,
             rows_per_epoch=self._order.rows_per_epoch,
-            window_rows=self._order.window_rows,
+            window_rows=self._order.rows_per_epoch if self._reader.mode == "cached" else self._order.window_rows,
             group=self._group,
             check=self._check,
         )

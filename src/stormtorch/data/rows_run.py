@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +57,7 @@ class RowsRun(Run):
         self._pending: deque[_Pending] = deque()
         self._sent: deque[object] = deque()
         self._now: object = None  # the group that is being given
-        self._whole: list[torch.Tensor] = []  # all of it
-        self._given_rows = self._left_rows = 0  # of it
+        self._left: deque[Sequence[torch.Tensor]] = deque()  # its batches that are still to be given
         self._cursor = span.epoch, span.batch  # the batch to read next
         self._place = span.epoch, span.batch  # the batch to give next
         self._single_until = span.epoch, span.batch  # up to this place, batches are read one by one
@@ -66,27 +66,26 @@ class RowsRun(Run):
         reader.restart(span.epoch, span.batch * batch_rows)
 
     def next(self) -> list[torch.Tensor] | None:
-        if not self._left_rows and not self._take_group():
+        if not self._left and not self._take_group():
             return None
-        given = self._whole if self._group == 1 else self._copied()
-        rows = given[0].shape[0]
-        self._given_rows, self._left_rows = self._given_rows + rows, self._left_rows - rows
-        if not self._left_rows:
-            self._now, self._whole = None, []
-        if self._left_rows <= self._group // 2 * self._batch_rows:  # its memory was allocated some steps ago by now
+        given = self._left.popleft() if self._group == 1 else self._copied()
+        if not self._left:
+            self._now = None
+        if len(self._left) <= self._group // 2:  # the memory of the next one was allocated some steps ago by now
             self._send_ahead()
         if self._group == 1:
             self._delivery.prepare()
         self._place = self._span.after(*self._place)
         self._counts.bytes += sum(tensor.nbytes for tensor in given)
-        self._counts.samples += rows
-        return given
+        self._counts.samples += given[0].shape[0]
+        return list(given)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._now, self._whole = None, []
+        self._now = None
+        self._left.clear()
         self._drop()
 
     def _drop(self) -> None:
@@ -97,12 +96,14 @@ class RowsRun(Run):
         while self._sent:
             self._delivery.give(self._sent.popleft())  # so that the user's stream frees them behind their copies
 
-    def _copied(self) -> list[torch.Tensor]:
+    def _copied(self) -> Sequence[torch.Tensor]:
         """The next batch of the group, in memory of its own."""
         self._delivery.follow(self._now)
-        first, last = self._given_rows, self._given_rows + min(self._batch_rows, self._left_rows)
-        with torch.inference_mode(False):
-            return [tensor[first:last].clone() for tensor in self._whole]
+        batch = self._left.popleft()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return [tensor.clone() for tensor in batch]
+        return [tensor.clone() for tensor in batch]
 
     def _take_group(self) -> bool:
         """Have the next group at hand; False if there are no more."""
@@ -114,9 +115,12 @@ class RowsRun(Run):
                 return False
             self._send_first()
         self._now = self._sent.popleft()
-        self._whole = self._delivery.give(self._now)
-        self._given_rows, self._left_rows = 0, self._whole[0].shape[0]
-        if self._group > 1 and self._pending:
+        whole = self._delivery.give(self._now)
+        if self._group == 1:
+            self._left.append(whole)
+            return True
+        self._left.extend(zip(*(tensor.split(self._batch_rows) for tensor in whole), strict=True))
+        if self._pending:
             self._delivery.prepare()
         return True
 
@@ -143,12 +147,15 @@ class RowsRun(Run):
             self._pending.append(_Pending(read, memory, self._cursor, batches))
 
     def _batches_from(self, batch: int) -> int:
-        """How many to read at once. A group ends with its window: memory for the next one may not be there yet."""
+        """How many to read at once. A group ends with a window: memory for the next one may not be there yet."""
         if self._cursor < self._single_until:
             return 1
         first = batch * self._batch_rows
-        in_window = (self._window_rows - first % self._window_rows) // self._batch_rows
-        return max(1, min(self._group, self._span.per_epoch - batch, in_window))
+        last = first + self._batch_rows - 1  # of the first batch, which may lie across windows
+        end = last - last % self._window_rows + self._window_rows
+        left = min(self._span.per_epoch - batch, (end - first) // self._batch_rows)
+        groups = -(-left // self._group)
+        return -(-left // groups)  # of equal size: a small one costs as much as a large one
 
     def _send_first(self) -> None:
         """Wait for what is to be given next. If it cannot be read, the batches before the bad one are given first."""

@@ -2,7 +2,8 @@
  *
  * A job is an array of pieces. Threads take the pieces of the oldest job in runs of about CHUNK bytes, so that one
  * batch is put together by all of them, and go on with the next job when nothing of it is left to take. Pieces that
- * continue each other on both sides are joined when the job is handed over: rows in file order become a few large reads.
+ * continue each other on both sides are moved as one: rows in file order become a few large reads. The thread that took
+ * them joins them; to hand a job over costs a look at each piece, as whoever does that has better things to do.
  *
  * A read goes on after EINTR and after a short count. Only the end of the file ends it early, which is an error unless
  * `needed` bytes are there by then: a direct read is rounded up to whole sectors, which may lie behind the end of the
@@ -13,7 +14,8 @@
  * one thread, and the cores do not change hands between those who read and the one who wants what was read.
  *
  * The outcome is written into memory of the caller's. So a caller that was interrupted may ask again, and nothing has to
- * be collected. Nothing allocates after a job was accepted.
+ * be collected. The pieces stay the caller's too, unchanged until the outcome is there. Nothing allocates after a job
+ * was accepted.
  *
  * A file may be mapped. Its pages in the cache are then copied without a call of the kernel, at twice the rate of pread
  * for rows of a few KiB. A map has no errors: a file that shrank, or a disk that failed, is a SIGBUS. Copies out of maps
@@ -43,19 +45,14 @@
 #define CHUNK ((int64_t)128 << 10)  /* bytes that a thread takes at once, if a piece is not larger */
 #define JOINED ((int64_t)256 << 10) /* bytes that joined pieces have at most, so that a batch is still shared */
 
-typedef struct {
-    storm_rows_piece piece;
-    int64_t index; /* in the array that was handed over; of several joined ones, the first */
-} item;
-
 typedef struct job {
     struct job *next;
     storm_rows_outcome *outcome;
     int64_t count, taken; /* of the pieces */
     int64_t in_flight;    /* threads at work on it */
     int32_t state, error; /* state: what it will be when the last thread leaves */
-    int64_t failed, got;
-    item items[];
+    int64_t failed, got; /* of several joined ones, the first */
+    const storm_rows_piece *pieces;
 } job;
 
 struct storm_rows {
@@ -172,19 +169,30 @@ static int64_t move_piece(const storm_rows_piece *piece, int32_t *error) {
     return got;
 }
 
+static int continues(const storm_rows_piece *a, const storm_rows_piece *b) {
+    return a->fd == b->fd && a->map == b->map && a->target && a->source + a->bytes == b->source &&
+           a->target + a->bytes == b->target && a->needed == a->bytes && b->needed == b->bytes;
+}
+
 /* Moves a run of pieces, all or up to one that fails: its place, or `end`. What was copied out of a map is looked at
  * again, by the size of its file: behind the end of a file, the rest of its last page reads as zeros and faults not. */
-static int64_t move_run(const item *items, int64_t begin, int64_t end, int64_t *got, int32_t *error) {
-    const int mapped = items[begin].piece.map && guard_stands(); /* a job has maps throughout, or hardly any */
-    for (int64_t at = begin; at < end; at++)
-        if (!mapped || !items[at].piece.map || !copy_mapped(&items[at].piece)) {
-            *got = move_piece(&items[at].piece, error);
+static int64_t move_run(const storm_rows_piece *pieces, int64_t begin, int64_t end, int64_t *got, int32_t *error) {
+    const int mapped = pieces[begin].map && guard_stands(); /* a job has maps throughout, or hardly any */
+    for (int64_t at = begin, next; at < end; at = next) {
+        storm_rows_piece joined = pieces[at];
+        for (next = at + 1; next < end && continues(&joined, &pieces[next]); next++) {
+            joined.bytes += pieces[next].bytes;
+            joined.needed += pieces[next].bytes;
+        }
+        if (!mapped || !joined.map || !copy_mapped(&joined)) {
+            *got = move_piece(&joined, error);
             if (*error)
                 return at;
         }
+    }
     int64_t fd = -1, size = 0;
     for (int64_t at = begin; mapped && at < end; at++) {
-        const storm_rows_piece *piece = &items[at].piece;
+        const storm_rows_piece *piece = &pieces[at];
         if (!piece->map)
             continue;
         if (piece->fd != fd) {
@@ -223,11 +231,23 @@ static void unlink_job(storm_rows *rows, job *gone) {
         rows->last = link;
 }
 
+/* The end of what a thread takes from `begin` on: CHUNK bytes, or JOINED of pieces that all continue each other. */
+static int64_t chunk_end(const job *from, int64_t begin) {
+    const storm_rows_piece *pieces = from->pieces;
+    int64_t end = begin + 1, bytes = pieces[begin].bytes;
+    int is_one = 1;
+    while (end < from->count) {
+        is_one = is_one && continues(&pieces[end - 1], &pieces[end]);
+        if (bytes + pieces[end].bytes > (is_one ? JOINED : CHUNK))
+            break;
+        bytes += pieces[end++].bytes;
+    }
+    return end;
+}
+
 static void run_chunk(storm_rows *rows) {
     job *current = rows->first;
-    int64_t begin = current->taken, end = begin, bytes = 0;
-    while (end < current->count && (end == begin || bytes + current->items[end].piece.bytes <= CHUNK))
-        bytes += current->items[end++].piece.bytes;
+    const int64_t begin = current->taken, end = chunk_end(current, begin);
     current->taken = end;
     current->in_flight++;
     if (end == current->count)
@@ -236,13 +256,13 @@ static void run_chunk(storm_rows *rows) {
 
     int32_t error = 0;
     int64_t got = 0;
-    int64_t at = move_run(current->items, begin, end, &got, &error);
+    int64_t at = move_run(current->pieces, begin, end, &got, &error);
 
     pthread_mutex_lock(&rows->lock);
     if (error && current->state != STORM_ROWS_FAILED) {
         current->state = STORM_ROWS_FAILED;
         current->error = error;
-        current->failed = current->items[at].index;
+        current->failed = at;
         current->got = got;
         current->taken = current->count;
         unlink_job(rows, current);
@@ -305,31 +325,21 @@ int32_t storm_rows_open(int32_t threads, storm_rows **opened) {
     return 0;
 }
 
-static int continues(const storm_rows_piece *a, const storm_rows_piece *b) {
-    return a->fd == b->fd && a->map == b->map && a->target && a->source + a->bytes == b->source && a->target + a->bytes == b->target &&
-           a->needed == a->bytes && b->needed == b->bytes && a->bytes + b->bytes <= JOINED;
-}
-
 int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count,
                           storm_rows_outcome *outcome) {
-    for (int64_t i = 0; i < count; i++)
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < count; i++) {
         if (pieces[i].bytes < 0 || pieces[i].needed > pieces[i].bytes || (pieces[i].fd < 0 && !pieces[i].target))
             return -EINVAL;
-    job *added = malloc(sizeof *added + (size_t)count * sizeof added->items[0]);
+        bytes += pieces[i].bytes;
+    }
+    job *added = calloc(1, sizeof *added);
     if (!added)
         return -ENOMEM;
-    memset(added, 0, sizeof *added);
     added->outcome = outcome;
     added->state = STORM_ROWS_DONE;
-    for (int64_t i = 0; i < count; i++) {
-        if (added->count > 0 && continues(&added->items[added->count - 1].piece, &pieces[i])) {
-            added->items[added->count - 1].piece.bytes += pieces[i].bytes;
-            added->items[added->count - 1].piece.needed += pieces[i].bytes;
-        } else {
-            added->items[added->count].piece = pieces[i];
-            added->items[added->count++].index = i;
-        }
-    }
+    added->pieces = pieces;
+    added->count = count;
     pthread_mutex_lock(&rows->lock);
     if (rows->stopping) {
         pthread_mutex_unlock(&rows->lock);
@@ -338,8 +348,7 @@ int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int6
     }
     outcome->state = STORM_ROWS_PENDING;
     rows->pending++;
-    const int64_t wanted = added->count; /* from the unlock on, the job may be gone */
-    if (wanted == 0) {
+    if (count == 0) {
         end_job(rows, added);
     } else {
         *rows->last = added;
@@ -347,9 +356,9 @@ int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int6
     }
     pthread_mutex_unlock(&rows->lock);
     /* Woken before the unlock, a thread would run into the lock and sleep again. */
-    if (wanted > 1)
+    if (bytes > CHUNK)
         pthread_cond_broadcast(&rows->work);
-    else if (wanted == 1)
+    else if (count > 0)
         pthread_cond_signal(&rows->work);
     return 0;
 }

@@ -94,7 +94,7 @@ STORM_API int32_t storm_rows_map(int32_t fd, size_t bytes, void **address);
 /* No job may use the map any more. */
 STORM_API void storm_rows_unmap(void *address, size_t bytes);
 STORM_API int32_t storm_rows_open(int32_t threads, storm_rows **rows);
-/* Queues a job; `pieces` may go at once. The memory, the descriptors and `outcome` must live until the outcome is not
+/* Queues a job. `pieces`, unchanged, and the memory, the descriptors and `outcome` must live until the outcome is not
  * PENDING any more, or until stop has returned. */
 STORM_API int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count,
                                     storm_rows_outcome *outcome);
