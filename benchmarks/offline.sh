@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# For a GPU machine that has torch but no network: unpacks, into two git-ignored folders to take along, what the tests
+# need beside torch (.testtools) and what the peers of the benchmarks are (.peers).
+# Usage: benchmarks/offline.sh [PYTHON_VERSION]      (of that machine, x86-64; default 3.12)
+# There: PYTHONPATH=.testtools benchmarks/gpu.sh OUTPUT_FOLDER; benchmarks.training and benchmarks.activations find .peers by themselves.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=${1:-3.12}
+pip="python3 -m pip --quiet --disable-pip-version-check"
+there="--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --python-version $version --only-binary :all:"
+
+rm -rf .testtools .peers
+$pip install --no-compile --target .testtools $there --no-deps \
+  pytest pytest-timeout pytest-xdist execnet pluggy iniconfig packaging pygments hypothesis sortedcontainers
+
+$pip install --no-compile --target .peers $there hjson einops msgpack ninja py-cpuinfo pydantic
+$pip install --no-compile --target .peers $there --no-deps ramtorch==1.11.0 trl==1.16.0 # theirs would bring another torch
+# DeepSpeed is published as source alone. Its Python part is all that is needed: it compiles what it uses.
+sources=$(mktemp -d)
+trap 'rm -rf "$sources"' EXIT
+$pip download --no-deps --no-binary deepspeed -d "$sources" deepspeed==0.19.8
+tar -xzf "$sources"/deepspeed-0.19.8.tar.gz -C "$sources"
+cp -r "$sources"/deepspeed-0.19.8/deepspeed .peers/
+rm -rf .testtools/bin
+du -sh .testtools .peers
