@@ -25,13 +25,14 @@ from .native.jobs import Worker
 from .native.worker import open_worker
 from .streams.adam import AdamStream
 from .streams.adam_home import AdamHome
+from .streams.adam_settings import runs_as_adam
 from .streams.arrangement import Surroundings, open_saving
 from .streams.attach import Attachment
 from .streams.device_states import kept_bytes
 from .streams.durable import Durable
 from .streams.grad_home import GradHome
 from .streams.gradients import GradientStream
-from .streams.optimizer import OptimizerStream, runs_as_adam
+from .streams.optimizer import OptimizerStream
 from .streams.parameters import ParameterStream, Residence
 from .streams.saving import Saving
 from .streams.settings import Settings, Trial

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stormtorch.streams.adam_home import Buffers, Run, adam_step, adjoin, bind
+from stormtorch.streams.adam_home import Buffers, Run, adjoin, bind
+from stormtorch.streams.adam_settings import adam_step
 from stormtorch.streams.chunks import chunks_of, whole_of
 from stormtorch.streams.unit import Place, Unit
 

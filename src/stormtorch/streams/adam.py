@@ -23,7 +23,8 @@ from ..memory.lanes import Lanes
 from ..memory.wait_meter import WaitMeter
 from ..native.adamw import adamw_
 from ..native.jobs import Worker
-from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adam_step, adjoin, bind
+from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
+from .adam_settings import adam_step
 from .chunks import whole_of
 from .device_states import DeviceStates
 from .grad_home import GradHome

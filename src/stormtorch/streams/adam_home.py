@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -110,19 +109,6 @@ class Staged:
 def states_of(unit: Unit, *, wide: bool) -> list[int]:
     """The bytes of a unit's exp_avg, exp_avg_sq, masters and gradients."""
     return [unit.state_count * 4, unit.state_count * 4, unit.master_bytes, unit.wide_bytes if wide else unit.grad_bytes]
-
-
-def adam_step(group: dict[str, Any], step: int) -> AdamStep:
-    return AdamStep(
-        lr=float(group["lr"]),
-        step=step,
-        betas=(float(group["betas"][0]), float(group["betas"][1])),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group["decoupled_weight_decay"],
-        maximize=group["maximize"],
-        fused=bool(group.get("fused")),
-    )
 
 
 def adjoin(last: Place, place: Place, wide: bool) -> bool:

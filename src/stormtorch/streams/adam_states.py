@@ -16,6 +16,7 @@ from .adam import AdamStream
 from .adam_home import AdamHome
 from .gradients import GradientStream
 from .home import Access, home_view, joined, plain
+from .param_groups import ParamGroups
 from .unit import Place, Unit
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -29,12 +30,15 @@ class AdamStates:
         optimizer: torch.optim.Optimizer,
         adam: AdamStream,
         gradients: GradientStream,
+        groups: ParamGroups,
         access: Access,
         before_change: Callable[[Unit], None],
     ) -> None:
         """``before_change`` is called before states are replaced: somebody may still be saving them."""
         self._optimizer, self._adam, self._gradients = optimizer, adam, gradients
-        self._access, self._before_change = access, before_change
+        self._groups, self._access, self._before_change = groups, access, before_change
+        self._place = {id(place.parameter): place for home in adam.homes for place in home.unit.places}
+        self._taken: dict[int, dict[str, Any]] = {}  # while torch loads the others, by number
         self._shown: dict[int, dict[str, Any]] = {}  # what we have put into optimizer.state, by parameter
 
     def take_all(self, states: dict[Any, dict[str, Any]]) -> None:
@@ -42,6 +46,23 @@ class AdamStates:
         for home in self._adam.homes:
             for number, place in enumerate(home.unit.trained):
                 self._take(home, number, place, states.get(place.parameter) or {})
+
+    def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep what ``load_state_dict`` is not to see: torch would cast it to the parameters' dtype and device."""
+        mine = {number for number, parameter in enumerate(self._groups.parameters()) if id(parameter) in self._place}
+        states = state_dict["state"]
+        self._taken = {number: state for number, state in states.items() if number in mine}
+        return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
+
+    def after_loading(self) -> None:
+        """Install what was kept."""
+        numbered = self._groups.parameters()
+        states = {numbered[key]: dict(value) for key, value in self._taken.items()}
+        self._taken = {}
+        for parameter, state in states.items():
+            if not self._place[id(parameter)].trained:
+                self._optimizer.state[parameter] = state
+        self.take_all(states)
 
     def heed(self, unit: Unit | None = None) -> None:
         """Follow what user code did to the state, of one unit or of all."""

@@ -454,7 +454,7 @@ class Attachment:
             if last is not None:
                 last.synchronize()  # a load may still be reading
             if self.optimizer is not None:
-                self.optimizer.before_rewrite(place)
+                self.optimizer.masters.before_rewrite(place)
         elif kind == "grad" and self.optimizer is not None:
             self.optimizer.join(place.unit)  # an update may still be reading
 
@@ -465,7 +465,7 @@ class Attachment:
         if kind == "weight":
             self._parameters.changed(place.unit, by_step=False)
             if self.optimizer is not None:
-                self.optimizer.rewritten(place)
+                self.optimizer.masters.rewritten(place)
             if self._passes.installed:
                 self._renew(place.unit)
         elif kind == "grad":

@@ -73,7 +73,7 @@ class Durable:
 
     @property
     def has_masters(self) -> bool:
-        return self._optimizer is not None and self._optimizer.masters
+        return self._optimizer is not None and self._optimizer.has_masters
 
     @property
     def has_unused_gradients(self) -> bool:
@@ -106,7 +106,7 @@ class Durable:
             return
         states: dict[Any, dict[str, Any]] = dict(self._optimizer.optimizer.state)
         for place in self._place.values():
-            if self._adam is None and self._optimizer.master(place) is not None:
+            if self._adam is None and self._optimizer.torch_step.master(place) is not None:
                 states.setdefault(place.parameter, {})  # an optimizer without a state of its own, as plain SGD is
             elif self._adam is not None and place.trained and place.parameter not in states:
                 home = self._adam.homes[place.unit.index]
@@ -120,7 +120,7 @@ class Durable:
                     home = self._adam.homes[where.unit.index]
                     shown["step"] = torch.tensor(float(home.steps[where.index]))
                 else:
-                    master = self._optimizer.master(where)
+                    master = self._optimizer.torch_step.master(where)
                     if master is not None:
                         shown[MASTER] = master
             yield parameter, shown
@@ -155,20 +155,7 @@ class Durable:
             torch.autograd.graph.increment_version([place.parameter for place in places])
         if self._optimizer is not None and not with_states:
             for place in places:
-                self.reset_master(place)
-
-    def reset_master(self, place: Place) -> None:
-        """The master is what the weight is."""
-        assert self._optimizer is not None
-        if self._adam is not None and place.trained:
-            master = self._adam.homes[place.unit.index].master(place)
-            if master is not None:
-                if place.dtype == torch.bfloat16:
-                    master.zero_()
-                else:
-                    master.copy_(plain(place.parameter).detach())
-        else:
-            self._optimizer.forget_master(place)
+                self._optimizer.masters.reset(place)
 
     def room_for(self, parameter: nn.Parameter, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
         """Tensors for the state of a parameter, to be filled: those that exist where they fit, else new ones."""
@@ -180,7 +167,7 @@ class Durable:
         for key, (shape, dtype) in shapes.items():
             room = mine.get(key)
             if room is None and key == MASTER and place is not None and self._adam is None:
-                room = self._optimizer.new_master(place)
+                room = self._optimizer.torch_step.new_master(place)
             if room is None:
                 room = present.get(key)
                 room = plain(room) if isinstance(room, torch.Tensor) else None
@@ -207,7 +194,7 @@ class Durable:
         for unit in self._units:
             for place in unit.trained:
                 if MASTER not in states.get(place.parameter, {}):
-                    self.reset_master(place)
+                    self._optimizer.masters.reset(place)
         if self._adam is None:
             own = {p: {key: v for key, v in state.items() if key != MASTER} for p, state in states.items()}
             states = {p: state for p, state in own.items() if state}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .home import plain
+from .param_groups import ParamGroups
 from .torch_step import TorchStep
 from .unit import Place, Unit
 
@@ -20,43 +21,45 @@ MASTER = "master"
 class MasterStates:
     """The parameters of a session that have masters of their own, seen by torch's hooks."""
 
-    def __init__(self, generic: TorchStep, units: list[Unit]) -> None:
-        self._generic = generic
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, torch_step: TorchStep, groups: ParamGroups, units: list[Unit]
+    ) -> None:
+        self._optimizer, self._torch_step, self._groups = optimizer, torch_step, groups
         self._place = {id(p.parameter): p for unit in units for p in unit.trained if p.is_split}
         self._taken: dict[int, dict[str, Any]] = {}
 
-    def add(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """After ``state_dict()``: the masters too."""
-        for number, place in self._numbered(optimizer):
-            master = self._generic.master(place)
+    def after_saving(self, state_dict: dict[str, Any]) -> None:
+        """Add the masters to what ``state_dict`` has made."""
+        for number, place in self._numbered():
+            master = self._torch_step.master(place)
             if master is not None:
                 state_dict["state"][number] = {**state_dict["state"].get(number, {}), MASTER: master}
 
-    def take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Before ``load_state_dict``: what torch is not to see."""
-        mine = {number for number, _ in self._numbered(optimizer)}
+    def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep what ``load_state_dict`` is not to see."""
+        mine = {number for number, _ in self._numbered()}
         states = state_dict["state"]
         self._taken = {number: states[number] for number in mine if number in states}
         return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
 
-    def install(self, optimizer: torch.optim.Optimizer) -> None:
-        """After it: what was taken."""
+    def after_loading(self) -> None:
+        """Install what was kept."""
         taken, self._taken = self._taken, {}
-        for number, place in self._numbered(optimizer):
+        for number, place in self._numbered():
             state = {key: _for_master(key, value) for key, value in taken.get(number, {}).items()}
             master = state.pop(MASTER, None)
-            self._generic.forget_master(place)
+            self._torch_step.forget_master(place)
             if master is not None:
-                room = self._generic.new_master(place)
+                room = self._torch_step.new_master(place)
                 assert room is not None
                 with torch.no_grad():
                     room.copy_(master)
-            optimizer.state.pop(place.parameter, None)
+            self._optimizer.state.pop(place.parameter, None)
             if state:
-                optimizer.state[place.parameter] = state
+                self._optimizer.state[place.parameter] = state
 
-    def _numbered(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Place]]:
-        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+    def _numbered(self) -> Iterator[tuple[int, Place]]:
+        for number, parameter in enumerate(self._groups.parameters()):
             if id(parameter) in self._place:
                 yield number, self._place[id(parameter)]
 

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .grad_home import GradHome
 from .home import HomeParameter
+from .parameters import ParameterStream
+from .real_grad import has_sparse_grad, real_grad
 from .torch_private import without_torch_function
 from .unit import Place
 
@@ -74,12 +77,29 @@ class Shadow:
 class TorchStep:
     """Runs a separable optimizer on home memory, on the calling thread."""
 
-    def __init__(self, shadow: Shadow, *, masters: bool) -> None:
-        self._shadow, self._masters = shadow, masters
+    def __init__(self, shadow: Shadow, parameters: ParameterStream, *, masters: bool) -> None:
+        self._shadow, self._parameters, self._masters = shadow, parameters, masters
         self._stand_ins: dict[int, nn.Parameter] = {}
 
-    def update(self, places: list[tuple[Place, torch.Tensor]]) -> None:
-        """Update parameters, given their gradients in home memory; both must be up to date."""
+    def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:
+        """Update the unit's parameters that have a gradient and are in ``hyper`` (by index), and wait for it."""
+        places: list[tuple[Place, torch.Tensor]] = []
+        for place in grads.unit.trained:
+            grad = real_grad(place) if has_sparse_grad(place) else None
+            if grad is None and place.index in grads.present:
+                grad = grads.view(place)
+            if grad is not None and place.index in hyper:
+                places.append((place, grad))
+        if not places:
+            return
+        grads.join()
+        last_load = self._parameters.residences[grads.unit.index].last_load
+        if last_load is not None:
+            last_load.synchronize()  # it may still be reading the weights
+        self._run(places)
+        self._parameters.changed(grads.unit, by_step=True)
+
+    def _run(self, places: list[tuple[Place, torch.Tensor]]) -> None:
         pairs = []
         for place, grad in places:
             stand_in = self._stand_in(place)

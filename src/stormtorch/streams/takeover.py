@@ -1,0 +1,98 @@
+"""What is put on the user's optimizer object, and taken off again: ``step``, ``zero_grad``, and hooks of state dicts.
+
+The object stays the user's; ``step`` and ``zero_grad`` are set on the instance, as bound methods, because a scheduler
+that was built before has done the same, and one that is built later will wrap what it finds. After `end` they fall
+through to the class. What they do meanwhile is told by whoever takes over (optimizer.py); what torch does around every
+step, the calls of hooks, is done here."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+PUT_ON = ("step", "zero_grad", "_step_supports_amp_scaling")  # attributes that the instance has meanwhile
+
+
+class Takeover:
+    """The user's optimizer object, whose calls go elsewhere from `begin` to `end`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        step: Callable[[Callable[[], Any] | None], Any],
+        zero_grad: Callable[..., None],
+        before_saving: Callable[[], None],
+        after_saving: Callable[[dict[str, Any]], None] | None,
+        before_loading: Callable[[dict[str, Any]], dict[str, Any] | None],
+        after_loading: Callable[[], None],
+    ) -> None:
+        """The last four are called around ``state_dict`` and ``load_state_dict``, with the dict that torch has made, or
+        was given; ``before_loading`` may return another one for torch to load."""
+        self._optimizer, self._step, self._zero_grad = optimizer, step, zero_grad
+        self._before_saving, self._after_saving = before_saving, after_saving
+        self._before_loading, self._after_loading = before_loading, after_loading
+        self._previous = {name: vars(optimizer)[name] for name in PUT_ON if name in vars(optimizer)}
+        self._hooks: list[Any] = []
+        self.ended = False
+
+    def begin(self) -> None:
+        """Put everything on. Where this fails half-way, `end` takes off what is there."""
+        optimizer = self._optimizer
+        target: Any = optimizer
+        target.step = types.MethodType(self._method("step", self._step_with_hooks), optimizer)
+        target.zero_grad = types.MethodType(self._method("zero_grad", self._zero_grad), optimizer)
+        target._step_supports_amp_scaling = False  # a GradScaler then unscales the gradients itself
+        self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _optimizer: self._before_saving()))
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._load_pre_hook))
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(self._load_post_hook))
+        after_saving = self._after_saving
+        if after_saving is not None:
+            self._hooks.append(optimizer.register_state_dict_post_hook(lambda _optimizer, saved: after_saving(saved)))
+
+    def end(self) -> None:
+        """The object is as it was, but for what others have put on it since. Once."""
+        self.ended = True
+        for hook in self._hooks:
+            hook.remove()
+        for name in PUT_ON:
+            if name in self._previous:
+                setattr(self._optimizer, name, self._previous[name])
+            elif name in vars(self._optimizer):
+                value = vars(self._optimizer)[name]
+                if name == "_step_supports_amp_scaling" or isinstance(value, types.MethodType):
+                    delattr(self._optimizer, name)  # a wrapper that a scheduler made stays, and falls through
+
+    def _method(self, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+        def method(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self.ended:
+                return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+            return ours(*args, **kwargs)
+
+        method = torch.compiler.disable(method)  # queues and waits: nothing that could be compiled
+        method.__name__ = name
+        if hasattr(vars(self._optimizer).get(name), "_wrapped_by_lr_sched"):
+            method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or the scheduler warns of a foreign step
+        method.__doc__ = getattr(type(self._optimizer), name).__doc__
+        return method
+
+    def _step_with_hooks(self, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer: Any = self._optimizer
+        optimizer._opt_called = True  # what a scheduler that was built before looks for
+        for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (closure,) if closure else (), {})
+        loss = self._step(closure)
+        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            hook(optimizer, (closure,) if closure else (), {})
+        return loss
+
+    def _load_pre_hook(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        return None if self.ended else self._before_loading(state_dict)
+
+    def _load_post_hook(self, _optimizer: torch.optim.Optimizer) -> None:
+        if not self.ended:
+            self._after_loading()
