@@ -637,6 +637,41 @@ def test_hooks_of_the_optimizer(pair: Pair) -> None:
     pair.check()
 
 
+def test_a_hook_that_replaces_the_closure(pair: Pair) -> None:
+    """What hooks are given, and what they may return, is as with torch."""
+
+    def run(side: Side) -> object:
+        heard: list[object] = []
+
+        def closure() -> torch.Tensor:
+            side.optimizer.zero_grad()
+            loss = side.loss(0)
+            loss.backward()
+            return loss
+
+        def twice() -> torch.Tensor:
+            return 2 * closure().detach()
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            heard.append((args[0] is optimizer, len(args), sorted(kwargs)))
+            return (optimizer, twice), {}
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            heard.append((args == (optimizer, twice), kwargs))
+
+        optimizer: Any = side.optimizer
+        handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        losses = [optimizer.step(closure), optimizer.step(closure=closure)]
+        for handle in handles:
+            handle.remove()
+        with pytest.raises(TypeError):
+            optimizer.step(closure, 1)
+        return losses, heard
+
+    pair.both(run)
+    pair.check()
+
+
 def test_a_regulariser_outside_the_forward(pair: Pair) -> None:
     """Its gradient reaches the parameters by a way that does not lead through their modules."""
 

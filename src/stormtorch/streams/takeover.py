@@ -2,8 +2,8 @@
 
 The object stays the user's; ``step`` and ``zero_grad`` are set on the instance, as bound methods, because a scheduler
 that was built before has done the same, and one that is built later will wrap what it finds. After `end` they fall
-through to the class. What they do meanwhile is told by whoever takes over (optimizer.py); what torch does around every
-step, the calls of hooks, is done here."""
+through to the class. What they do meanwhile is told by whoever takes over (optimizer.py). Around a step stands torch's
+own wrapper: it calls hooks, and makes the range in a profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 PUT_ON = ("step", "zero_grad", "_step_supports_amp_scaling")  # attributes that the instance has meanwhile
 
@@ -33,7 +32,12 @@ class Takeover:
     ) -> None:
         """The last four are called around ``state_dict`` and ``load_state_dict``, with the dict that torch has made, or
         was given; ``before_loading`` may return another one for torch to load."""
-        self._optimizer, self._step, self._zero_grad = optimizer, step, zero_grad
+        self._optimizer, self._zero_grad = optimizer, zero_grad
+
+        def hooked(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return step(closure)
+
+        self._hooked_step = torch.optim.Optimizer.profile_hook_step(hooked)
         self._before_saving, self._after_saving = before_saving, after_saving
         self._before_loading, self._after_loading = before_loading, after_loading
         self._previous = {name: vars(optimizer)[name] for name in PUT_ON if name in vars(optimizer)}
@@ -80,15 +84,10 @@ class Takeover:
         method.__doc__ = getattr(type(self._optimizer), name).__doc__
         return method
 
-    def _step_with_hooks(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
         optimizer: Any = self._optimizer
         optimizer._opt_called = True  # what a scheduler that was built before looks for
-        for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
-            hook(optimizer, (closure,) if closure else (), {})
-        loss = self._step(closure)
-        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
-            hook(optimizer, (closure,) if closure else (), {})
-        return loss
+        return self._hooked_step(optimizer, *args, **kwargs)
 
     def _load_pre_hook(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         return None if self.ended else self._before_loading(state_dict)
