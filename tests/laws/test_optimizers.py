@@ -222,6 +222,21 @@ def test_sparse_gradients(kind: type[optim.Optimizer]) -> None:
         pair.check()
 
 
+@pytest.mark.parametrize("make", [Chain, Looked], ids=["dense", "sparse"])
+def test_a_graph_that_has_saved_a_weight_is_stopped_after_the_step(make: type[nn.Module]) -> None:
+    def run(side: Side) -> None:
+        saved = side.named("embed.weight").square().sum()  # a graph of its own, beside the model's
+        side.step(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
+        side.optimizer.zero_grad()
+
+    with Pair(Case("saved", make, tokens, cross_entropy), lambda model: optim.SGD(model.parameters(), lr=0.1)) as pair:
+        pair.both(run)
+        pair.steps(2)
+        pair.check()
+
+
 # ------------------------------------------------------------------------------------------- groups that change later
 
 

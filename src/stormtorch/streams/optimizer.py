@@ -171,10 +171,13 @@ class OptimizerStream:
 
     def _note_change(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
         """For autograd: graphs that have saved these parameters, outside of the model, must not be run any more."""
+        changed = [
+            place.parameter
+            for place in home.unit.trained
+            if place.index in mine and (place.index in home.present or has_sparse_grad(place))
+        ]
         with without_torch_function():
-            torch.autograd.graph.increment_version(
-                [place.parameter for place in home.unit.trained if place.index in home.present and place.index in mine]
-            )
+            torch.autograd.graph.increment_version(changed)
 
     def _consume(self, home: GradHome) -> None:
         """For step="backward": update the unit now, from gradients that have just been sent home."""
