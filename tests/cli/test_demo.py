@@ -30,10 +30,11 @@ def test_it_trains_within_its_budget_and_compares(capsys: pytest.CaptureFixture[
 
 def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("stormtorch.memory.cpu_lanes.CpuLane.copy", lambda *_: None)  # a link that moves nothing
+    # A link that moves zeros.
+    monkeypatch.setattr("stormtorch.memory.cpu_lanes.CpuLane.copy", lambda _lane, target, *_: target.zero_())
     assert main(["demo", "--device", "cpu", "--steps", "2"]) != 0
     shown = capsys.readouterr()
-    assert "That is not right" in shown.out or "not finite" in shown.err
+    assert "That is not right" in shown.out
 
 
 def test_without_transformers_a_module_of_its_own(
