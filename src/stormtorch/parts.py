@@ -23,11 +23,13 @@ from .memory.host import regions_for
 from .memory.lanes import Lanes
 from .native.jobs import Worker
 from .native.worker import open_worker
+from .streams.access import UserAccess
 from .streams.adam import AdamStream
 from .streams.adam_home import AdamHome
 from .streams.adam_settings import runs_as_adam
 from .streams.arrangement import Surroundings, open_saving
 from .streams.attach import Attachment
+from .streams.calls import Calls
 from .streams.device_states import kept_bytes
 from .streams.durable import Durable
 from .streams.grad_home import GradHome
@@ -42,7 +44,7 @@ from .streams.unit import Unit
 from .tuning import Tuning
 
 # What is tied to a model lives as long as its parameters are streamed, also where nobody has kept the session.
-_TIED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
+_TIED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UserAccess]] = weakref.WeakKeyDictionary()
 _TAKEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerStream]] = weakref.WeakKeyDictionary()
 
 
@@ -54,7 +56,7 @@ class Parts:
     tuning: Tuning
     parameters: ParameterStream
     gradients: GradientStream
-    attachment: Attachment
+    access: UserAccess
     saving: Saving | None  # None: activations are kept
     optimizer: OptimizerStream | None
     adam: AdamStream | None  # None: torch's own step runs, or none
@@ -66,7 +68,7 @@ class Parts:
 def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial) -> Parts:
     """Stream ``model`` in place, and take over ``optimizer``; ``ground.endings`` make both ordinary again."""
     earlier = _TIED.get(model)
-    if earlier is not None and (attachment := earlier()) is not None and not attachment.closed:
+    if earlier is not None and (access := earlier()) is not None and not access.closed:
         raise SettingError("This model is being streamed already. Close that session first.")
     if optimizer is not None:
         _check_optimizer(model, optimizer)
@@ -76,7 +78,7 @@ def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settin
     except BaseException:
         endings.run()
         raise
-    _TIED[model] = weakref.ref(parts.attachment)
+    _TIED[model] = weakref.ref(parts.access)
     if optimizer is not None and parts.optimizer is not None:
         _TAKEN[optimizer] = weakref.ref(parts.optimizer)
     return parts
@@ -108,9 +110,10 @@ def _open(
     )
     endings.before_others(attachment.detach)
     attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
+    access = attachment.access
     tuning.note_foreign_memory(model)
-    saving = _arrange(model, ground, tuning, attachment, settings.activations, trial)
-    drain = functools.partial(_drain, attachment, ground.lanes)
+    saving = _arrange(model, ground, tuning, attachment.calls, settings.activations, trial)
+    drain = functools.partial(_drain, access, ground.lanes)
     endings.before_others(drain)
     for parameter in ground.partition.left:
         parameter.data = parameter.data.to(ground.device)
@@ -129,7 +132,7 @@ def _open(
             )
         taken = OptimizerStream(
             optimizer,
-            access=attachment,
+            access=access,
             units=ground.units,
             parameters=parameters,
             gradients=gradients,
@@ -139,24 +142,24 @@ def _open(
         )
         endings.before_others(taken.release)
         taken.on_step = functools.partial(tuning.after_step, gradients)
-        _make_known(taken, attachment, parameters, gradients)
-    attachment.durable = durable = Durable(
+        _make_known(taken, access, parameters, gradients)
+    access.durable = durable = Durable(
         units=ground.units,
         parameters=parameters,
         gradients=gradients,
-        attachment=attachment,
+        access=access,
         optimizer=taken,
         adam=adam,
         still=Still(ground.ledger),
         drain=drain,
     )
-    endings.before_others(functools.partial(_settle, attachment, parameters, drain))
+    endings.before_others(functools.partial(_settle, access, parameters, drain))
     return Parts(
         ground=ground,
         tuning=tuning,
         parameters=parameters,
         gradients=gradients,
-        attachment=attachment,
+        access=access,
         saving=saving,
         optimizer=taken,
         adam=adam,
@@ -206,9 +209,7 @@ def _wide_grads(ground: Ground, unit: Unit) -> torch.Tensor:
     return arena.tensor((unit.wide_bytes,), torch.uint8)
 
 
-def _arrange(
-    model: nn.Module, ground: Ground, tuning: Tuning, attachment: Attachment, mode: str, trial: Trial
-) -> Saving | None:
+def _arrange(model: nn.Module, ground: Ground, tuning: Tuning, calls: Calls, mode: str, trial: Trial) -> Saving | None:
     """See to activations by ``mode``; None where they are kept."""
     no_limit = ground.meter is None and trial.activation_room is None  # RAM on either side: "auto" would keep all
     if mode == "keep" or (mode == "auto" and no_limit):
@@ -219,7 +220,7 @@ def _arrange(
         ledger=ground.ledger,
         page_lock=ground.page_lock,
         waits=ground.waits,
-        lock=attachment.lock,
+        lock=calls.lock,
         rates=tuning.free_rates,
         meter=tuning.meter,
         peak=tuning.peak,
@@ -230,7 +231,7 @@ def _arrange(
     left = ground.partition.left
     saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *left], trial)
     ground.endings.before_others(end)
-    attachment.saving = saving
+    calls.saving = saving
     tuning.activation_wish = lambda: saving.wish_bytes
     return saving
 
@@ -306,24 +307,24 @@ def _open_adam(
 
 
 def _make_known(
-    optimizer: OptimizerStream, attachment: Attachment, parameters: ParameterStream, gradients: GradientStream
+    optimizer: OptimizerStream, access: UserAccess, parameters: ParameterStream, gradients: GradientStream
 ) -> None:
     """From now on the others wait for the optimizer's work."""
-    attachment.optimizer = optimizer
+    access.optimizer = optimizer
     parameters.gate = gradients.gate = optimizer.gate
     gradients.join_readers = optimizer.join
     gradients.settle = optimizer.apply_factor
 
 
-def _drain(attachment: Attachment, lanes: Lanes) -> None:
-    if attachment.optimizer is not None:
-        attachment.optimizer.join_all()
+def _drain(access: UserAccess, lanes: Lanes) -> None:
+    if access.optimizer is not None:
+        access.optimizer.join_all()
     lanes.synchronize()
 
 
-def _settle(attachment: Attachment, parameters: ParameterStream, drain: Callable[[], None]) -> None:
+def _settle(access: UserAccess, parameters: ParameterStream, drain: Callable[[], None]) -> None:
     """Bring everything home, before anything ends."""
-    if attachment.optimizer is not None:
-        attachment.optimizer.apply_factor()
+    if access.optimizer is not None:
+        access.optimizer.apply_factor()
     drain()
     parameters.drop_all()

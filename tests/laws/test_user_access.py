@@ -446,6 +446,17 @@ def test_a_root_that_writes_a_weight_that_its_graph_needs_is_stopped() -> None:
         pair.steps(2)
 
 
+def after_many_that_are_gone(model: Writing) -> None:
+    """What is written has the address, and so the id, of something that was read and is gone."""
+    model.head.weight.sum()
+    seen = {id(model.embed.weight.data) for _ in range(50)}
+    for _ in range(50):
+        data = model.head.weight.data
+        if id(data) in seen:
+            break
+    data.mul_(0.5)
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -454,8 +465,9 @@ def test_a_root_that_writes_a_weight_that_its_graph_needs_is_stopped() -> None:
         lambda model: model.head.weight.detach().mul_(0.5),
         lambda model: model.head.weight.data.mul_(0.5),
         lambda model: model.scale.mul_(0.5),
+        after_many_that_are_gone,
     ],
-    ids=["row", "t", "detach", "data", "own"],
+    ids=["row", "t", "detach", "data", "own", "after many that are gone"],
 )
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "evaluate"])
 def test_writes_in_forward_that_would_be_lost_are_refused(write: Callable[[Writing], object], grad: bool) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..core.errors import StormError
+from .access import UserAccess
 from .adam import AdamStream
-from .attach import Attachment
 from .gradients import GradientStream
 from .home import plain
 from .optimizer import OptimizerStream
@@ -36,7 +36,7 @@ class Durable:
         units: list[Unit],
         parameters: ParameterStream,
         gradients: GradientStream,
-        attachment: Attachment,
+        access: UserAccess,
         optimizer: OptimizerStream | None,
         adam: AdamStream | None,
         still: Still,
@@ -44,9 +44,9 @@ class Durable:
     ) -> None:
         """``drain`` blocks until all that was asked for is done."""
         self._units, self._parameters, self._gradients, self._drain = units, parameters, gradients, drain
-        self._attachment, self._optimizer, self._adam, self.still = attachment, optimizer, adam, still
+        self._access, self._optimizer, self._adam, self.still = access, optimizer, adam, still
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
-        attachment.before_change = self._before_change
+        access.before_change = self._before_change
         if optimizer is not None:
             optimizer.before_change = self._before_step
 
@@ -64,7 +64,7 @@ class Durable:
                 f'Cannot {what} inside a backward pass: with step="backward" half of the weights are those of the next '
                 "step. Do it after optimizer.step()."
             )
-        if loading and self._attachment.in_forward():
+        if loading and self._access.in_forward():
             raise StormError("Cannot load inside a forward pass: it computes with the weights. Do it before or after.")
 
     @property
@@ -97,8 +97,8 @@ class Durable:
         if self._optimizer is not None:
             self._optimizer.settle()
         self._drain()
-        if self._attachment.device.type == "cuda":
-            torch.cuda.synchronize(self._attachment.device)  # what is not streamed, and computed on whatever stream
+        if self._access.device.type == "cuda":
+            torch.cuda.synchronize(self._access.device)  # what is not streamed, and computed on whatever stream
 
     def states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """The optimizer's state of each parameter that has one, as it lies; with the masters, where there are any."""
@@ -147,8 +147,8 @@ class Durable:
                 last_load.synchronize()
 
     def _end(self, places: list[Place], with_states: bool) -> None:
-        if self._attachment.device.type == "cuda":
-            torch.cuda.synchronize(self._attachment.device)  # what is not streamed came on other threads' streams
+        if self._access.device.type == "cuda":
+            torch.cuda.synchronize(self._access.device)  # what is not streamed came on other threads' streams
         for unit in {place.unit.index: place.unit for place in places}.values():
             self._parameters.changed(unit, by_step=False)
         with without_torch_function():
@@ -212,7 +212,7 @@ def durable_of(model: nn.Module) -> Durable | None:
     """That of the session that streams ``model``, if one does."""
     for parameter in model.parameters():
         access = getattr(parameter, "_storm", (None,))[0]
-        if isinstance(access, Attachment) and not access.closed:
+        if isinstance(access, UserAccess) and not access.closed:
             durable: Durable | None = access.durable
             return durable
     return None

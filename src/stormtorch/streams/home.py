@@ -34,19 +34,27 @@ from .torch_private import in_backward, without_torch_function
 from .unit import Place
 
 
+class Lender(Protocol):
+    """What the streams offer to user code that computes on the device."""
+
+    def of(self, place: Place) -> torch.Tensor:
+        """The tensor on the device that stands in for the parameter."""
+
+    def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, over the device's memory, to user code in forward: what is written there would be lost."""
+
+
 class Access(Protocol):
     """What the streams offer to user code that touches home memory."""
 
     device: torch.device
 
+    @property
+    def twins(self) -> Lender:
+        """What is on the device instead."""
+
     def in_forward(self) -> bool:
         """Whether the calling thread is inside a streamed module's forward."""
-
-    def twin(self, place: Place) -> torch.Tensor:
-        """The tensor on the device that stands in for the parameter."""
-
-    def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor, over the device's memory, to user code in forward: what is written there would be lost."""
 
     def join(self, place: Place, kind: str) -> None:
         """Block until home memory of this ``kind`` is up to date; kinds are those of `HomeView`."""
@@ -302,7 +310,7 @@ def _exchanged(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, HomeParameter) and hasattr(tensor, "_storm"):
-        return tensor._storm[0].twin(tensor._storm[1])
+        return tensor._storm[0].twins.of(tensor._storm[1])
     return tensor
 
 
@@ -358,7 +366,7 @@ def _get_data(func: Any, args: tuple[Any, ...]) -> Any:
     home = args[0]
     if isinstance(home, HomeParameter) and _in_forward([home]):
         access, place = home._storm
-        return access.lend(place, access.twin(place).data)
+        return access.twins.lend(place, access.twins.of(place).data)
     return _with_homes(func, "data", [home], args, {})
 
 
