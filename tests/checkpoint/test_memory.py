@@ -16,6 +16,7 @@ import torch
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 
+from ..resident import resident_bytes
 from .made import Run
 
 CHILD = """
@@ -117,13 +118,13 @@ def test_twenty_times_saved_and_loaded_leave_nothing(tmp_path: Path) -> None:
 
     for number in range(4):
         cycle(number)
-    before, charged, rss = standing(), run.session.ledger.used_bytes(Tier.HOST), psutil.Process().memory_info().rss
+    before, charged, rss = standing(), run.session.ledger.used_bytes(Tier.HOST), resident_bytes()
     for number in range(20):
         cycle(number)
     assert standing() == before
     assert run.session.ledger.used_bytes(Tier.HOST) == charged
     assert run.session.ledger.used_bytes(Tier.HOST, Tag.CHECKPOINT) == 0
-    assert psutil.Process().memory_info().rss - rss < 16 * MiB
+    assert resident_bytes() - rss < 16 * MiB
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
     run.session.close()
     assert type(run.model.head.weight) is torch.nn.Parameter

@@ -20,6 +20,7 @@ import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 
+from ..resident import resident_bytes
 from .models import (
     CHAIN,
     RECOMPUTED,
@@ -445,9 +446,9 @@ def test_two_hundred_sessions_leave_nothing(device: torch.device) -> None:
 
     for number in range(6):  # pools that torch and the driver make once
         once(number)
-    before, rss = standing(), psutil.Process().memory_info().rss
+    before, rss = standing(), resident_bytes()
     for number in range(200):
         once(number)
     assert standing() == before
-    grown = psutil.Process().memory_info().rss - rss
+    grown = resident_bytes() - rss
     assert grown < 32 * MiB, f"{grown / MiB:.0f} MiB more after 200 sessions"
