@@ -141,6 +141,7 @@ def test_a_loader_goes_on_after_an_error(source: FileSource, tmp_path: Path, rea
 
 
 @READINGS
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that psutil was just opening
 def test_ctrl_c_ends_at_once_and_the_loader_can_go_on(source: FileSource, reading: Any) -> None:
     with DataLoader(source, 7, shuffle=True, reading=reading, window=100 * 256, epochs=10_000) as loader:
         for _ in range(5):

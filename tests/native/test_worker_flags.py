@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from stormtorch.native.jobs import FlagValue
@@ -39,13 +40,18 @@ def test_close_does_not_take_back_a_later_value(open_any: OpenAny, make_tensors:
 
 
 def test_abandoned_jobs_leave_the_furthest_value(open_any: OpenAny, make_tensors: MakeTensors, words: Any) -> None:
-    worker = open_any(threads=1)
-    begin_a_long_job(worker, make_tensors)
-    worker.submit(make_tensors(10), STEP, ready=words.at(1), done=words.at(0, 3))
-    worker.submit(make_tensors(10), STEP, done=words.at(0, 1))
-    worker.submit(make_tensors(10), STEP, ready=words.at(1), done=words.at(0, 2))
-    assert worker.close() == 3
-    assert words[0] == 3
+    for _ in range(20):
+        worker = open_any(threads=1)
+        words[0] = 0
+        begin_a_long_job(worker, make_tensors)
+        worker.submit(make_tensors(10), STEP, ready=words.at(1), done=words.at(0, 3))
+        worker.submit(make_tensors(10), STEP, done=words.at(0, 1))
+        worker.submit(make_tensors(10), STEP, ready=words.at(1), done=words.at(0, 2))
+        abandoned = worker.close()
+        assert words[0] == 3
+        if abandoned == 3:
+            return
+    pytest.fail("the long job was over before the worker was closed, twenty times")
 
 
 def test_abort_ends_what_waits(open_any: OpenAny, make_tensors: MakeTensors, words: Any) -> None:
