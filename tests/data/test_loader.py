@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import threading
 import time
@@ -19,10 +20,11 @@ import psutil
 import pytest
 import torch
 
-from stormtorch.core.errors import OutOfBudget, SettingError, StorageError, StormError
+from stormtorch.core.errors import LaneError, OutOfBudget, SettingError, StorageError, StormError
 from stormtorch.core.sizes import MiB
 from stormtorch.data.buffers import Buffers
 from stormtorch.data.choice import Reading
+from stormtorch.data.delivery import HostBatch, LaneDelivery
 from stormtorch.data.groups import batches_at_once
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.source import Field, FileSource
@@ -598,6 +600,54 @@ def test_groups_are_of_equal_size_and_touch_no_window_that_their_first_batch_doe
         assert min(sizes[:-1]) > 3
         for first, size in groups:
             assert (first + 16 * size - 1) // window == (first + 15) // window or first + 16 * size > 2000
+
+
+@pytest.mark.parametrize("bad", [3, 5])
+@pytest.mark.parametrize("once", [True, False])
+def test_a_group_that_cannot_be_sent_is_not_left_out(
+    tmp_path: Path, bad: int, once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver_late(monkeypatch, 4)
+    send, count = LaneDelivery.send, 0
+
+    def fail(delivery: LaneDelivery, batch: HostBatch, *, exact: bool) -> object:
+        nonlocal count
+        count += 1
+        if count == bad or (count > bad and not once):
+            raise LaneError("the lane has failed")
+        return send(delivery, batch, exact=exact)
+
+    monkeypatch.setattr(LaneDelivery, "send", fail)
+    seen: list[int] = []
+
+    def collect(loader: DataLoader) -> None:
+        for batch in loader:
+            seen.extend(rows_in(batch))
+
+    with DataLoader(numbered_source(tmp_path, [100]), 5) as loader:
+        if once:
+            collect(loader)
+        else:
+            with pytest.raises(LaneError, match="the lane has failed"):
+                collect(loader)
+    assert seen == list(range(100 if once else len(seen)))
+
+
+@pytest.mark.parametrize("group", [1, 7])
+def test_memory_on_the_device_is_taken_ahead(tmp_path: Path, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for groups that are not full; and batches that are the user's have no more than they need."""
+    deliver_late(monkeypatch, group)
+    allocate, sends = LaneDelivery._allocate, list[bool]()  # whether that was what a send did
+
+    def note(delivery: LaneDelivery, count: int) -> Any:
+        sends.append(inspect.stack()[1].function == "send")
+        return allocate(delivery, count)
+
+    monkeypatch.setattr(LaneDelivery, "_allocate", note)
+    with DataLoader(numbered_source(tmp_path, [1000]), 16, epochs=2) as loader:
+        for batch in loader:
+            assert batch.untyped_storage().nbytes() == batch.nbytes
+    assert sum(sends) == (3 + 2 if group == 1 else 1)  # the first ones; with single batches, the short ones
 
 
 def test_small_batches_travel_together() -> None:

@@ -364,6 +364,26 @@ def test_a_forked_child_is_refused(open_any: OpenRows, fd: int) -> None:
     assert pool.wait(pool.submit(pieces, target)) == DONE
 
 
+def test_close_waits_for_a_thread_that_helps(open_any: OpenRows) -> None:
+    """It is a thread of the caller's; after close, memory and pieces of all jobs may go."""
+    small, large = 16 << 20, 256 << 20
+    source: Bytes = np.ones(large, dtype=np.uint8)
+    target: Bytes = np.zeros(small + large, dtype=np.uint8)
+    other: Bytes = np.zeros(8, dtype=np.uint8)
+    at, here = source.ctypes.data, target.ctypes.data
+    pool = open_any(1)
+    first = pool.submit(lines((-1, at, small, small, here), (-1, at, large, large, here + small)), target)
+    second = pool.submit(lines((-1, at, 8, 8, other.ctypes.data)), other)
+    helper = threading.Thread(target=pool.wait, args=(second,), kwargs={"help": True})
+    helper.start()  # it takes the large piece while the pool's thread has the small one
+    time.sleep(0.002)
+    pool.close()
+    state, is_whole = pool.state(first), bool(target[-1] == 1)
+    helper.join()
+    assert state in (DONE, DROPPED)
+    assert is_whole == (target[-1] == 1), "it was still being written"
+
+
 def test_a_wait_can_be_interrupted(open_any: OpenRows, fd: int) -> None:
     pool = open_any(1)
     target: Bytes = np.zeros(1 << 20, dtype=np.uint8)

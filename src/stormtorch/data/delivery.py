@@ -71,8 +71,11 @@ class Delivery(ABC):
         """A batch that nobody will send. Nothing may write to it any more."""
 
     @abstractmethod
-    def send(self, batch: HostBatch) -> object:
-        """Let a batch that was read go its way; returns at once. What comes back is for ``give``, in the same order."""
+    def send(self, batch: HostBatch, *, exact: bool) -> object:
+        """Let a batch that was read go its way; returns at once. What comes back is for ``give``, in the same order.
+
+        ``exact``: its tensors are to have memory of just their size, as users keep them.
+        """
 
     @abstractmethod
     def give(self, sent: object) -> list[torch.Tensor]:
@@ -129,7 +132,7 @@ class CpuDelivery(Delivery):
     def drop(self, batch: HostBatch) -> None:
         batch.fields.clear()
 
-    def send(self, batch: HostBatch) -> object:
+    def send(self, batch: HostBatch, *, exact: bool) -> object:  # noqa: ARG002
         return batch
 
     def give(self, sent: object) -> list[torch.Tensor]:
@@ -241,11 +244,16 @@ class LaneDelivery(Delivery):
     def drop(self, batch: HostBatch) -> None:
         self._free.append(batch.slot)
 
-    def send(self, batch: HostBatch) -> object:
+    def send(self, batch: HostBatch, *, exact: bool) -> object:
         assert self._lanes is not None
         lane = self._lanes.load
-        full = batch.count == self._batch_rows
-        parcel = self._parcels.popleft() if full and self._parcels else self._allocate(batch.count)
+        is_short = batch.count < self._batch_rows
+        if not self._parcels or (exact and is_short):
+            parcel = self._allocate(batch.count)
+        else:
+            parcel = self._parcels.popleft()
+            if is_short:
+                parcel.tensors = [tensor[: batch.count] for tensor in parcel.tensors]
         lane.wait(parcel.allocated)
         for target, source in zip(parcel.tensors, as_fields(batch, self._fields), strict=True):
             lane.copy(target, source, Tag.DATA)

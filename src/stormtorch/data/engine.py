@@ -134,7 +134,12 @@ def _rows_of_few_files(source: FileSource | DecodedSource, choice: Choice | None
 
 def _window_bytes(source: FileSource | DecodedSource, order: Order, choice: Choice | None) -> int:
     """What windows will take. It is theirs: batches on their way come second."""
-    return 0 if choice is not None and choice.mode == "cached" else 2 * order.window_rows * source.row_bytes
+    if choice is not None and choice.mode == "cached":
+        return 0
+    rows = order.window_rows
+    if isinstance(source, DecodedSource):  # whole groups of rows, of which the first and the last may be in two windows
+        rows = min(source.rows, rows + 2 * max(source.groups))
+    return 2 * rows * source.row_bytes
 
 
 def open_engine(

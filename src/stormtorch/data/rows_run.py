@@ -195,5 +195,5 @@ class RowsRun(Run):
         pending.read.wait()  # at once: settles what the read has lent
         if self._check is not None:
             self._check(pending.memory, pending.read)
-        self._pending.popleft()
-        self._sent.append(self._delivery.send(pending.memory))
+        self._sent.append(self._delivery.send(pending.memory, exact=self._group == 1))
+        self._pending.popleft()  # not before: if it cannot be sent, it is still due

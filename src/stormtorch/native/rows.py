@@ -32,6 +32,7 @@ from .library import Library, RowsOutcome, describe, library
 PIECE = ("fd", "source", "bytes", "needed", "target", "map")
 PENDING, DONE, FAILED, DROPPED = range(4)
 Pieces = NDArray[np.int64]
+_NONE: Pieces = np.empty((0, len(PIECE)), dtype=np.int64)
 _SLICE_S = 0.1  # longest time inside C at once, so that Ctrl-C is noticed
 
 
@@ -179,6 +180,8 @@ class NativeRows(RowsPool):
         while held and self._load_state(held[0].address) != PENDING:
             over = held[0]
             over.keep = None
+            if self._load_state(over.address) == DONE:
+                over.pieces = _NONE  # only a failure is looked up in them
             held.popleft()
 
     def state(self, job: RowsJob) -> int:

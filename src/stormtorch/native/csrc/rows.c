@@ -44,6 +44,7 @@
 
 #define CHUNK ((int64_t)128 << 10)  /* bytes that a thread takes at once, if a piece is not larger */
 #define JOINED ((int64_t)256 << 10) /* bytes that joined pieces have at most, so that a batch is still shared */
+#define TAKEN ((int64_t)4096)       /* pieces that a thread takes at once: it looks at each under the lock */
 
 typedef struct job {
     struct job *next;
@@ -178,6 +179,7 @@ static int continues(const storm_rows_piece *a, const storm_rows_piece *b) {
  * again, by the size of its file: behind the end of a file, the rest of its last page reads as zeros and faults not. */
 static int64_t move_run(const storm_rows_piece *pieces, int64_t begin, int64_t end, int64_t *got, int32_t *error) {
     const int mapped = pieces[begin].map && guard_stands(); /* a job has maps throughout, or hardly any */
+    int64_t fd = pieces[begin].fd, furthest = 0;            /* fd: of all pieces, or -1 */
     for (int64_t at = begin, next; at < end; at = next) {
         storm_rows_piece joined = pieces[at];
         for (next = at + 1; next < end && continues(&joined, &pieces[next]); next++) {
@@ -189,9 +191,15 @@ static int64_t move_run(const storm_rows_piece *pieces, int64_t begin, int64_t e
             if (*error)
                 return at;
         }
+        fd = joined.fd == fd ? fd : -1;
+        furthest = joined.source + joined.bytes > furthest ? joined.source + joined.bytes : furthest;
     }
-    int64_t fd = -1, size = 0;
-    for (int64_t at = begin; mapped && at < end; at++) {
+    struct stat whole;
+    if (!mapped || (fd >= 0 && fstat((int)fd, &whole) == 0 && furthest <= whole.st_size))
+        return end;
+    int64_t size = 0;
+    fd = -1;
+    for (int64_t at = begin; at < end; at++) {
         const storm_rows_piece *piece = &pieces[at];
         if (!piece->map)
             continue;
@@ -231,12 +239,12 @@ static void unlink_job(storm_rows *rows, job *gone) {
         rows->last = link;
 }
 
-/* The end of what a thread takes from `begin` on: CHUNK bytes, or JOINED of pieces that all continue each other. */
+/* The end of what a thread takes from `begin` on: TAKEN pieces, of CHUNK bytes, or of JOINED if all continue each other. */
 static int64_t chunk_end(const job *from, int64_t begin) {
     const storm_rows_piece *pieces = from->pieces;
     int64_t end = begin + 1, bytes = pieces[begin].bytes;
     int is_one = 1;
-    while (end < from->count) {
+    while (end < from->count && end - begin < TAKEN) {
         is_one = is_one && continues(&pieces[end - 1], &pieces[end]);
         if (bytes + pieces[end].bytes > (is_one ? JOINED : CHUNK))
             break;
@@ -413,6 +421,10 @@ void storm_rows_stop(storm_rows *rows) {
     for (int32_t i = 0; i < rows->thread_count; i++)
         pthread_join(rows->threads[i], NULL);
     rows->thread_count = 0;
+    pthread_mutex_lock(&rows->lock);
+    while (rows->pending > 0) /* who waits may be helping: a thread of the caller's, which nobody joins */
+        pthread_cond_wait(&rows->over, &rows->lock);
+    pthread_mutex_unlock(&rows->lock);
 }
 
 void storm_rows_free(storm_rows *rows) {
