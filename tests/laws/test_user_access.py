@@ -23,6 +23,7 @@ from .models import (
     OTHERS,
     VOCABULARY,
     WIDTH,
+    Case,
     Chain,
     Pair,
     Side,
@@ -481,6 +482,39 @@ def test_writes_in_forward_that_would_be_lost_are_refused(write: Callable[[Writi
         model.write = lambda _: None
         model(tokens(0)[0])
         same(frozen(model.state_dict()), before, "weights")
+
+
+class Opponents(nn.Module):
+    """Two networks with losses of their own, in one forward: one is frozen for a while, as GANs do, or thawed."""
+
+    def __init__(self, begins_frozen: bool) -> None:
+        super().__init__()
+        self.maker = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.judge = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.begins_frozen = begins_frozen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.maker(x)
+        self.judge.requires_grad_(not self.begins_frozen)
+        judged = self.judge(made.detach() if not self.begins_frozen else made).square().mean()
+        self.judge.requires_grad_(self.begins_frozen)
+        again = self.judge(made if not self.begins_frozen else made.detach()).mean()
+        self.judge.requires_grad_(True)
+        loss: torch.Tensor = judged - again
+        return loss
+
+
+@pytest.mark.parametrize("begins_frozen", [False, True], ids=["frozen", "thawed"])
+@pytest.mark.parametrize("vram", ["tight", "auto"])
+def test_weights_that_are_frozen_or_thawed_within_a_forward(begins_frozen: bool, vram: str) -> None:
+    def vectors(step: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)),)
+
+    case = Case("opponents", lambda: Opponents(begins_frozen), vectors, lambda model, batch: model(batch[0]))
+    with Pair(case, fused, vram=vram, seed=0) as pair:
+        for step in range(3):
+            pair.both(lambda side, step=step: (side.step(step), gradients(side.model)), "gradients")  # type: ignore[misc]
+        pair.check()
 
 
 def test_averaged_model_of_torch(pair: Pair) -> None:

@@ -63,10 +63,11 @@ class Twins:
         if not torch.is_grad_enabled():
             return views
         known = self._with_graph.find(unit.index, views) if not in_graph else None
-        if known is not None:
-            return {**views, **known}
         with without_torch_function():
             leaves = [place for place in unit.places if place.parameter.requires_grad]
+        if known is not None:  # users freeze and thaw within a pass, too
+            views = {**views, **{place.index: known[place.index] for place in leaves if place.index in known}}
+            leaves = [place for place in leaves if place.index not in known]
         if not leaves:
             return views
         token = Token(unit, [place.index for place in leaves])
@@ -79,7 +80,7 @@ class Twins:
         )
         twins = {place.index: twin for place, twin in zip(leaves, made, strict=True)}
         if not in_graph and self.passes.depth:
-            self._with_graph.add(unit.index, twins)
+            self._with_graph.add(unit.index, {**(known or {}), **twins})
         return {**views, **twins}
 
     @locked
