@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -515,6 +516,34 @@ def test_weights_that_are_frozen_or_thawed_within_a_forward(begins_frozen: bool,
         for step in range(3):
             pair.both(lambda side, step=step: (side.step(step), gradients(side.model)), "gradients")  # type: ignore[misc]
         pair.check()
+
+
+def test_a_second_thread_inside_of_the_model_is_refused(pair: Pair) -> None:
+    """What stands in modules is one thread's. Threads that take turns are as one."""
+    model = pair.streamed.model
+    said: list[str] = []
+
+    def evaluate() -> None:
+        try:
+            with torch.no_grad():
+                pair.streamed.loss(7)
+        except storm.StormError as error:
+            said.append(str(error))
+
+    def in_another_thread(*_: object) -> None:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join(30)
+
+    handle = model.get_submodule("blocks.3").register_forward_hook(in_another_thread)
+    pair.steps(1)
+    handle.remove()
+    assert len(said) == 1
+    assert "one call at a time" in said[0]
+    in_another_thread()
+    assert len(said) == 1
+    pair.steps(2, start=1)
+    pair.check()
 
 
 def test_averaged_model_of_torch(pair: Pair) -> None:

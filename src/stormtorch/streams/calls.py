@@ -113,6 +113,7 @@ class Calls:
         self._passes, self._stack = twins.passes, _Stack()
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
+        self._caller: int | None = None  # the thread whose pass runs
 
     def wrap(self, module: nn.Module, entry: Entry | None) -> None:
         """From now on, calls of ``module`` come by here; an ``entry`` names what they bring to the device."""
@@ -139,20 +140,21 @@ class Calls:
         self, module: nn.Module | None, entry: Entry | None, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         passes, stack = self._passes, self._stack.installed
-        outermost = passes.depth == 0
+        outermost, in_graph = passes.depth == 0, in_backward()
+        begins = outermost and not in_graph
+        if begins:
+            self._take_turn()
         hooks: AbstractContextManager[Any] = nullcontext()
-        in_graph = in_backward()
-        if outermost and not in_graph:
-            self._clean()
-            self._begin(module, entry)
-            if not saved_tensor_hooks_active():
-                hooks = self._hooks()
-            if self._device.type != "cpu":
-                args, kwargs = _pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
         installed = Installed(entry) if entry is not None else None
-        kept = len(stack)
-        depth = passes.depth
+        depth, kept = passes.depth, 0 if begins else len(stack)
         try:
+            if begins:
+                self._clean()
+                self._begin(module, entry)
+                if not saved_tensor_hooks_active():
+                    hooks = self._hooks()
+                if self._device.type != "cpu":
+                    args, kwargs = _pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
             passes.depth = depth + 1
             with hooks:
                 if installed is not None:
@@ -165,7 +167,7 @@ class Calls:
                     self._twins.refuse_writes()
                 return result
         finally:
-            self._end_call(depth, kept, outermost and not in_graph)
+            self._end_call(depth, kept, begins)
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -199,6 +201,18 @@ class Calls:
             self._uninstall(stack.pop())
         if ends_pass:
             self._twins.end_pass()
+            self._caller = None
+
+    @locked
+    def _take_turn(self) -> None:
+        """What stands in modules, and what a pass has begun, is one thread's at a time."""
+        here = threading.get_ident()
+        if self._caller not in (None, here) and any(thread.ident == self._caller for thread in threading.enumerate()):
+            raise StormError(
+                "Another thread is inside of this model, and a streamed model runs one call at a time. Let threads "
+                "take turns (a threading.Lock around calls and backward), or give each a model of its own."
+            )
+        self._caller = here
 
     def _begin(self, module: nn.Module | None, entry: Entry | None) -> None:
         order = self._parameters.order
