@@ -12,12 +12,13 @@ import torch
 
 from ..core.errors import StormError
 from ..native.update import AdamStep
+from .takeover import users_own
 from .unit import Unit
 
 
 def runs_as_adam(optimizer: torch.optim.Optimizer, units: list[Unit], masters: bool) -> bool:
     """Whether our own kernels compute what this optimizer would."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or users_own(optimizer, "step") is not None:
         return False
     if _unknown_setting(optimizer, {id(place.parameter) for unit in units for place in unit.places}) is not None:
         return False

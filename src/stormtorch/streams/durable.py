@@ -205,7 +205,7 @@ class Durable:
         self._gradients.clear()
         if self._optimizer is not None:
             self._optimizer.forget_factor()
-            self._optimizer.optimizer.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad()  # ours: what the user's own does beyond that is for the user to call
 
 
 def durable_of(model: nn.Module) -> Durable | None:

@@ -6,6 +6,7 @@ dicts alike; takeover.py puts our methods on it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from ..core.errors import StormError
+from ..core.notices import say_once
 from .adam import AdamStream
 from .adam_settings import refuse_unknown
 from .adam_states import AdamStates
@@ -25,7 +27,7 @@ from .masters import Masters
 from .param_groups import ParamGroups
 from .parameters import ParameterStream
 from .real_grad import has_sparse_grad, real_grad
-from .takeover import PUT_ON, Takeover
+from .takeover import PUT_ON, Takeover, users_own
 from .torch_private import without_torch_function
 from .torch_step import Shadow, TorchStep, as_is, is_separable
 from .unit import Unit
@@ -49,6 +51,15 @@ class OptimizerStream:
         self.optimizer, self._units = optimizer, units
         self._parameters, self._gradients, self._adam, self._mode = parameters, gradients, adam, mode
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
+        self._own_step, self._own_zero_grad = users_own(optimizer, "step"), users_own(optimizer, "zero_grad")
+        if self._own_zero_grad is None and type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self._own_zero_grad = functools.partial(type(optimizer).zero_grad, optimizer)
+        self._is_separable = is_separable(optimizer)
+        if self._own_step is not None:
+            say_once(
+                f"The step of {type(optimizer).__name__} was set on the optimizer object: it is called as it is, on "
+                "all parameters at once, which is slower. Hooks, as of register_step_pre_hook, cost nothing."
+            )
         self._shadow = Shadow(optimizer, PUT_ON)
         self.torch_step = TorchStep(self._shadow, parameters, masters=masters)
         self._unstepped = False  # backward has updated units, and step() was not called since
@@ -69,7 +80,7 @@ class OptimizerStream:
         self._takeover = Takeover(
             optimizer,
             step=self.step,
-            zero_grad=self.zero_grad,
+            zero_grad=self._own_zero_grad or self.zero_grad,
             before_saving=self.join_all,
             after_saving=None if master_states is None else master_states.after_saving,
             before_loading=self._before_loading,
@@ -101,9 +112,9 @@ class OptimizerStream:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """``optimizer.step``: returns as soon as the work is queued, or done where the class runs itself."""
-        if self._adam is None and not is_separable(self.optimizer):
+        if self._adam is None and not self._is_separable:
             self.before_change(None)
-            loss = as_is(self.optimizer, closure)
+            loss = as_is(self.optimizer, self._own_step, closure)
         else:
             loss = None
             if closure is not None:
@@ -225,7 +236,7 @@ class OptimizerStream:
     # --- gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """``optimizer.zero_grad``; with ``set_to_none`` it waits for nothing."""
+        """``optimizer.zero_grad``, where the user has none of their own; with ``set_to_none`` it waits for nothing."""
         self.before_dropping()
         if not set_to_none:
             type(self.optimizer).zero_grad(self.optimizer, set_to_none=False)

@@ -2,18 +2,46 @@
 
 The object stays the user's; ``step`` and ``zero_grad`` are set on the instance, as bound methods, because a scheduler
 that was built before has done the same, and one that is built later will wrap what it finds. After `end` they fall
-through to the class. What they do meanwhile is told by whoever takes over (optimizer.py). Around a step stands torch's
-own wrapper: it calls hooks, and makes the range in a profile."""
+through to what was there. What they do meanwhile is told by whoever takes over (optimizer.py). Around a step stands
+torch's own wrapper: it calls hooks, and makes the range in a profile."""
 
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 PUT_ON = ("step", "zero_grad", "_step_supports_amp_scaling")  # attributes that the instance has meanwhile
+_HOOKS_AROUND = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+_ours: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # methods of ours; what each falls through to
+
+
+def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in torch's wrapper, which calls hooks. A user's step that has ``functools.wraps`` looks alike,
+    ``hooked`` and ``__wrapped__`` and all, but has code of its own, which is to run."""
+    return step.__wrapped__ if has_hooks_around(step) else step  # type: ignore[attr-defined]
+
+
+def has_hooks_around(step: Callable[..., Any]) -> bool:
+    return getattr(step, "__code__", None) is _HOOKS_AROUND
+
+
+def users_own(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any] | None:
+    """The method that user code has set on the instance, as others have wrapped it since; None if it is the class's."""
+    found = vars(optimizer).get(name)
+    inner = found
+    while inner is not None:
+        inner = getattr(inner, "__func__", inner)
+        if inner in _ours:
+            inner = _ours[inner]
+        elif getattr(inner, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler":
+            inner = getattr(inner, "__wrapped__", None)  # a scheduler only notes that there was a step
+        else:
+            return None if inner is getattr(type(optimizer), name) else found
+    return None
 
 
 class Takeover:
@@ -37,11 +65,13 @@ class Takeover:
         def hooked(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return step(closure)
 
-        self._hooked_step = torch.optim.Optimizer.profile_hook_step(hooked)
+        calls_hooks = users_own(optimizer, "step") is None and has_hooks_around(type(optimizer).step)
+        self._hooked_step = torch.optim.Optimizer.profile_hook_step(hooked) if calls_hooks else hooked
         self._before_saving, self._after_saving = before_saving, after_saving
         self._before_loading, self._after_loading = before_loading, after_loading
         self._previous = {name: vars(optimizer)[name] for name in PUT_ON if name in vars(optimizer)}
         self._hooks: list[Any] = []
+        self._methods: list[Callable[..., Any]] = []
         self.ended = False
 
     def begin(self) -> None:
@@ -64,17 +94,19 @@ class Takeover:
         for hook in self._hooks:
             hook.remove()
         for name in PUT_ON:
+            value = vars(self._optimizer).get(name)
+            if name != "_step_supports_amp_scaling" and getattr(value, "__func__", None) not in self._methods:
+                continue  # a wrapper that others made stays, and falls through
             if name in self._previous:
                 setattr(self._optimizer, name, self._previous[name])
             elif name in vars(self._optimizer):
-                value = vars(self._optimizer)[name]
-                if name == "_step_supports_amp_scaling" or isinstance(value, types.MethodType):
-                    delattr(self._optimizer, name)  # a wrapper that a scheduler made stays, and falls through
+                delattr(self._optimizer, name)
 
     def _method(self, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
         def method(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self.ended:
-                return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+                before = self._previous.get(name) or types.MethodType(getattr(type(optimizer), name), optimizer)
+                return before(*args, **kwargs)
             return ours(*args, **kwargs)
 
         method = torch.compiler.disable(method)  # queues and waits: nothing that could be compiled
@@ -82,6 +114,8 @@ class Takeover:
         if hasattr(vars(self._optimizer).get(name), "_wrapped_by_lr_sched"):
             method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or the scheduler warns of a foreign step
         method.__doc__ = getattr(type(self._optimizer), name).__doc__
+        _ours[method] = self._previous.get(name)
+        self._methods.append(method)
         return method
 
     def _step_with_hooks(self, *args: Any, **kwargs: Any) -> Any:

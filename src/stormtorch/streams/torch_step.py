@@ -5,11 +5,12 @@ matrices. It is given a *shadow* of the user's optimizer: the same attributes an
 parameters. For models in bf16 or fp16 these are fp32 masters, from which the image is rounded afterwards.
 
 This needs that a parameter's update depends on no other parameter. It holds for all of ``torch.optim`` but LBFGS; LBFGS
-and optimizers that we do not know are called as they are, on all parameters at once.
+and optimizers that we do not know, or whose ``step`` the user has set, are called as they are, on all parameters.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,6 +22,7 @@ from .grad_home import GradHome
 from .home import HomeParameter
 from .parameters import ParameterStream
 from .real_grad import has_sparse_grad, real_grad
+from .takeover import users_own, without_hooks
 from .torch_private import without_torch_function
 from .unit import Place
 
@@ -35,8 +37,9 @@ def is_whole(optimizer: object) -> bool:
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it may be run one unit at a time."""
-    return type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+    """Whether it may be run one unit at a time. Ask before our own step is put on it."""
+    known = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+    return known and users_own(optimizer, "step") is None
 
 
 class Shadow:
@@ -45,8 +48,7 @@ class Shadow:
     def __init__(self, optimizer: torch.optim.Optimizer, own_names: Iterable[str]) -> None:
         """``own_names``: attributes that were put on the instance for streaming, and that the shadow must not have."""
         self._optimizer, self._own_names = optimizer, frozenset(own_names)
-        step: Any = type(optimizer).step
-        self._step: Callable[[Any], Any] = getattr(step, "__wrapped__", step)  # without the hooks, which run once
+        self._step: Callable[[Any], Any] = without_hooks(type(optimizer).step)  # they run once
 
     def run(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Update the second of each pair with the state of the first."""
@@ -147,14 +149,13 @@ class TorchStep:
         return self._stand_ins[key]
 
 
-def as_is(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-    """The optimizer's own step, on the streamed parameters themselves: each access joins what is pending."""
+def as_is(
+    optimizer: torch.optim.Optimizer, own_step: Callable[..., Any] | None, closure: Callable[[], Any] | None
+) -> Any:
+    """The step of the optimizer's class, or the one that the user has set on it, on the streamed parameters themselves:
+    each access joins what is pending."""
     assert all(
         isinstance(p, (HomeParameter, nn.Parameter)) for group in optimizer.param_groups for p in group["params"]
     )
-    step: Any = type(optimizer).step
-    return (
-        getattr(step, "__wrapped__", step)(optimizer, closure)
-        if closure
-        else getattr(step, "__wrapped__", step)(optimizer)
-    )
+    step = own_step or functools.partial(without_hooks(type(optimizer).step), optimizer)
+    return step(closure) if closure else step()
