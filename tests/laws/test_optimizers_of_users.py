@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+from stormtorch.streams.takeover import users_own
 
 from .models import (
     CHAIN,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    Chain,
     Pair,
     Side,
     adamw,
+    cross_entropy,
+    frozen,
     one_thread,  # noqa: F401  # a fixture
+    same,
     sgd,
+    stream,
+    tokens,
 )
 
 optim = torch.optim
@@ -150,3 +165,237 @@ def test_a_step_with_functools_wraps() -> None:
         pair.steps(3)
         pair.check()
         assert calls.count(pair.streamed.optimizer) == calls.count(pair.plain.optimizer)
+
+
+# --- states that the user keeps, or moves
+
+
+def alike(side: Side) -> list[nn.Parameter]:
+    """Parameters of one shape, in several units."""
+    shape = side.named("blocks.0.up.weight").shape
+    return [parameter for parameter in side.model.parameters() if parameter.shape == shape]
+
+
+def clear_and_bring_back(side: Side) -> Any:
+    backup = side.optimizer.state_dict()
+    side.optimizer.state.clear()
+    side.step(3)
+    side.step(4)
+    kept = frozen(backup)
+    side.optimizer.load_state_dict(backup)
+    return kept
+
+
+def bring_back_by_hand(side: Side) -> None:
+    """A warm-up of the new weights, say, and then the old states."""
+    backup = {parameter: dict(state) for parameter, state in side.optimizer.state.items()}
+    side.optimizer.state.clear()
+    side.step(3)
+    for parameter, state in backup.items():
+        side.optimizer.state[parameter] = state
+
+
+def move(side: Side) -> None:
+    state, (first, *_, last) = side.optimizer.state, alike(side)
+    state[last] = state.pop(first)
+
+
+def rotate(side: Side) -> None:
+    state, parameters = side.optimizer.state, alike(side)
+    entries = [state[parameter] for parameter in parameters]
+    for parameter, entry in zip(parameters, entries[1:] + entries[:1], strict=True):
+        state[parameter] = entry
+
+
+def rotate_copies_of_entries(side: Side) -> None:
+    """The tensors are others than those that were shown, over the same memory."""
+    state, parameters = side.optimizer.state, alike(side)
+    entries = [{name: value.detach() for name, value in state[parameter].items()} for parameter in parameters]
+    for parameter, entry in zip(parameters, entries[1:] + entries[:1], strict=True):
+        state[parameter] = entry
+
+
+def exchange_one_moment(side: Side) -> None:
+    state, (first, second, *_) = side.optimizer.state, alike(side)
+    one, other = state[first], state[second]
+    one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+
+
+def load_what_is_there(side: Side) -> None:
+    side.optimizer.load_state_dict(side.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kept", [0, 99])
+@pytest.mark.parametrize(
+    "action",
+    [
+        clear_and_bring_back,
+        bring_back_by_hand,
+        move,
+        rotate,
+        rotate_copies_of_entries,
+        exchange_one_moment,
+        load_what_is_there,
+    ],
+)
+def test_states_that_are_kept_or_moved(action: Callable[[Side], Any], kept: int) -> None:
+    with Pair(CHAIN, adamw, kept=kept) as pair:
+        pair.steps(2)
+        pair.both(action)
+        pair.steps(3, start=5)
+        pair.check()
+
+
+def test_states_rotate_also_where_backward_updates() -> None:
+    with Pair(CHAIN, adamw, step="backward") as pair:
+        pair.steps(2)
+        pair.both(rotate)
+        pair.steps(2, start=5)
+        pair.check(grads=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_master_does_not_move_with_the_state(dtype: torch.dtype) -> None:
+    """It is the weight's own."""
+    model = CHAIN.build(dtype)
+    optimizer = adamw(model)
+    with stream(model, optimizer, seed=0) as session:
+        side = Side(model, optimizer, CHAIN, torch.device("cpu"), session)
+        side.step(0)
+        before = frozen([optimizer.state[parameter]["master"] for parameter in alike(side)])
+        rotate(side)
+        optimizer.zero_grad()
+        optimizer.step()  # which follows the states, and changes nothing
+        same(frozen([optimizer.state[parameter]["master"] for parameter in alike(side)]), before, "masters")
+
+
+# --- gradients that Adam does not take
+
+
+class LastIsSparse(Chain):
+    """The unit that comes last has a sparse gradient, if asked for."""
+
+    sparse = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+
+    def forward(self, tokens: torch.Tensor, order: Sequence[int] | None = None) -> torch.Tensor:
+        x = super().forward(tokens, order)
+        return x + self.table(tokens) if self.sparse else x
+
+
+def test_adam_refuses_a_sparse_gradient_before_it_changes_anything() -> None:
+    def step_with_a_sparse_gradient(side: Side) -> str:
+        model = side.model
+        assert isinstance(model, LastIsSparse)
+        model.sparse = True
+        side.optimizer.zero_grad()
+        side.loss(3).backward()
+        with pytest.raises(Exception, match="does not support sparse gradients") as refused:
+            side.optimizer.step()
+        model.sparse = False
+        side.optimizer.zero_grad()
+        return str(refused.value)[: len("Adam does not support")]
+
+    with Pair(Case("last-is-sparse", LastIsSparse, tokens, cross_entropy), adamw) as pair:
+        pair.steps(2)
+        pair.both(step_with_a_sparse_gradient)
+        pair.check()
+        pair.steps(2, start=4)
+        pair.check()
+
+
+# --- masters and the weights that they belong to
+
+
+def low_precision(dtype: torch.dtype, optimizers: Callable[[nn.Module], optim.Optimizer]) -> Side:
+    model = CHAIN.build(dtype)
+    optimizer = optimizers(model)
+    return Side(model, optimizer, CHAIN, torch.device("cpu"), stream(model, optimizer, seed=0))
+
+
+def run_on(side: Side) -> Any:
+    for step in range(4, 12):
+        side.step(step)
+    assert side.session is not None
+    states = frozen((side.model.state_dict(), side.optimizer.state_dict()))
+    side.session.close()
+    return states
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_masters_are_loaded_in_either_order(dtype: torch.dtype, steps: int, first: str) -> None:
+    side = low_precision(dtype, adamw)
+    for step in range(4):
+        side.step(step)
+    saved = frozen({"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()})
+    expected = run_on(side)
+
+    side = low_precision(dtype, adamw)
+    for step in range(steps):
+        side.step(20 + step)
+    for name in sorted(saved, key=lambda name: name != first):
+        getattr(side, name).load_state_dict(saved[name])
+    same(run_on(side), expected, "resumed")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_an_edit_after_loading_in_the_usual_order_is_exact(dtype: torch.dtype) -> None:
+    """No master that was loaded outlives another weight than its own."""
+    side = low_precision(dtype, adamw)
+    side.step(0)
+    side.step(1)
+    saved = frozen({"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()})
+    side.model.load_state_dict(saved["model"])
+    side.optimizer.load_state_dict(saved["optimizer"])
+    weight = side.named("head.weight")
+    with torch.no_grad():
+        weight.fill_(0.3)
+    master = side.optimizer.state[weight]["master"]
+    expected = torch.zeros_like(weight) if dtype == torch.bfloat16 else weight
+    same(frozen(master).float(), frozen(expected).float(), "master")
+    assert side.session is not None
+    side.session.close()
+
+
+def test_an_optimizer_of_two_sessions_has_the_users_step_in_both() -> None:
+    """A scheduler that was built while streaming has wrapped our step, which falls through to the user's."""
+    with Pair(CHAIN, sgd, before=set_own_step) as pair:
+        pair.both(schedule)
+        pair.steps(2)
+    with stream(pair.streamed.model, pair.streamed.optimizer, seed=0):
+        pair.steps(2, start=2)
+        pair.check()
+    with Pair(CHAIN, adamw) as pair:
+        pair.both(schedule)
+        pair.steps(2)
+    with stream(pair.streamed.model, pair.streamed.optimizer, seed=0):
+        pair.steps(2, start=2)
+        pair.check()
+        entry = pair.streamed.optimizer.state[pair.streamed.named("head.weight")]
+        assert type(entry["exp_avg"]) is not torch.Tensor  # a view: our own Adam runs, as no step is the user's
+
+
+@pytest.mark.parametrize("set_own", [set_own_step, set_own_zero_grad])
+def test_an_optimizer_with_methods_of_the_users_is_not_kept(set_own: Callable[[Side], None]) -> None:
+    pair = Pair(CHAIN, sgd, before=set_own)
+    pair.steps(1)
+    pair.session.close()
+    reference = weakref.ref(pair.streamed.optimizer)
+    del pair
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_compiled_step_is_the_classs_own() -> None:
+    model = CHAIN.build()
+    optimizer: Any = adamw(model)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    assert users_own(optimizer, "step") is None
+    compiled: Any = adamw(model)
+    compiled.step = torch.compile(types.MethodType(halve_gradients, compiled), backend="eager")
+    assert users_own(compiled, "step") is compiled.step

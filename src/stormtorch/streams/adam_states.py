@@ -2,21 +2,22 @@
 
 Entries have torch's names and shapes, and are views of that memory; reading one waits for the update under way. What
 user code does to the entries (it clears them, or puts other tensors or step counts there) is followed before the next
-update.
+update. Who still holds an entry that is no parameter's any more, or another's, has a copy of what it was.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from .adam import AdamStream
-from .adam_home import AdamHome
 from .gradients import GradientStream
-from .home import Access, home_view, joined, plain
+from .home import Access, HomeView, home_view, joined, plain
 from .param_groups import ParamGroups
+from .torch_private import without_torch_function
 from .unit import Place, Unit
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,9 +44,9 @@ class AdamStates:
 
     def take_all(self, states: dict[Any, dict[str, Any]]) -> None:
         """Take over states that were made by torch, or by an earlier session; a parameter without one begins anew."""
-        for home in self._adam.homes:
-            for number, place in enumerate(home.unit.trained):
-                self._take(home, number, place, states.get(place.parameter) or {})
+        self._take(
+            [(place, states.get(place.parameter) or {}) for home in self._adam.homes for place in home.unit.trained]
+        )
 
     def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Keep what ``load_state_dict`` is not to see: torch would cast it to the parameters' dtype and device."""
@@ -54,8 +55,8 @@ class AdamStates:
         self._taken = {number: state for number, state in states.items() if number in mine}
         return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
 
-    def after_loading(self) -> None:
-        """Install what was kept."""
+    def after_loading(self) -> list[Place]:
+        """Install what was kept. Returns the places whose masters were in it."""
         numbered = self._groups.parameters()
         states = {numbered[key]: dict(value) for key, value in self._taken.items()}
         self._taken = {}
@@ -63,9 +64,12 @@ class AdamStates:
             if not self._place[id(parameter)].trained:
                 self._optimizer.state[parameter] = state
         self.take_all(states)
+        brought = (p for p, state in states.items() if "master" in state and not self._is_live(state["master"]))
+        return [self._place[id(parameter)] for parameter in brought]
 
     def heed(self, unit: Unit | None = None) -> None:
         """Follow what user code did to the state, of one unit or of all."""
+        changed: list[tuple[Place, dict[str, Any]]] = []
         for home in self._adam.homes if unit is None else [self._adam.homes[unit.index]]:
             if self._gradients.homes[home.unit.index].consumed:
                 continue  # updated already, and not yet counted there
@@ -78,7 +82,8 @@ class AdamStates:
                     continue
                 self._adam.join_states(home.unit)
                 self._before_change(home.unit)
-                self._take(home, number, place, state or {})
+                changed.append((place, state or {}))
+        self._take(changed)
 
     def count(self) -> None:
         """After an update: an entry for parameters that have none yet, and the number of steps for all."""
@@ -91,12 +96,12 @@ class AdamStates:
 
     def replace(self, states: dict[Any, dict[str, Any]]) -> None:
         """Take the step counts of ``states``, and remove them there; moments and masters are in home memory already."""
-        self._shown.clear()
+        self._shown.clear()  # who holds one of these sees what was loaded: it is written already
         for home in self._adam.homes:
             for number, place in enumerate(home.unit.trained):
                 state = states.pop(place.parameter, None)
                 if state is None:
-                    self._take(home, number, place, {})
+                    self._take([(place, {})])
                 else:
                     home.steps[number] = int(state["step"])
                     self._show(place, state)
@@ -124,18 +129,51 @@ class AdamStates:
         self._optimizer.state[place.parameter] = {**state, **more}
         self._shown[id(place.parameter)] = state
 
-    def _take(self, home: AdamHome, number: int, place: Place, state: dict[str, Any]) -> None:
-        home.steps[number] = 0
-        if "exp_avg" not in state:
-            self._optimizer.state.pop(place.parameter, None)
-            self._shown.pop(id(place.parameter), None)
-            for name in _MOMENTS:
-                home.moment(name, place).zero_()
-            return
-        home.steps[number] = int(state["step"])
+    def _take(self, states: list[tuple[Place, dict[str, Any]]]) -> None:
+        """Make these the states. They may be views of each other's home memory: all is read before one is written."""
+        for place, state in states:
+            shown = self._shown.get(id(place.parameter))
+            if shown is None or any(state.get(name) is not shown[name] for name in _MOMENTS):
+                self._let_go(place)
+        sources = [self._sources(place, state) if "exp_avg" in state else {} for place, state in states]
+        for (place, state), source in zip(states, sources, strict=True):
+            home = self._adam.homes[place.unit.index]
+            home.steps[place.index] = int(state["step"]) if "exp_avg" in state else 0
+            if "exp_avg" not in state:
+                self._optimizer.state.pop(place.parameter, None)
+                for name in _MOMENTS:
+                    home.moment(name, place).zero_()
+                continue
+            for name, value in source.items():
+                target = home.master(place) if name == "master" else home.moment(name, place)
+                if target is not None:
+                    target.copy_(value)
+            self._show(place, state)
+
+    def _sources(self, place: Place, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What is to be written, by name: not what is there already, nor the master of a state that was another's."""
+        sources, shown = {}, self._shown.get(id(place.parameter), {})
         for name in _MOMENTS:
-            home.moment(name, place).copy_(plain(joined(state[name])))
-        master = home.master(place)
-        if master is not None and "master" in state:
-            master.copy_(plain(joined(state["master"])))
-        self._show(place, state)
+            value = plain(joined(state[name]))
+            if state[name] is not shown.get(name):
+                sources[name] = value.clone() if self._is_live(state[name]) else value
+        if "master" in state and not self._is_live(state["master"]):
+            sources["master"] = plain(joined(state["master"]))
+        return sources
+
+    def _is_live(self, value: torch.Tensor) -> bool:
+        """Whether it lies in our home memory: an update changes it."""
+        return isinstance(value, HomeView) and value._storm[0] is self._access and value._storm_kind == "state"
+
+    def _let_go(self, place: Place) -> None:
+        """The moments are about to change: views of them that others hold keep what they have."""
+        shown = self._shown.pop(id(place.parameter), {})
+        held = {name: weakref.ref(shown[name]) for name in _MOMENTS if name in shown}
+        shown.clear()
+        home = self._adam.homes[place.unit.index]
+        for name, reference in held.items():
+            view = reference()
+            if view is not None:
+                with without_torch_function():
+                    view.data = home.moment(name, place).clone()
+                view._storm_kind = "past"

@@ -42,8 +42,8 @@ class MasterStates:
         self._taken = {number: states[number] for number in mine if number in states}
         return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
 
-    def after_loading(self) -> None:
-        """Install what was kept."""
+    def after_loading(self) -> list[Place]:
+        """Install what was kept. No weight that is written later needs to know."""
         taken, self._taken = self._taken, {}
         for number, place in self._numbered():
             state = {key: _for_master(key, value) for key, value in taken.get(number, {}).items()}
@@ -57,6 +57,7 @@ class MasterStates:
             self._optimizer.state.pop(place.parameter, None)
             if state:
                 self._optimizer.state[place.parameter] = state
+        return []
 
     def _numbered(self) -> Iterator[tuple[int, Place]]:
         for number, parameter in enumerate(self._groups.parameters()):

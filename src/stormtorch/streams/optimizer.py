@@ -68,6 +68,7 @@ class OptimizerStream:
         self.steps = 0
         self.on_step: Callable[[], None] = lambda: None
         self.masters, self.has_masters = Masters(adam, self.torch_step), masters
+        self._not_written: set[int] = set()  # parameters, when a state dict is about to be loaded
         self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
         self._groups = ParamGroups(optimizer)
         self._states: AdamStates | None = None
@@ -143,12 +144,14 @@ class OptimizerStream:
         self._refuse_thawed()
         if self._adam is not None:
             refuse_unknown(self.optimizer, self._place)
-        if self._states is not None:
-            self._states.heed()
         for home in self._gradients.homes:
             for place in home.unit.trained:
                 self._gradients.fold(place)
-            if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
+        self._refuse_sparse(self._units)
+        if self._states is not None:
+            self._states.heed()
+        for home in self._gradients.homes:
+            if home.present or (self._adam is None and any(has_sparse_grad(place) for place in home.unit.trained)):
                 self._update(home, self._groups.of(home.unit))
         if self._states is not None:
             self._states.count()
@@ -170,11 +173,16 @@ class OptimizerStream:
                         "storm.stream again."
                     )
 
+    def _refuse_sparse(self, units: list[Unit]) -> None:
+        """Before the first unit is updated: an error leaves everything as it was."""
+        for unit in units if self._adam is not None else []:
+            mine = self._groups.of(unit)
+            if any(place.index in mine and has_sparse_grad(place) for place in unit.trained):
+                raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
+
     def _update(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
         self.before_change(home.unit)
         if self._adam is not None:
-            if any(has_sparse_grad(place) for place in home.unit.trained):
-                raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
             self._adam.update(home, mine)
         else:
             self.torch_step.update(home, mine)
@@ -194,6 +202,7 @@ class OptimizerStream:
         """For step="backward": update the unit now, from gradients that have just been sent home."""
         mine = self._consumable(home)
         if mine is not None:
+            self._refuse_sparse([home.unit])
             if self._states is not None:
                 self._states.heed(home.unit)
             with torch.no_grad():
@@ -307,12 +316,13 @@ class OptimizerStream:
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         self.join_all()
         self.before_change(None)
+        self._not_written = self.masters.loading(self._units)
         return None if self._loads is None else self._loads.before_loading(state_dict)
 
     def _after_loading(self) -> None:
         self._unstepped = False  # who loads begins anew
         if self._loads is not None:
-            self._loads.after_loading()
+            self.masters.loaded(self._loads.after_loading(), self._not_written)
 
     # --- for checkpoints
 

@@ -8,7 +8,6 @@ torch's own wrapper: it calls hooks, and makes the range in a profile."""
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 
 PUT_ON = ("step", "zero_grad", "_step_supports_amp_scaling")  # attributes that the instance has meanwhile
 _HOOKS_AROUND = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-_ours: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # methods of ours; what each falls through to
+# Wrappers that change nothing, by the module that makes them: a scheduler's notes that there was a step.
+_INSIDE = {"torch.optim.lr_scheduler": "__wrapped__", "torch._dynamo.eval_frame": "_torchdynamo_orig_callable"}
 
 
 def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,12 +35,14 @@ def users_own(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]
     inner = found
     while inner is not None:
         inner = getattr(inner, "__func__", inner)
-        if inner in _ours:
-            inner = _ours[inner]
-        elif getattr(inner, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler":
-            inner = getattr(inner, "__wrapped__", None)  # a scheduler only notes that there was a step
-        else:
+        ours = getattr(inner, "_takeover", None)  # which functools.wraps hands on to functions of others
+        if isinstance(ours, Takeover) and inner in ours.methods:
+            inner = ours.previous.get(name)
+            continue
+        inside = _INSIDE.get(getattr(inner, "__globals__", {}).get("__name__", ""))
+        if inside is None:
             return None if inner is getattr(type(optimizer), name) else found
+        inner = getattr(inner, inside, None)
     return None
 
 
@@ -69,9 +71,9 @@ class Takeover:
         self._hooked_step = torch.optim.Optimizer.profile_hook_step(hooked) if calls_hooks else hooked
         self._before_saving, self._after_saving = before_saving, after_saving
         self._before_loading, self._after_loading = before_loading, after_loading
-        self._previous = {name: vars(optimizer)[name] for name in PUT_ON if name in vars(optimizer)}
+        self.previous = {name: vars(optimizer)[name] for name in PUT_ON if name in vars(optimizer)}
         self._hooks: list[Any] = []
-        self._methods: list[Callable[..., Any]] = []
+        self.methods: list[Callable[..., Any]] = []
         self.ended = False
 
     def begin(self) -> None:
@@ -95,17 +97,17 @@ class Takeover:
             hook.remove()
         for name in PUT_ON:
             value = vars(self._optimizer).get(name)
-            if name != "_step_supports_amp_scaling" and getattr(value, "__func__", None) not in self._methods:
+            if name != "_step_supports_amp_scaling" and getattr(value, "__func__", None) not in self.methods:
                 continue  # a wrapper that others made stays, and falls through
-            if name in self._previous:
-                setattr(self._optimizer, name, self._previous[name])
+            if name in self.previous:
+                setattr(self._optimizer, name, self.previous[name])
             elif name in vars(self._optimizer):
                 delattr(self._optimizer, name)
 
     def _method(self, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
         def method(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self.ended:
-                before = self._previous.get(name) or types.MethodType(getattr(type(optimizer), name), optimizer)
+                before = self.previous.get(name) or types.MethodType(getattr(type(optimizer), name), optimizer)
                 return before(*args, **kwargs)
             return ours(*args, **kwargs)
 
@@ -114,8 +116,8 @@ class Takeover:
         if hasattr(vars(self._optimizer).get(name), "_wrapped_by_lr_sched"):
             method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or the scheduler warns of a foreign step
         method.__doc__ = getattr(type(self._optimizer), name).__doc__
-        _ours[method] = self._previous.get(name)
-        self._methods.append(method)
+        method._takeover = self  # type: ignore[attr-defined]
+        self.methods.append(method)
         return method
 
     def _step_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
