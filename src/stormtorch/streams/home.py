@@ -264,9 +264,11 @@ def _on_home(
         joined(home)
     for home in written:
         home._storm[0].before_write(home._storm[1], _kind(home))
-    result = func(*args, **kwargs)
-    for home in written:
-        home._storm[0].after_write(home._storm[1], _kind(home))
+    try:
+        result = func(*args, **kwargs)
+    finally:  # a function that writes several may have written some before it raises
+        for home in written:
+            home._storm[0].after_write(home._storm[1], _kind(home))
     if name == "__iter__":
         return iter([_watched(row, homes) for row in result])
     return _watched(result, homes)
