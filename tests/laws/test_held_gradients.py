@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from .models import (
     CHAIN,
@@ -58,4 +57,138 @@ def test_a_write_that_fails_in_the_middle_is_seen_as_far_as_it_came(pair: Pair) 
         return side.loss(4)
 
     pair.both(write)
+    go_on(pair)
+
+
+def give_gradient_data(side: Side) -> None:
+    gradient(side).data = torch.linspace(-1, 1, 64 * 32, device=side.device).view(64, 32)
+
+
+def give_gradient_data_of_its_own(side: Side) -> None:
+    gradient(side).data = gradient(side).flip(0)
+    square = gradient(side, "embed.weight")
+    square.data = square.t()
+    square.data = square.t()  # and back: torch's fused kernels do not look at strides
+
+
+def set_gradient(side: Side) -> None:
+    grad: Any = gradient(side)
+    grad.set_(torch.full((64, 32), 0.01, device=side.device))
+
+
+def give_state_data(side: Side) -> None:
+    state = side.optimizer.state[side.named(FAR)]
+    state["exp_avg"].data = torch.full((64, 32), 0.01, device=side.device)
+    state["exp_avg_sq"].set_(torch.full((64, 32), 0.25, device=side.device))
+
+
+def give_data_to_something_made_of_it(side: Side) -> None:
+    made = gradient(side).detach()
+    made.data = torch.ones(64, 32, device=side.device)  # that is made's own affair
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        give_gradient_data,
+        give_gradient_data_of_its_own,
+        set_gradient,
+        give_state_data,
+        give_data_to_something_made_of_it,
+    ],
+)
+def test_other_memory_for_a_gradient_or_a_state_is_other_values(pair: Pair, write: Callable[[Side], None]) -> None:
+    def run(side: Side) -> list[torch.Tensor]:
+        side.optimizer.zero_grad()
+        backward(side, 3)
+        held, made = gradient(side), gradient(side).view(-1)
+        write(side)
+        side.optimizer.step()
+        return [held, made, gradient(side)]
+
+    pair.both(run)
+    go_on(pair)
+
+
+# ---------------------------------------------------------------------------------------------------------- holding
+
+MADE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "itself": lambda grad: grad,
+    "detach": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "view": lambda grad: grad.view(-1)[5:70],
+    "row": lambda grad: grad[3],
+    "transposed": lambda grad: grad.t()[::2],
+    "other_dtype": lambda grad: grad.view(torch.int32),
+    "of_another": lambda grad: grad.detach().data[1:].view(-1),
+    "rows": lambda grad: list(grad.unbind()),
+    "chunks": lambda grad: grad.chunk(3),
+}
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize("made", MADE)
+def test_what_is_made_of_a_gradient_outlives_it(pair: Pair, made: str, to_none: bool) -> None:
+    def run(side: Side) -> list[Any]:
+        side.optimizer.zero_grad()
+        backward(side, 3)
+        kept = MADE[made](gradient(side))
+        side.optimizer.step()
+        side.optimizer.zero_grad(set_to_none=to_none)
+        backward(side, 4)
+        backward(side, 5)
+        side.optimizer.step()
+        return [kept, gradient(side)]
+
+    pair.both(run)
+    go_on(pair)
+
+
+@pytest.mark.parametrize("drop", ["zero_grad", "None", "assign"])
+def test_all_that_is_held_of_one_gradient_stays_one(pair: Pair, drop: str) -> None:
+    def run(side: Side) -> list[Any]:
+        side.optimizer.zero_grad()
+        backward(side, 3)
+        first, second, row = gradient(side), gradient(side), gradient(side)[5]
+        if drop == "zero_grad":
+            side.optimizer.zero_grad()
+        else:
+            side.named(FAR).grad = None if drop == "None" else torch.ones_like(first)
+        first.mul_(2)
+        made = first.detach()  # later than the gradient's end
+        backward(side, 4)
+        row.add_(1)
+        made[6] = 3.0
+        side.optimizer.step()
+        return [first, second, row, made, gradient(side)]
+
+    pair.both(run)
+    go_on(pair)
+
+
+def test_a_held_gradient_sees_what_is_added(pair: Pair) -> None:
+    def run(side: Side) -> list[Any]:
+        side.optimizer.zero_grad()
+        backward(side, 3)
+        held, made = gradient(side), gradient(side)[2:4]
+        backward(side, 4)
+        made.mul_(3)
+        return [held, made, gradient(side)]
+
+    pair.both(run)
+    pair.both(lambda side: side.optimizer.step())
+    go_on(pair)
+
+
+def test_a_weight_given_a_dropped_gradient(pair: Pair) -> None:
+    """``p.data = x``, where ``x`` is ours too."""
+
+    def run(side: Side) -> torch.Tensor:
+        held = gradient(side)
+        side.optimizer.zero_grad()
+        side.named(FAR).data = held
+        held.mul_(2)
+        return side.loss(4)
+
+    pair.both(run)
     go_on(pair)

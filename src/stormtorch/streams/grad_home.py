@@ -14,6 +14,8 @@ from .fetch import Token
 from .home import HomeView
 from .unit import Place, Unit
 
+Family = weakref.WeakValueDictionary[int, HomeView]  # the views of one gradient, by id
+
 
 @dataclass(eq=False)
 class Partial:
@@ -35,7 +37,7 @@ class GradHome:
     present: set[int] = field(default_factory=set)  # indices of places
     consumed: bool = False  # updated from in backward; nobody may look at them any more
     consumed_places: set[int] = field(default_factory=set)
-    views: list[tuple[int, weakref.ref[HomeView]]] = field(default_factory=list)  # that user code may hold, by place
+    views: dict[int, Family] = field(default_factory=dict)  # that user code may hold, by place
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     stored: Event | None = None
     there: torch.Tensor | None = None  # the gradients, on the device; home memory has nothing of them yet
@@ -52,6 +54,19 @@ class GradHome:
             return place.view(self.wide, place.wide_at, place.wide_dtype)
         assert self.own is not None
         return place.view(self.own, place.grad_at, place.dtype)
+
+    def watch(self, place: Place, view: HomeView) -> HomeView:
+        """Note a view that user code gets. What is made of it will note itself."""
+        family = self.views.get(place.index)
+        if family is None:
+            family = self.views[place.index] = Family()
+        view._storm_family = family
+        family[id(view)] = view
+        return view
+
+    def is_held(self) -> bool:
+        """Whether user code holds a gradient, or something made of it."""
+        return any(self.views.values())
 
     def expect(self, token: Token) -> None:
         """Note a node of the graph that may contribute."""

@@ -13,7 +13,6 @@ backward pass, then that sum to what was there."""
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,7 +25,7 @@ from ..memory.wait_meter import WaitMeter
 from .buckets import Buckets
 from .fetch import Token
 from .grad_home import GradHome, Partial
-from .home import HomeView, joined, plain
+from .home import HomeView, joined, move_views, plain
 from .lock import locked
 from .parameters import ParameterStream
 from .real_grad import has_hooks, has_sparse_grad, real_grad, set_real_grad
@@ -156,7 +155,7 @@ class GradientStream:
             home.wide = self._make_wide(unit)
         to_wide = home.is_wide or widen
         size = unit.wide_bytes if to_wide else unit.grad_bytes
-        if home.there is not None and home.views:
+        if home.there is not None and home.is_held():
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         staying = self.staying(unit, size)
         if staying is None:
@@ -295,10 +294,7 @@ class GradientStream:
             return watch(self._consumed_view(home, place), place, "grad")
         if place.index not in home.present:
             return None
-        view = watch(home.view(place), place, "grad")
-        home.views = [(index, ref) for index, ref in home.views if ref() is not None]
-        home.views.append((place.index, weakref.ref(view)))
-        return view
+        return home.watch(place, watch(home.view(place), place, "grad"))
 
     def _with_graph(self, home: GradHome, place: Place, real: torch.Tensor) -> torch.Tensor:
         """A gradient made with ``create_graph=True`` stays in the parameter's own slot until a step asks for it; what
@@ -315,14 +311,15 @@ class GradientStream:
 
     def _let_go_of_views(self, home: GradHome, index: int | None = None) -> None:
         """Gradients that user code still holds keep their values when the buffer gets others."""
-        for number, reference in home.views:
-            view = reference()
-            if view is not None and index in (None, number) and not home.consumed:
+        for number in list(home.views) if index is None else [index]:
+            family = home.views.pop(number, None)
+            if family and not home.consumed:
                 self.settle()
                 home.join()
-                with without_torch_function():
-                    view.data = view.as_subclass(torch.Tensor).clone()
-        home.views = [(number, ref) for number, ref in home.views if index not in (None, number)]
+                place = home.unit.places[number]
+                with torch.no_grad():
+                    source = home.view(place).as_strided((place.count,), (1,))
+                    move_views(family, source, source.clone(), "past")
 
     @locked
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
@@ -351,6 +348,7 @@ class GradientStream:
                 f"shape {tuple(place.shape)}"
             )
         if place.index in home.present - home.consumed_places and _is_same(value, home.view(place)):
+            value._storm_whole = True  # type: ignore[attr-defined]
             return  # p.grad = p.grad, which is how p.grad *= 2 ends: whoever holds it goes on holding it
         joined(value)
         self._let_go_of_views(home, place.index)
@@ -376,7 +374,7 @@ class GradientStream:
             for place in home.unit.trained:
                 if real_grad(place) is not None:
                     set_real_grad(place, None)
-            if home.views:
+            if home.is_held():
                 self._let_go_of_views(home)
             home.present.clear()
             home.norms.clear()
@@ -406,6 +404,7 @@ class GradientStream:
         """Turn own grads into wide ones, on the host."""
         if home.wide is None:
             home.wide = self._make_wide(home.unit)
+        self._let_go_of_views(home)
         old = {index: home.view(home.unit.places[index]) for index in home.present}
         home.is_wide = True
         for index, tensor in old.items():

@@ -124,16 +124,27 @@ class HomeParameter(nn.Parameter):
 class HomeView(torch.Tensor):
     """A tensor over home memory that user code holds. ``_storm_kind`` says what of: "weight", "grad" or "state".
 
-    "past" is a weight that ``p.data = x`` has replaced: the memory is the views' own."""
+    "past" is a weight that ``p.data = x`` has replaced, or a gradient that was dropped: the memory is the views' own.
+    ``_storm_whole``: the very object that torch knows as the gradient or the state, not one made of it.
+    ``_storm_family``: the views of one gradient, by ``id``, those that were made of others too; they are not kept."""
 
     _storm: tuple[Access, Place]
     _storm_kind: str
+    _storm_whole: bool = False
+    _storm_family: MutableMapping[int, HomeView] | None = None
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _through(func, types, args, kwargs or {})
+
+    def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
+        """Does not pass through ``__torch_function__``. As ``p.grad.data = x``."""
+        if not isinstance(source, torch.Tensor) or rest or named or not _has_its_place(self):
+            return super().set_(*(() if source is None else (source,)), *rest, **named)
+        self.data = source
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
@@ -160,10 +171,25 @@ def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> 
     """``tensor``, which lies in home memory, watched."""
     with without_torch_function():
         view = tensor.as_subclass(HomeView)
-    view._storm, view._storm_kind = (access, place), kind
+    view._storm, view._storm_kind, view._storm_whole = (access, place), kind, True
     if kind in ("weight", "past"):
         access.held(place)[id(view)] = view
     return view
+
+
+def _made_of(home: HomeParameter | HomeView, tensor: torch.Tensor) -> HomeView:
+    """``tensor``, which shares memory with ``home``, watched as that is."""
+    view = home_view(tensor, *home._storm, _kind(home))
+    view._storm_whole = False
+    if isinstance(home, HomeView) and home._storm_family is not None:
+        view._storm_family = home._storm_family
+        home._storm_family[id(view)] = view
+    return view
+
+
+def _has_its_place(view: HomeView) -> bool:
+    """Whether the view is a gradient or a state itself: it cannot get other memory, so values are copied there."""
+    return view._storm_whole and view._storm_kind in ("grad", "state")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -295,7 +321,7 @@ def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
     storage = result.untyped_storage().data_ptr()
     for home in homes:
         if home.untyped_storage().data_ptr() == storage:
-            return home_view(result, home._storm[0], home._storm[1], _kind(home))
+            return _made_of(home, result)
     return result
 
 
@@ -377,7 +403,7 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
     home, value = args
     access, place = home._storm
     if isinstance(home, HomeView):
-        return func(*args)
+        return _set_values(home, value) if _has_its_place(home) else func(*args)
     if value.shape != place.shape or value.dtype != place.dtype:
         raise TypeError(
             f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the streamed parameter "
@@ -389,28 +415,56 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
     if value.data_ptr() == data.data_ptr() and value.stride() == data.stride():
         return None
     flat = data.as_strided((place.count,), (1,))
-    if access.held(place):
-        _move_views(home, flat, flat.clone(), "past")  # ``value`` may be one of them, seen from another side
+    if held := access.held(place):
+        move_views(held, flat, flat.clone(), "past")  # ``value`` may be one of them, seen from another side
     access.before_write(place, "weight")
     with torch.no_grad():
         data.copy_(value)
     access.after_write(place, "weight")
     was_here = isinstance(value, HomeView) and _kind(value) == "past" and value._storm[1] is place
     if was_here and value.stride() == data.stride():
-        _move_views(home, value.detach().as_strided((place.count,), (1,)), flat, "weight")
+        move_views(access.held(place), value.detach().as_strided((place.count,), (1,)), flat, "weight")
     return None
 
 
-def _move_views(home: HomeParameter, source: torch.Tensor, target: torch.Tensor, kind: str) -> None:
-    """Views of ``source`` that user code holds become views of ``target``: both all of the parameter, flat."""
+def _set_values(home: HomeView, value: torch.Tensor) -> None:
+    """``p.grad.data = x`` copies too, and what was made of the gradient before keeps the old values."""
     access, place = home._storm
-    storage = source.untyped_storage().data_ptr()
+    own = _plain(home)
+    if value.shape != own.shape or value.dtype not in (own.dtype, place.dtype):
+        raise TypeError(
+            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to a {home._storm_kind} of the "
+            f"streamed parameter {place.name!r} ({own.dtype}, {tuple(own.shape)}). Close the session first."
+        )
+    joined(value)
+    access.join(place, home._storm_kind)
+    with torch.no_grad():
+        new = _plain(value).detach()
+        if new.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
+            if new.data_ptr() == own.data_ptr() and new.stride() == own.stride():
+                return
+            new = new.clone()
+        made = {key: view for key, view in (home._storm_family or {}).items() if not view._storm_whole}
+        if made:
+            flat = own.as_strided((place.count,), (1,))
+            move_views(made, flat, flat.clone(), "past")
+        access.before_write(place, home._storm_kind)
+        own.copy_(new)
+    access.after_write(place, home._storm_kind)
+
+
+def move_views(views: Mapping[int, HomeView], source: torch.Tensor, target: torch.Tensor, kind: str) -> None:
+    """Those ``views`` that lie in ``source`` lie in ``target`` from now on: both all of one parameter, flat."""
+    storage, first, end = source.untyped_storage().data_ptr(), source.data_ptr(), source.data_ptr() + source.nbytes
     distance = (target.storage_offset() - source.storage_offset()) * source.itemsize
-    for view in list(access.held(place).values()):
-        if view.untyped_storage().data_ptr() == storage:
-            at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
-            view.data = target.view(view.dtype).as_strided(view.shape, view.stride(), at)
-            view._storm_kind = kind
+    with torch.no_grad(), without_torch_function():
+        for view in list(views.values()):
+            if view.untyped_storage().data_ptr() == storage and first <= view.data_ptr() < end:
+                at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
+                moved = torch.empty(0, dtype=view.dtype)
+                view.data = moved.set_(target.untyped_storage(), at, view.shape, view.stride())
+                view._storm_kind, view._storm_family = kind, None
+                view._storm[0].held(view._storm[1])[id(view)] = view
 
 
 _ATTRIBUTES: dict[tuple[str, str], Callable[[Any, tuple[Any, ...]], Any]] = {
