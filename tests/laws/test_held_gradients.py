@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from .models import (
     CHAIN,
+    VOCABULARY,
+    WIDTH,
+    Case,
     Pair,
     Side,
     adamw,
+    cross_entropy,
+    gradients,
     one_thread,  # noqa: F401  # a fixture
+    tokens,
 )
 
 FAR = "blocks.6.up.weight"  # a parameter in the middle of what moves
@@ -189,6 +197,117 @@ def test_a_weight_given_a_dropped_gradient(pair: Pair) -> None:
         side.named(FAR).data = held
         held.mul_(2)
         return side.loss(4)
+
+    pair.both(run)
+    go_on(pair)
+
+
+# ------------------------------------------------------------------------------------------------------ on their way
+
+
+class Halves(nn.Module):
+    """Two layers in one unit, of which a forward uses one, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        x = self.first(x) if "1" in which else x
+        return torch.as_tensor(self.second(x) if "2" in which else x)
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.which = "12"
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Halves() for _ in range(6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.which)
+        return torch.as_tensor(self.head(x))
+
+
+HALVES = Case("halves", Choosing, tokens, cross_entropy)
+SECOND = "blocks.3.second.weight"
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_are_silent_where_nothing_comes(kind: str, when: str) -> None:
+    calls: list[int] = []
+
+    def hang(side: Side) -> None:
+        def on_gradient(number: int, grad: torch.Tensor) -> torch.Tensor:
+            calls.append(number)
+            return grad.clamp(-1e-3, 1e-3)
+
+        def on_parameter(number: int, parameter: torch.Tensor) -> None:
+            calls.append(number)
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+        hook: Callable[..., Any] = on_gradient if kind == "register_hook" else on_parameter
+        for number in range(2):
+            getattr(side.named(SECOND), kind)(functools.partial(hook, number))
+
+    def count(side: Side, which: str, *, direct: bool, number: int) -> list[Any]:
+        calls.clear()
+        side.model.which = which  # type: ignore[assignment]
+        loss, weight = side.loss(number), side.named(SECOND)
+        (loss + weight.square().sum() if direct else loss).backward()
+        return [weight.grad, list(calls)]
+
+    with Pair(HALVES, adamw, step="forward", before=hang if when == "before" else None) as pair:
+        if when == "during":
+            hang(pair.plain)
+            hang(pair.streamed)
+        cases = [("12", False), ("1", False), ("1", True), ("1", False), ("12", True), ("2", False)]
+        for number, (which, direct) in enumerate(cases):
+            pair.both(lambda side, w=which, d=direct, n=number: count(side, w, direct=d, number=n))  # type: ignore[misc]
+        pair.both(lambda side: side.optimizer.step())
+        pair.both(lambda side: side.optimizer.zero_grad())
+        for number, (which, direct) in enumerate(cases[1:]):
+            pair.both(lambda side, w=which, d=direct, n=number: count(side, w, direct=d, number=n))  # type: ignore[misc]
+        pair.both(lambda side: side.optimizer.step())
+        pair.check()
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_was_silent_can_be_removed(kind: str) -> None:
+    with Pair(HALVES, adamw, step="forward") as pair:
+
+        def run(side: Side) -> list[Any]:
+            calls: list[int] = []
+            handle = getattr(side.named(SECOND), kind)(lambda _: calls.append(1))
+            for which in ("1", "12"):
+                side.model.which = which  # type: ignore[assignment]
+                backward(side, 3)
+            handle.remove()
+            backward(side, 4)
+            return [calls, side.named(SECOND).grad]
+
+        pair.both(run)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+def test_frozen_between_forward_and_backward(pair: Pair, hooked: bool) -> None:
+    def run(side: Side) -> list[Any]:
+        side.optimizer.zero_grad()
+        calls: list[int] = []
+        handle = side.named(FAR).register_hook(lambda _: calls.append(1)) if hooked else None
+        loss = side.loss(3)
+        side.named(FAR).requires_grad_(False)
+        loss.backward()
+        seen = gradients(side.model)
+        side.optimizer.step()
+        side.named(FAR).requires_grad_(True)
+        if handle is not None:
+            handle.remove()
+        return [seen, calls]
 
     pair.both(run)
     go_on(pair)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .real_grad import excuse_hooks
 from .torch_private import current_pass, in_backward, will_accumulate, will_run
 from .unit import Unit
 
@@ -59,6 +60,9 @@ class Fetch(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         leaves = [node for node, _ in ctx.next_functions[-len(grads) :]]
         wanted = [node is not None and will_accumulate(node) for node in leaves]
+        for index, leaf, grad in zip(ctx.token.places, leaves, grads, strict=True):
+            if grad is None and leaf is not None:
+                excuse_hooks(ctx.token.unit.places[index])
         if None in wanted:  # torch.autograd.grad: the gradients are the caller's
             return (None, None, None, *(None if grad is None else grad.to("cpu") for grad in grads))
         return (None, None, None, *ctx.collect(ctx.token, grads, wanted))

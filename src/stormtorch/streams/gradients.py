@@ -28,7 +28,7 @@ from .grad_home import GradHome, Partial
 from .home import HomeView, joined, move_views, plain
 from .lock import locked
 from .parameters import ParameterStream
-from .real_grad import has_hooks, has_sparse_grad, real_grad, set_real_grad
+from .real_grad import has_hooks, has_sparse_grad, is_frozen, real_grad, set_real_grad
 from .torch_private import at_end_of_backward, current_pass, without_torch_function
 from .unit import Place, Unit
 
@@ -96,6 +96,8 @@ class GradientStream:
                 self.fold(place)  # of earlier passes: torch delivers this one's when all nodes of the unit have run
             if by_torch:
                 returned[number] = grad.detach().to("cpu")
+                continue
+            if is_frozen(place):  # since forward
                 continue
             grad = grad.detach()  # noqa: PLW2901
             partial[index] = partial[index] + grad if index in partial else grad
