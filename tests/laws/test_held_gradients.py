@@ -311,3 +311,116 @@ def test_frozen_between_forward_and_backward(pair: Pair, hooked: bool) -> None:
 
     pair.both(run)
     go_on(pair)
+
+
+# --------------------------------------------------------------------------------------------------------- assigning
+
+
+class Sparse(nn.Module):
+    """A table that is read sparsely, and as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use = "sparse"
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        sparse = "sparse" in self.use
+        x = self.embed(tokens) if sparse else self.head.weight[tokens]
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight.t() if "dense" in self.use else torch.as_tensor(self.head(x))
+
+
+SPARSE = Case("sparse", Sparse, tokens, cross_entropy)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.125, foreach=False)
+
+
+@pytest.mark.parametrize("look", [False, True], ids=["", "looking"])
+@pytest.mark.parametrize(
+    "uses",
+    [
+        ("sparse", "dense"),
+        ("dense", "sparse"),
+        ("sparse", "sparse", "dense", "dense", "sparse"),
+        ("dense", "dense", "sparse", "sparse"),
+        ("sparse+dense", "sparse", "dense"),
+    ],
+    ids=" ".join,
+)
+def test_sparse_and_dense_gradients_add_up(uses: tuple[str, ...], look: bool) -> None:
+    def run(side: Side) -> list[Any]:
+        side.optimizer.zero_grad()
+        seen = []
+        for number, use in enumerate(uses):
+            side.model.use = use  # type: ignore[assignment]
+            backward(side, number)
+            if look:
+                seen.append(gradient(side, "embed.weight").clone())
+        final = gradient(side, "embed.weight").clone()
+        side.optimizer.step()
+        return [*seen, final, final.layout == torch.strided]
+
+    with Pair(SPARSE, momentum, step="forward") as pair:
+        for _ in range(2):
+            pair.both(run)
+        pair.check()
+
+
+def test_a_sparse_gradient_can_be_assigned() -> None:
+    def run(side: Side) -> list[Any]:
+        backward(side, 3)
+        held, weight = gradient(side), side.named(FAR)
+        weight.grad = torch.eye(64, 32, device=side.device).to_sparse(1)  # as those of embeddings
+        first = gradient(side).clone()
+        side.optimizer.step()
+        backward(side, 4)
+        return [held, first, gradient(side)]
+
+    with Pair(CHAIN, momentum, step="forward") as pair:
+        pair.both(run)
+        go_on(pair)
+
+
+UNLIKE: dict[str, Callable[[], Any]] = {
+    "shape": lambda: torch.ones(3, 3),
+    "dtype": lambda: torch.ones(64, 32, dtype=torch.float64),
+    "type": lambda: 5,
+    "sparse": lambda: torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_what_cannot_be_a_gradient_is_refused_and_changes_nothing(pair: Pair, unlike: str) -> None:
+    def run(side: Side) -> list[Any]:
+        side.optimizer.zero_grad()
+        backward(side, 3)
+        held = gradient(side)
+        value = UNLIKE[unlike]()
+        with pytest.raises(TypeError if unlike == "type" else RuntimeError, match="assign"):
+            side.named(FAR).grad = value
+        held.mul_(2)
+        seen = gradient(side).clone()
+        side.optimizer.step()
+        return [seen]
+
+    pair.both(run)
+    go_on(pair)
+
+
+def test_a_sparse_gradient_of_elements_is_added_where_it_belongs() -> None:
+    def run(side: Side) -> list[Any]:
+        backward(side, 3)
+        columns = torch.arange(4, device=side.device).expand(64, 4)
+        torch.gather(side.named(FAR), 1, columns, sparse_grad=True).sum().backward()
+        return [gradients(side.model)]
+
+    with Pair(CHAIN, momentum, step="forward") as pair:
+        pair.both(run)
+        pair.both(lambda side: side.optimizer.step())
+        go_on(pair)

@@ -92,6 +92,7 @@ class GradientStream:
                 returned[number] = grad.to("cpu")
                 continue
             by_torch = not place.trained or grad.layout is not torch.strided or has_hooks(place)
+            by_torch = by_torch or self._is_sparse(place)  # of an earlier pass: torch adds the two up
             if real_grad(place) is not None and (index in home.present or not by_torch):
                 self.fold(place)  # of earlier passes: torch delivers this one's when all nodes of the unit have run
             if by_torch:
@@ -286,7 +287,7 @@ class GradientStream:
     def grad(self, place: Place, watch: Callable[[torch.Tensor, Place, str], HomeView]) -> torch.Tensor | None:
         """``p.grad``; not waited for."""
         home = self.homes[place.unit.index]
-        if not place.trained or has_sparse_grad(place):
+        if not place.trained or self._is_sparse(place):
             return real_grad(place)
         real = real_grad(place)
         if real is not None and real.requires_grad:
@@ -297,6 +298,10 @@ class GradientStream:
         if place.index not in home.present:
             return None
         return home.watch(place, watch(home.view(place), place, "grad"))
+
+    def _is_sparse(self, place: Place) -> bool:
+        """Whether the gradient is a sparse one; where there is a dense one too, that is added to the dense one."""
+        return has_sparse_grad(place) and place.index not in self.homes[place.unit.index].present
 
     def _with_graph(self, home: GradHome, place: Place, real: torch.Tensor) -> torch.Tensor:
         """A gradient made with ``create_graph=True`` stays in the parameter's own slot until a step asks for it; what
@@ -327,28 +332,16 @@ class GradientStream:
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
         """``p.grad = value``."""
         home = self.homes[place.unit.index]
-        set_real_grad(place, None)
         if not place.trained:
             set_real_grad(place, value)
             return
-        if value is None:
-            if place.index in home.consumed_places:
-                self.before_dropping()
-            self._let_go_of_views(home, place.index)
-            home.present.discard(place.index)
-            home.consumed_places.discard(place.index)
-            home.norms.pop(place.index, None)
-            if not home.present:
-                home.there = None
-                home.is_wide = False
-                home.consumed = False
-                self._parameters.residences[place.unit.index].outdated = False
+        if value is not None:
+            _refuse_unlike(value, place)  # before anything is dropped
+        if value is None or value.layout is not torch.strided:
+            self._drop(home, place)
+            set_real_grad(place, None if value is None else value.to("cpu"))
             return
-        if value.shape != place.shape:
-            raise RuntimeError(
-                f"assigned grad has data of a different size: {tuple(value.shape)} for the parameter {place.name!r} of "
-                f"shape {tuple(place.shape)}"
-            )
+        set_real_grad(place, None)
         if place.index in home.present - home.consumed_places and _is_same(value, home.view(place)):
             value._storm_whole = True  # type: ignore[attr-defined]
             return  # p.grad = p.grad, which is how p.grad *= 2 ends: whoever holds it goes on holding it
@@ -356,11 +349,25 @@ class GradientStream:
         self._let_go_of_views(home, place.index)
         self._write(home, place, plain(value).detach().to("cpu"), add=False)
 
+    def _drop(self, home: GradHome, place: Place) -> None:
+        """Forget the gradient in home memory."""
+        if place.index in home.consumed_places:
+            self.before_dropping()
+        self._let_go_of_views(home, place.index)
+        home.present.discard(place.index)
+        home.consumed_places.discard(place.index)
+        home.norms.pop(place.index, None)
+        if not home.present:
+            home.there = None
+            home.is_wide = False
+            home.consumed = False
+            self._parameters.residences[place.unit.index].outdated = False
+
     @locked
     def fold(self, place: Place) -> None:
         """Add what torch itself has put into the parameter's own slot: gradients of hooked parameters, regularisers."""
         real = real_grad(place)
-        if real is None or not place.trained or has_sparse_grad(place):
+        if real is None or not place.trained or self._is_sparse(place):
             return
         set_real_grad(place, None)
         home = self.homes[place.unit.index]
@@ -394,7 +401,9 @@ class GradientStream:
             if add and home.unit.has_wide_form and not home.is_wide:
                 self._widen(home)
             target = home.view(place)
-            if add:
+            if add and value.layout is not torch.strided:  # torch adds those to where a view's offset counts twice
+                target.copy_(target.clone().add_(value.to(target.dtype)))
+            elif add:
                 target.add_(value)
             else:
                 target.copy_(value)
@@ -423,6 +432,22 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     if len(dtypes) > 1:
         return [_norms([tensor])[0] for tensor in tensors]
     return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32 if dtypes.pop().itemsize < 4 else None))
+
+
+def _refuse_unlike(value: torch.Tensor, place: Place) -> None:
+    """What torch refuses as a gradient. One that is added up in fp32 may come back as such."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
+    if value.shape != place.shape:
+        raise RuntimeError(
+            f"assigned grad has data of a different size: {tuple(value.shape)} for the parameter {place.name!r} of "
+            f"shape {tuple(place.shape)}"
+        )
+    if value.dtype not in (place.dtype, place.wide_dtype):
+        raise RuntimeError(
+            f"assigned grad has data of a different type: {value.dtype} for the parameter {place.name!r} of "
+            f"{place.dtype}"
+        )
 
 
 def _is_same(value: torch.Tensor, view: torch.Tensor) -> bool:

@@ -48,7 +48,7 @@ def excuse_hooks(place: Place) -> None:
 
     Unless something comes to it by another way. A hook is told so when this happens first, wherever it comes from."""
     with without_torch_function():
-        parameter = place.parameter
+        parameter: Any = place.parameter
         slot: _Slot | None = None
         for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
             for key, hook in list(hooks.items()) if hooks else ():
