@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -424,3 +425,35 @@ def test_a_sparse_gradient_of_elements_is_added_where_it_belongs() -> None:
         pair.both(run)
         pair.both(lambda side: side.optimizer.step())
         go_on(pair)
+
+
+# ---------------------------------------------------------------------------------------------- Python's own protocols
+
+
+def test_numbers_are_formatted(pair: Pair) -> None:
+    def run(side: Side) -> list[str]:
+        bias = side.named("head.bias")
+        return [f"{bias.data[0]:.3f}", f"{gradient(side, 'head.bias')[1]:>12.2e}", f"{bias.detach()[2]}"]
+
+    pair.both(run)
+
+
+def test_a_copy_shares_memory_and_writes_are_seen(pair: Pair) -> None:
+    def run(side: Side) -> list[Any]:
+        side.loss(3)
+        weight = side.named(FAR)
+        other = copy.copy(weight)
+        assert isinstance(other, nn.Parameter)
+        assert other.requires_grad
+        assert other.is_leaf
+        assert other.grad is None
+        with torch.no_grad():
+            other.mul_(0.5)
+            copy.copy(weight.data).add_(0.01)
+        other.square().sum().backward()
+        copy.copy(gradient(side)).mul_(3)
+        side.optimizer.step()
+        return [other, other.grad, weight, gradient(side), side.loss(4)]
+
+    pair.both(run)
+    go_on(pair)

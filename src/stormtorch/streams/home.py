@@ -114,6 +114,15 @@ class HomeParameter(nn.Parameter):
         with without_torch_function():
             return nn.Parameter(_alone(_plain(self.data)), self.requires_grad).__reduce_ex__(proto)
 
+    def __copy__(self) -> torch.Tensor:
+        """Another parameter over the same memory, with a gradient of its own: what is written there is the weight."""
+        if "_storm" not in vars(self):
+            return nn.Parameter(self.data, self.requires_grad)
+        with without_torch_function():
+            view = _made_of(self, torch.Tensor.detach(self))
+            view._is_param = True  # what makes it an nn.Parameter
+            return view.requires_grad_(self.requires_grad)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(_plain(self.data).clone(), self.requires_grad)
@@ -132,6 +141,7 @@ class HomeView(torch.Tensor):
     _storm_kind: str
     _storm_whole: bool = False
     _storm_family: MutableMapping[int, HomeView] | None = None
+    _is_param: bool
 
     @classmethod
     def __torch_function__(
@@ -145,6 +155,14 @@ class HomeView(torch.Tensor):
             return super().set_(*(() if source is None else (source,)), *rest, **named)
         self.data = source
         return self
+
+    def __copy__(self) -> torch.Tensor:
+        with without_torch_function():
+            return _made_of(self, torch.Tensor.detach(self)).requires_grad_(self.requires_grad)
+
+    def __format__(self, spec: str) -> str:
+        """As torch formats numbers, of its own class only."""
+        return format(_plain(joined(self)).detach(), spec) if self.dim() == 0 else super().__format__(spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
