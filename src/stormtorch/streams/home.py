@@ -162,7 +162,9 @@ class HomeView(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         """As torch formats numbers, of its own class only."""
-        return format(_plain(joined(self)).detach(), spec) if self.dim() == 0 else super().__format__(spec)
+        if self.dim():
+            return object.__format__(self, spec)
+        return format(_plain(joined(self)).detach(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
@@ -479,7 +481,7 @@ def move_views(views: Mapping[int, HomeView], source: torch.Tensor, target: torc
         for view in list(views.values()):
             if view.untyped_storage().data_ptr() == storage and first <= view.data_ptr() < end:
                 at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
-                moved = torch.empty(0, dtype=view.dtype)
+                moved = torch.empty(0, dtype=view.dtype, device="cpu")
                 view.data = moved.set_(target.untyped_storage(), at, view.shape, view.stride())
                 view._storm_kind, view._storm_family = kind, None
                 view._storm[0].held(view._storm[1])[id(view)] = view

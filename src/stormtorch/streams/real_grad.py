@@ -50,7 +50,8 @@ def excuse_hooks(place: Place) -> None:
     with without_torch_function():
         parameter: Any = place.parameter
         slot: _Slot | None = None
-        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+        both: list[Any] = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
+        for hooks in both:
             for key, hook in list(hooks.items()) if hooks else ():
                 slot = slot or _Slot(parameter.grad)
                 if not isinstance(hook, _Excused):
