@@ -28,7 +28,7 @@ from .grad_home import GradHome, Partial
 from .home import HomeView, joined, move_views, plain
 from .lock import locked
 from .parameters import ParameterStream
-from .real_grad import has_hooks, has_sparse_grad, is_frozen, real_grad, set_real_grad
+from .real_grad import has_sparse_grad, real_grad, reception, set_real_grad
 from .torch_private import at_end_of_backward, current_pass, without_torch_function
 from .unit import Place, Unit
 
@@ -91,14 +91,16 @@ class GradientStream:
             if torch.is_grad_enabled():  # create_graph=True: what p.grad was made from belongs to it
                 returned[number] = grad.to("cpu")
                 continue
-            by_torch = not place.trained or grad.layout is not torch.strided or has_hooks(place)
-            by_torch = by_torch or self._is_sparse(place)  # of an earlier pass: torch adds the two up
-            if real_grad(place) is not None and (index in home.present or not by_torch):
+            real, hooked, frozen = reception(place)
+            by_torch = not place.trained or grad.layout is not torch.strided or hooked
+            if real is not None and real.layout is not torch.strided and index not in home.present:
+                by_torch = True  # a sparse one of an earlier pass: torch adds the two up
+            if real is not None and (index in home.present or not by_torch):
                 self.fold(place)  # of earlier passes: torch delivers this one's when all nodes of the unit have run
             if by_torch:
                 returned[number] = grad.detach().to("cpu")
                 continue
-            if is_frozen(place):  # since forward
+            if frozen:  # since forward
                 continue
             grad = grad.detach()  # noqa: PLW2901
             partial[index] = partial[index] + grad if index in partial else grad

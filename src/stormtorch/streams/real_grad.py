@@ -24,23 +24,21 @@ def set_real_grad(place: Place, value: torch.Tensor | None) -> None:
         place.parameter.grad = value
 
 
-def is_frozen(place: Place) -> bool:
-    """Whether it gets no gradient now, whatever it was when the graph was made: torch asks in backward, too."""
-    with without_torch_function():
-        return not place.parameter.requires_grad
-
-
 def has_sparse_grad(place: Place) -> bool:
     """Whether the gradient there is a sparse one; it stays there."""
     real = real_grad(place)
     return real is not None and real.layout is not torch.strided
 
 
-def has_hooks(place: Place) -> bool:
-    """Whether somebody wants to see the gradient on its way to the slot."""
+def reception(place: Place) -> tuple[torch.Tensor | None, bool, bool]:
+    """What is in the slot, whether somebody wants to see a gradient on its way to it, and whether none is wanted now.
+
+    That one may differ from what it was when the graph was made: torch asks in backward, too. One call, because every
+    parameter's backward asks for all three."""
     with without_torch_function():
-        parameter = place.parameter
-        return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        parameter: Any = place.parameter
+        hooked = bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        return parameter.grad, hooked, not parameter.requires_grad
 
 
 def excuse_hooks(place: Place) -> None:
