@@ -222,6 +222,37 @@ def test_sparse_gradients(kind: type[optim.Optimizer]) -> None:
         pair.check()
 
 
+class Gathered(Chain):
+    """A gradient whose every element has an index of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(32))  # so that the other does not lie at the begin of its unit
+        self.table = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, ids: torch.Tensor, order: Any = None) -> torch.Tensor:
+        picked = torch.gather(self.table, 1, torch.arange(32).view(-1, 1), sparse_grad=True)
+        result: torch.Tensor = super().forward(ids, order) * picked.mean() * self.first
+        return result
+
+
+def test_sparse_gradients_of_single_elements() -> None:
+    def run(side: Side, step: int) -> torch.Tensor:
+        side.optimizer.zero_grad()
+        loss = side.loss(step)
+        loss.backward()
+        table = side.named("table")
+        assert table.grad is not None
+        table.grad = table.grad.coalesce()
+        side.optimizer.step()
+        return loss.detach()
+
+    with Pair(Case("gathered", Gathered, tokens, cross_entropy), lambda m: optim.SGD(m.parameters(), lr=0.1)) as pair:
+        for step in range(3):
+            pair.both(lambda side, step=step: run(side, step), "loss")  # type: ignore[misc]
+        pair.both(lambda side: side.model.state_dict(), "weights")
+
+
 @pytest.mark.parametrize("make", [Chain, Looked], ids=["dense", "sparse"])
 def test_a_graph_that_has_saved_a_weight_is_stopped_after_the_step(make: type[nn.Module]) -> None:
     def run(side: Side) -> None:

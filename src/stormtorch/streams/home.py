@@ -112,7 +112,7 @@ class HomeParameter(nn.Parameter):
         access, place = self._storm
         access.join(place, "weight")
         with without_torch_function():
-            return nn.Parameter(_alone(_plain(self.data)), self.requires_grad).__reduce_ex__(proto)
+            return nn.Parameter(alone(_plain(self.data)), self.requires_grad).__reduce_ex__(proto)
 
     def __copy__(self) -> torch.Tensor:
         """Another parameter over the same memory, with a gradient of its own: what is written there is the weight."""
@@ -175,10 +175,10 @@ class HomeView(torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         access, place = self._storm
         access.join(place, self._storm_kind)
-        return _alone(_plain(self)).__reduce_ex__(proto)
+        return alone(_plain(self)).__reduce_ex__(proto)
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def alone(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a storage of its own: ``torch.save`` writes whole storages, and refuses two dtypes in one."""
     if not tensor.numel():
         return torch.empty_like(tensor)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .grad_home import GradHome
-from .home import HomeParameter
+from .home import HomeParameter, alone
 from .parameters import ParameterStream
 from .real_grad import has_sparse_grad, real_grad
 from .takeover import users_own, without_hooks
@@ -145,6 +145,8 @@ class TorchStep:
                 home = place.parameter.data
                 if self._masters and place.is_split:
                     home = home.float()
+                elif home.is_contiguous():
+                    home = alone(home)  # torch adds some sparse tensors to where the offset of a view counts twice
                 self._stand_ins[key] = nn.Parameter(home)
         return self._stand_ins[key]
 
