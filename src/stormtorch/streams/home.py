@@ -481,7 +481,7 @@ def move_views(views: Mapping[int, HomeView], source: torch.Tensor, target: torc
         for view in list(views.values()):
             if view.untyped_storage().data_ptr() == storage and first <= view.data_ptr() < end:
                 at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
-                moved = torch.empty(0, dtype=view.dtype, device="cpu")
+                moved = _plain(view).new_empty(0)  # on the CPU, whatever the default device is
                 view.data = moved.set_(target.untyped_storage(), at, view.shape, view.stride())
                 view._storm_kind, view._storm_family = kind, None
                 view._storm[0].held(view._storm[1])[id(view)] = view
