@@ -176,8 +176,8 @@ class OptimizerStream:
     def _refuse_sparse(self, units: list[Unit]) -> None:
         """Before the first unit is updated: an error leaves everything as it was."""
         for unit in units if self._adam is not None else []:
-            mine = self._groups.of(unit)
-            if any(place.index in mine and has_sparse_grad(place) for place in unit.trained):
+            sparse = [place.index for place in unit.trained if has_sparse_grad(place)]
+            if sparse and not self._groups.of(unit).keys().isdisjoint(sparse):
                 raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
 
     def _update(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from .torch_private import INSIDE_OF_WRAPPERS
+
 PUT_ON = ("step", "zero_grad", "_step_supports_amp_scaling")  # attributes that the instance has meanwhile
 _HOOKS_AROUND = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-# Wrappers that change nothing, by the module that makes them: a scheduler's notes that there was a step.
-_INSIDE = {"torch.optim.lr_scheduler": "__wrapped__", "torch._dynamo.eval_frame": "_torchdynamo_orig_callable"}
 
 
 def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def users_own(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]
         if isinstance(ours, Takeover) and inner in ours.methods:
             inner = ours.previous.get(name)
             continue
-        inside = _INSIDE.get(getattr(inner, "__globals__", {}).get("__name__", ""))
+        inside = INSIDE_OF_WRAPPERS.get(getattr(inner, "__globals__", {}).get("__name__", ""))
         if inside is None:
             return None if inner is getattr(type(optimizer), name) else found
         inner = getattr(inner, inside, None)

@@ -65,6 +65,14 @@ def innermost_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
+# Wrappers of a method that change nothing (a scheduler's notes that there was a step), by the module that makes them:
+# the attribute with what is inside. tests/laws/test_optimizers_of_users.py has both kinds.
+INSIDE_OF_WRAPPERS = {
+    "torch.optim.lr_scheduler": "__wrapped__",
+    "torch._dynamo.eval_frame": "_torchdynamo_orig_callable",
+}
+
+
 class VersionProbe:
     """Tells whether a tensor, or anything that shares its memory, has been changed in place since; keeps no memory."""
 
