@@ -222,6 +222,19 @@ def test_sparse_gradients(kind: type[optim.Optimizer]) -> None:
         pair.check()
 
 
+def test_a_sparse_gradient_outlives_the_session() -> None:
+    case = Case("sparse", Looked, tokens, cross_entropy)
+    model, plain = case.build(), case.build()
+    with stream(model, optim.SGD(model.parameters(), lr=0.1)):
+        case.loss(model, case.batch(0)).backward()
+    case.loss(plain, case.batch(0)).backward()
+    gradient, expected = (m.get_parameter("embed.weight").grad for m in (model, plain))
+    assert gradient is not None
+    assert expected is not None
+    assert gradient.is_sparse
+    assert torch.equal(gradient.to_dense(), expected.to_dense())
+
+
 class Gathered(Chain):
     """A gradient whose every element has an index of its own."""
 

@@ -14,6 +14,7 @@ from .gradients import GradientStream
 from .home import HomeParameter
 from .parameters import ParameterStream
 from .partition import Entry
+from .real_grad import has_sparse_grad
 from .twins import Twins
 from .unit import Unit
 
@@ -85,7 +86,7 @@ class Attachment:
                 parameter: Any = place.parameter
                 vars(parameter).pop("_storm", None)
                 parameter.__class__ = nn.Parameter
-                if place.trained:
+                if place.trained and not (grad is None and has_sparse_grad(place)):  # that is where it belongs
                     parameter.grad = grad
         for module, name in self._moved_buffers:
             buffer = module._buffers.get(name)
