@@ -16,8 +16,9 @@ from torch import nn
 
 from ..core.errors import SettingError
 from ..core.notices import say_once
-from ..streams.durable import MASTER, Durable
+from ..streams.durable import Durable
 from ..streams.home import plain
+from ..streams.masters import MASTER
 from ..streams.still import Piece
 from .adapter import adapter_files, is_adapted
 from .folder import STORM, describe_versions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from ..memory.pool import HostPool
 from ..memory.wait_meter import WaitMeter
 from .activation_plan import BlockProfile, Means, gain_of
 from .activations import SMALL_BYTES, ActivationStream
-from .levels import Levels, Rises
+from .levels import UNCOUNTED, Levels, Rises
 from .partition import blocks_of
 from .saving import Saving
 from .settings import Trial
@@ -89,7 +88,7 @@ def open_saving(
     def room() -> int:
         if trial.activation_room is not None:
             return trial.activation_room
-        return usable - meter.allocated() if meter is not None else sys.maxsize
+        return usable - meter.allocated() if meter is not None else UNCOUNTED
 
     def is_tight() -> bool:
         if trial.activation_room is not None:

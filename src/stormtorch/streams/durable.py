@@ -18,13 +18,12 @@ from .access import UserAccess
 from .adam import AdamStream
 from .gradients import GradientStream
 from .home import plain
+from .masters import MASTER
 from .optimizer import OptimizerStream
 from .parameters import ParameterStream
 from .still import Still
 from .torch_private import in_backward, without_torch_function
 from .unit import Place, Unit
-
-MASTER = "master"
 
 
 class Durable:

@@ -15,10 +15,12 @@ user resets it in the middle, it tells nothing about the block that ran then, an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+UNCOUNTED = sys.maxsize  # the room on a device that does not say what is allocated, as the CPU
 _PROVEN = 4  # passes
 
 Way = Literal["keep", "whole", "parts", "other"]

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from .home import plain
+from .masters import MASTER
 from .param_groups import ParamGroups
 from .torch_step import TorchStep
 from .unit import Place, Unit
-
-MASTER = "master"
 
 
 class MasterStates:

@@ -18,6 +18,8 @@ from .home import plain
 from .torch_step import TorchStep
 from .unit import Place, Unit
 
+MASTER = "master"  # its name among the states of a parameter, in state dicts and checkpoints
+
 
 class Masters:
     """The masters of a session's parameters, whoever keeps them."""

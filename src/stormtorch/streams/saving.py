@@ -15,7 +15,6 @@ it stays as far as there is room, and what was saved first leaves. What is saved
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -55,7 +54,7 @@ from .blocks import (
     tensors_in,
 )
 from .held import Held
-from .levels import Levels, Way
+from .levels import UNCOUNTED, Levels, Way
 from .measurement import Measurement
 from .replay import Measuring, Recording, Replaying
 from .tape import Operation, Tape
@@ -140,7 +139,7 @@ class Saving:
     def _set_ways(self) -> None:
         """What may be on its way, to begin with. Nothing, as long as nobody knows whether there is room for it."""
         unknown = self.plan is None and (self.passes <= _ROUNDS or bool(self._last_sequence))
-        careful = unknown and self.mode != "offload" and self._room() < sys.maxsize
+        careful = unknown and self.mode != "offload" and self._room() < UNCOUNTED
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._way_bytes
         self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
         self._stream.is_strict = self.plan is not None or careful
@@ -377,7 +376,7 @@ class Saving:
             self._tight = True
             # The first one at least: backward comes to it last, when all gradients are there.
             return leanest(repeatable=known.repeatable, parts=known.parts) if position else OFFLOAD
-        if (self.passes > 1 or room == sys.maxsize) and (self.mode == "auto" or self._is_last()):
+        if (self.passes > 1 or room == UNCOUNTED) and (self.mode == "auto" or self._is_last()):
             return KEEP
         return BlockPlan(kind="recompute") if known.repeatable else OFFLOAD
 
