@@ -3,7 +3,8 @@
 One process for each size. First the loader alone feeds the training: that gives the peak of VRAM. Then the whole data
 set is put on the device, and rounds of both take turns, the same number of steps each, so that a clock of the GPU that
 drifts hits both. The resident side gathers the rows of the same order by index, on the device; its indices are there
-beforehand.
+beforehand. Beside the time of a step stands what asking for the batch took of it, on the thread that launches work:
+where the GPU waits for that thread, the difference of the two is the overhead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def measure(case: Case) -> dict[str, Any]:
     with _loader(case, reading=reading, shuffle=True) as loader:
         stream = _stream(loader)
         _run(trainer, stream, _WARM_STEPS, device)
-        warm_s = _run(trainer, stream, _WARM_STEPS, device) / _WARM_STEPS
+        warm_s = _run(trainer, stream, _WARM_STEPS, device).all_s / _WARM_STEPS
         steps = max(_WARM_STEPS, int(case.seconds / (2 * _ROUNDS) / warm_s))
         _run(trainer, stream, steps, device)
         figures: dict[str, Any] = {"reading": reading, "rss_bytes": peak_rss_bytes(), **_vram(device)}
@@ -54,13 +56,18 @@ def measure(case: Case) -> dict[str, Any]:
                 _run(trainer, streams["resident"], _WARM_STEPS, device)
         waited = loader.report().waited_s
         times: dict[str, list[float]] = {name: [] for name in streams}
+        asking: dict[str, list[float]] = {name: [] for name in streams}
         for _ in range(_ROUNDS):
             for name, batches in streams.items():
-                times[name].append(_run(trainer, batches, steps, device) / steps / case.batch)
+                spent = _run(trainer, batches, steps, device)
+                times[name].append(spent.all_s / steps / case.batch)
+                asking[name].append(spent.asking_s / steps)
         figures["waited"] = (loader.report().waited_s - waited) / (sum(times["ours"]) * steps * case.batch)
         figures["sample_s"] = statistics.median(times["ours"])
+        figures["asking_s"] = statistics.median(asking["ours"])
         if "resident" in times:
             figures["resident_sample_s"] = statistics.median(times["resident"])
+            figures["resident_asking_s"] = statistics.median(asking["resident"])
             figures["overhead"] = figures["sample_s"] / figures["resident_sample_s"] - 1
         figures["loss"] = float(trainer.loss)
         figures |= _alone(case, stream, device) if reading == "cached" else _alone_with_disk(case, stream, device)
@@ -70,9 +77,9 @@ def measure(case: Case) -> dict[str, Any]:
 
 def _alone(case: Case, stream: Iterator[Batch], device: torch.device) -> dict[str, float]:
     """The loader without training, for about a quarter of the case's time."""
-    warm_s = _run(None, stream, _WARM_STEPS, device) / _WARM_STEPS
+    warm_s = _run(None, stream, _WARM_STEPS, device).all_s / _WARM_STEPS
     steps = max(_WARM_STEPS, int(case.seconds / 4 / warm_s))
-    return {"alone_rate": case.batch * steps / _run(None, stream, steps, device)}
+    return {"alone_rate": case.batch * steps / _run(None, stream, steps, device).all_s}
 
 
 def _alone_with_disk(case: Case, stream: Iterator[Batch], device: torch.device) -> dict[str, float]:
@@ -82,7 +89,7 @@ def _alone_with_disk(case: Case, stream: Iterator[Batch], device: torch.device) 
     batch_bytes = case.batch * case.row_bytes
     _run(None, stream, min(3 * WINDOW_BYTES, case.total_bytes) // batch_bytes, device)
     steps = max(_WARM_STEPS, int(case.seconds / 2 * rates[0] / batch_bytes))
-    rate = case.batch * steps / _run(None, stream, steps, device)
+    rate = case.batch * steps / _run(None, stream, steps, device).all_s
     rates.append(read_rate(_files(case), threads=READ_THREADS, seconds=seconds))
     disk = statistics.mean(rates)
     return {"alone_rate": rate, "disk_bytes_per_s": disk, "of_disk": rate * case.row_bytes / disk}
@@ -105,16 +112,27 @@ def _stream(loader: DataLoader) -> Generator[Batch, None, None]:
             yield batch["images"], batch["labels"]
 
 
-def _run(trainer: Trainer | None, stream: Iterator[Batch], steps: int, device: torch.device) -> float:
-    """Seconds of ``steps`` steps, all of it done on the device too; without a trainer, the batches alone."""
+@dataclass(frozen=True)
+class _Spent:
+    """Seconds of some steps, and of those what asking for the batches took."""
+
+    all_s: float
+    asking_s: float
+
+
+def _run(trainer: Trainer | None, stream: Iterator[Batch], steps: int, device: torch.device) -> _Spent:
+    """Run ``steps`` steps, all of it done on the device too; without a trainer, the batches alone."""
+    clock = time.perf_counter
     _synchronize(device)
-    start_s = time.perf_counter()
+    asking_s, start_s = 0.0, clock()
     for _ in range(steps):
+        asked_s = clock()
         images, labels = next(stream)
+        asking_s += clock() - asked_s
         if trainer is not None:
             trainer.step(images, labels)
     _synchronize(device)
-    return time.perf_counter() - start_s
+    return _Spent(clock() - start_s, asking_s)
 
 
 def _vram(device: torch.device) -> dict[str, int]:

@@ -12,6 +12,7 @@ GROUPS = ("rows", "tokens", "flat", "gpu")
 _SHARE_OF_DISK = 0.95  # of what is free: a disk that is full to the brim is a slow one
 _SHARE_OF_RAM = 0.6  # for the page cache
 _GROWTH = 4  # from one size of `flat` to the next
+_LIGHT = 64  # width of a convnet so small that launching its kernels is all that a step takes
 _SEED_ROWS = (50_000, 100_000, 500_000, 1_000_000, 5_000_000)
 
 
@@ -72,7 +73,7 @@ def _gpu(folder: Path, machine: Machine, tiny: bool) -> list[Case]:
     settings: dict[str, Any] = {"group": "gpu", "kind": "rows", "folder": str(folder), "device": machine.device}
     if tiny:
         settings |= {"width": 2, "batch": 4, "seconds": 0.2}
-        plans = [("train", 64), ("train-direct", 128)]
+        plans = [("train", 64), ("train-direct", 128), ("train-light", 64)]
         return [Case(method=method, rows=rows, **settings) for method, rows in plans]
     cases = []
     for rows in _SEED_ROWS:
@@ -82,8 +83,12 @@ def _gpu(folder: Path, machine: Machine, tiny: bool) -> list[Case]:
             note = f"of {rows:,} rows, what fits in RAM"
         case = Case(method="train", rows=fitting, seconds=12, limit_s=120, **settings)
         cases.append(_noted(case, note))
-    direct = min(1_000_000, cases[-1].rows)
-    return [*cases, Case(method="train-direct", rows=direct, seconds=12, limit_s=60, **settings)]
+    direct, light = min(1_000_000, cases[-1].rows), min(500_000, cases[-1].rows)
+    return [
+        *cases,
+        Case(method="train-direct", rows=direct, seconds=12, limit_s=60, **settings),
+        Case(method="train-light", rows=light, seconds=12, limit_s=60, width=_LIGHT, **settings),
+    ]
 
 
 def _bounded(rows: int, machine: Machine) -> tuple[int, str]:

@@ -74,6 +74,8 @@ COLUMNS: dict[str, tuple[tuple[str, str, Shown], ...]] = {
         ("of the smallest", "of_smallest", _as(".3f")),
         ("resident µs a sample", "resident_sample_s", _as(".3f", 1e6)),
         ("overhead", "overhead", _as("+.2%")),
+        ("asking, µs a batch", "asking_s", _as(".0f", 1e6)),
+        ("resident", "resident_asking_s", _as(".0f", 1e6)),
         ("waited", "waited", _as(".1%")),
         ("loader alone, samples/s", "alone_rate", _as(",.0f")),
         ("plain direct reads GB/s", "disk_bytes_per_s", _GB),

@@ -70,7 +70,7 @@ def test_what_grows_runs_tiny(tmp_path: Path) -> None:
     assert all(figures["sample_s"] > 0 and figures["ring_bytes"] > 0 for figures in flat)
     assert all(figures["ratio"] > 0 for figures in flat if figures["reading"] == "direct")
     train = [row["figures"] for row in rows if row["case"]["method"] == "train"]
-    assert all("overhead" in figures for figures in train)
+    assert all("overhead" in figures and figures["asking_s"] > 0 for figures in train)
 
 
 def test_a_peer_that_is_not_there_or_too_slow_is_a_result(tmp_path: Path) -> None:
