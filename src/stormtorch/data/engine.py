@@ -125,11 +125,11 @@ class RowsEngine(Engine):
 
 
 def _rows_of_few_files(source: FileSource | DecodedSource, choice: Choice | None) -> int:
-    """How many rows may be read at once without touching more than a few of the files that may be open."""
+    """How many rows may be read at once: where not all files may be open, no more than touch a few of those."""
     if not isinstance(source, FileSource) or choice is None or choice.mode != "cached":
         return source.rows
-    few, fields = open_limit() // 8, len(source.fields)
-    return source.rows if len(source.shards) * fields <= few else max(1, few // fields)
+    files, limit = {strip.path for shard in source.shards for strip in shard.strips}, open_limit()
+    return source.rows if len(files) <= limit else max(1, limit // 8 // len(source.fields))
 
 
 def _window_bytes(source: FileSource | DecodedSource, order: Order, choice: Choice | None) -> int:

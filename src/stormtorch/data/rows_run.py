@@ -61,6 +61,7 @@ class RowsRun(Run):
         self._cursor = span.epoch, span.batch  # the batch to read next
         self._place = span.epoch, span.batch  # the batch to give next
         self._single_until = span.epoch, span.batch  # up to this place, batches are read one by one
+        self._ramp = 1  # what the next group may be: nobody waits for a large one to get the first batch
         self._closed = False
         delivery.reset()
         reader.restart(span.epoch, span.batch * batch_rows)
@@ -143,6 +144,7 @@ class RowsRun(Run):
                     assert self._reader.refused is not None, "nothing is on its way that this read could wait for"
                     raise self._reader.refused
                 return
+            self._ramp = min(2 * self._ramp, self._group)
             self._cursor = self._span.after(epoch, batch + batches - 1)
             self._pending.append(_Pending(read, memory, self._cursor, batches))
 
@@ -154,7 +156,7 @@ class RowsRun(Run):
         last = first + self._batch_rows - 1  # of the first batch, which may lie across windows
         end = last - last % self._window_rows + self._window_rows
         left = min(self._span.per_epoch - batch, (end - first) // self._batch_rows)
-        groups = -(-left // self._group)
+        groups = -(-left // self._ramp)
         return -(-left // groups)  # of equal size: a small one costs as much as a large one
 
     def _send_first(self) -> None:

@@ -138,29 +138,39 @@ class _Link:
     def __init__(self, profiles: list[BlockProfile], means: Means, *, slack: int) -> None:
         self._hidden = [_hidden_bytes(profile, means) for profile in profiles]
         self._sent = [0] * len(profiles)
+        self._behind = [0.0] * max(0, len(profiles) - 1)  # when the block ends; what is beyond the slack is waited for
         self._slack = slack
 
     def take(self, block: int, size: int) -> bool:
         """Whether ``block`` may send ``size`` more bytes without being late for it, which it then does."""
-        before = self.late_bytes()
-        self.force(block, size)
-        if self.late_bytes() > before:
-            self._sent[block] -= size
+        behind = self._behind_with(block, size)
+        is_late = any(more > max(before, self._slack) for more, before in zip(behind, self._behind[block:], strict=False))
+        if is_late or (block == len(self._behind) and size > 0):
             return False
+        self.force(block, size)
         return True
 
     def force(self, block: int, size: int) -> None:
         """Send, hidden or not."""
+        behind = self._behind_with(block, size)
+        self._behind[block : block + len(behind)] = behind
         self._sent[block] += size
 
     def late_bytes(self) -> float:
-        """What compute would wait for."""
-        late, behind = float(sum(self._sent[-1:])), 0.0  # what leaves the last block is wanted at once
-        for sent, hidden in zip(self._sent[:-1], self._hidden[:-1], strict=True):
-            behind = max(0.0, behind + sent - hidden)
-            late += max(0.0, behind - self._slack)
-            behind = min(behind, self._slack)
-        return late
+        """What compute would wait for. What leaves the last block is wanted at once."""
+        return sum(self._sent[-1:]) + sum(max(0.0, behind - self._slack) for behind in self._behind)
+
+    def _behind_with(self, block: int, size: int) -> list[float]:
+        """What is behind with ``size`` more, at ``block`` and the next ones, as far as it makes a difference."""
+        changed: list[float] = []
+        behind = self._behind[block - 1] if block else 0.0
+        for index in range(block, len(self._behind)):
+            behind = max(0.0, min(behind, self._slack) + self._sent[index] + size - self._hidden[index])
+            if behind == self._behind[index]:
+                break
+            changed.append(behind)
+            size = 0
+        return changed
 
 
 def gain_of(parts: Mapping[str, int]) -> int:
