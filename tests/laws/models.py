@@ -414,8 +414,8 @@ def stream(
     room: int | None = None,
     **settings: Any,
 ) -> Session:
-    """A session as the laws want it; with a ``seed``, delayed at random and poisoned, and, where that is not left to
-    measurements, every other unit updated on the device.
+    """A session as the laws want it; with a ``seed``, delayed at random and poisoned, and every other unit updated on
+    the device; with an even one, that is left to measurements where there are any, which is on a GPU.
 
     ``kept``: so many units have their optimizer states kept on the device. ``room``: what activations find there.
     """
@@ -428,7 +428,7 @@ def stream(
         delay=None if seed is None else jitter(device, seed),
         poison=seed is not None,
         kept=kept,
-        device_share=0.5 if seed is not None and device.type == "cpu" else None,
+        device_share=0.5 if seed is not None and (device.type == "cpu" or seed % 2) else None,
         activation_room=room,
         small_bytes=1,
     )

@@ -571,7 +571,7 @@ def test_bf16_keeps_fp32_masters(device: torch.device, name: str, step: str, acc
     case, steps = BY_NAME[name], 7 if accumulate == 1 else 3
     model = case.build(torch.bfloat16)
     optimizer = adamw(model, fused=True)
-    with stream(model, optimizer, device=device, step=step, seed=0) as session:
+    with stream(model, optimizer, device=device, step=step, seed=seed) as session:
         streamed = train(
             case, model, optimizer, steps=steps, accumulate=accumulate, clip=clip, device=device, session=session
         )
@@ -633,14 +633,15 @@ def test_cuda_step_by_step(case: Case, step: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:RNN module weights")
+@pytest.mark.parametrize("seed", [0, 1], ids=["", "half_of_it_there"])
 @pytest.mark.parametrize(("step", "accumulate", "clip"), [*FEW_MODES, ("forward", 4, "session")])
 @pytest.mark.parametrize("case", [LLAMA, RECOMPUTED, *OTHERS], ids=lambda case: case.name)
-def test_cuda_running_free(case: Case, step: str, accumulate: int, clip: str) -> None:
+def test_cuda_running_free(case: Case, step: str, accumulate: int, clip: str, seed: int) -> None:
     """Nothing is read on the way: bit for bit a plain CUDA model whose weights are updated by torch on the CPU."""
     device = torch.device("cuda", 0)
     model = case.build()
     optimizer = adamw(model, fused=True)
-    with stream(model, optimizer, device=device, step=step, seed=0) as session:
+    with stream(model, optimizer, device=device, step=step, seed=seed) as session:
         streamed = train(
             case, model, optimizer, steps=STEPS, accumulate=accumulate, clip=clip, device=device, session=session
         )
