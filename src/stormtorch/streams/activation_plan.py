@@ -144,7 +144,9 @@ class _Link:
     def take(self, block: int, size: int) -> bool:
         """Whether ``block`` may send ``size`` more bytes without being late for it, which it then does."""
         behind = self._behind_with(block, size)
-        is_late = any(more > max(before, self._slack) for more, before in zip(behind, self._behind[block:], strict=False))
+        is_late = any(
+            more > max(before, self._slack) for more, before in zip(behind, self._behind[block:], strict=False)
+        )
         if is_late or (block == len(self._behind) and size > 0):
             return False
         self.force(block, size)
