@@ -9,14 +9,14 @@ shift
 parts=${*:-tests micro demo}
 mkdir -p "$out"
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1
-python3 setup.py -q build_ext --inplace > "$out/build.log" 2>&1 || tail -5 "$out/build.log"
+python3 setup.py -q build_ext --inplace --force > "$out/build.log" 2>&1 || tail -5 "$out/build.log"
 # Where pytest-xdist is at hand: several processes, which must not compete for cores, nor meet a plugin that objects.
 parallel=
 if python3 -c 'import xdist' 2> /dev/null; then
   parallel="-n 8 --dist worksteal"
   export PYTEST_ADDOPTS="-p no:benchmark" OMP_NUM_THREADS=2
 fi
-pytest="python3 -m pytest -q $parallel -p no:cacheprovider -o timeout_method=thread --durations=10"
+pytest="python3 -m pytest -v $parallel -p no:cacheprovider -o timeout_method=thread --durations=10"
 failed=0
 for part in $parts; do
   case $part in

@@ -79,7 +79,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     ),
     "big": (
         _storm(vram="16GiB", size="7b"),
-        *(Case(method=peer, size="7b", limit_s=100) for peer in _PEERS),
+        *(Case(method=peer, size="7b", limit_s=150) for peer in _PEERS),
     ),
 }
 

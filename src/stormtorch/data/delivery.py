@@ -255,8 +255,12 @@ class LaneDelivery(Delivery):
             if is_short:
                 parcel.tensors = [tensor[: batch.count] for tensor in parcel.tensors]
         lane.wait(parcel.allocated)
-        for target, source in zip(parcel.tensors, as_fields(batch, self._fields), strict=True):
-            lane.copy(target, source, Tag.DATA)
+        try:
+            for target, source in zip(parcel.tensors, as_fields(batch, self._fields), strict=True):
+                lane.copy(target, source, Tag.DATA)
+        except BaseException:
+            self._lanes.compute.wait(lane.record())  # a part may be on its way, and the parcel is freed now
+            raise
         arrived = lane.record()
         self._slots[batch.slot].copied = arrived
         self._free.append(batch.slot)

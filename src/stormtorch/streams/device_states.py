@@ -202,15 +202,18 @@ class DeviceStates:
         return bool(home.staged) or not chunks
 
     def stage_early(self) -> None:
-        """Before the step is asked for: load states into sets that nobody needs until then. For those units that were
-        updated last time, in that order: they should be again."""
+        """Before the step is asked for: load states into a set that nobody needs until then. For those units that were
+        updated last time, in that order: they should be again. One set a call, of which there are many in a backward:
+        all at once they would be in the way of the weights that it needs first."""
         if self._updated:
             self._expected, self._updated = self._updated, []
+        if not self._sets:
+            return
         for home in self._expected:
-            if not self._sets:
+            chunks = self._chunks[home.unit.index]
+            if home.on_device and home.kept is None and len(home.staged) < len(chunks):
+                self._stage_next(home, chunks[len(home.staged)])
                 return
-            if home.on_device and home.kept is None:
-                self.stage(home)
 
     def _recall(self) -> None:
         """Free the sets that were filled early for units which are not updated after all, as far as is known."""
