@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,13 +45,19 @@ def rows_in(batch: torch.Tensor) -> list[int]:
     return rows
 
 
+def open_at_most(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
+    for module in ("engine", "descriptors"):
+        monkeypatch.setattr(f"stormtorch.data.{module}.open_limit", lambda: files)
+
+
 def deliver_late(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     """Let the CPU play the GPU, with a lane that is late, and ``group`` batches travel at once."""
 
     def delivery(
-        device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, ahead: int
+        device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, batches: int, ahead: int
     ) -> LaneDelivery:
-        return LaneDelivery(device, fields, batch_rows, ledger, ahead=ahead, delay=lambda: time.sleep(0.001))
+        late: dict[str, Any] = {"ahead": ahead, "delay": lambda: time.sleep(0.001)}
+        return LaneDelivery(device, fields, batch_rows, ledger, batches=batches, **late)
 
     monkeypatch.setattr("stormtorch.data.engine.open_delivery", delivery)
     monkeypatch.setattr("stormtorch.data.engine.batches_at_once", lambda *_, **__: group)

@@ -24,13 +24,13 @@ from stormtorch.core.errors import LaneError, OutOfBudget, SettingError, Storage
 from stormtorch.core.sizes import MiB
 from stormtorch.data.buffers import Buffers
 from stormtorch.data.choice import Reading
-from stormtorch.data.delivery import HostBatch, LaneDelivery
+from stormtorch.data.delivery import HostGroup, LaneDelivery
 from stormtorch.data.groups import batches_at_once
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.source import Field, FileSource
 from stormtorch.data.transforms import Cast, Normalise
 
-from .made import deliver_late, numbered, numbered_source, rows_in
+from .made import deliver_late, numbered, numbered_source, open_at_most, rows_in
 
 
 @pytest.fixture
@@ -117,18 +117,20 @@ def test_an_older_loop_is_told(source: FileSource) -> None:
 
 def test_batches_are_the_users(tmp_path: Path) -> None:
     """Memory is used again only when the user has let go of it, and then it is."""
-    source = numbered_source(tmp_path, [4000], 256)  # batches of 100 KiB and more are recycled
+    source = numbered_source(tmp_path, [20_000], 256)  # batches of 100 KiB and more are recycled
     with DataLoader(source, 100, shuffle=True, epochs=2) as loader:
         kept = list(loader)
-        assert sorted(row for batch in kept for row in rows_in(batch)) == sorted(2 * list(range(4000)))
-        assert len({batch.data_ptr() for batch in kept}) == 80
+        assert sorted(row for batch in kept for row in rows_in(batch)) == sorted(2 * list(range(20_000)))
+        assert len({batch.data_ptr() for batch in kept}) == 400
         del kept
         places = set()
         for batch in loader:
             batch.fill_(-1)
             places.add(batch.data_ptr())
-        most = loader.report().depth + 4  # under load more is read ahead
-        assert len(places) <= most < 80, "memory that came back is used again"
+        group = loader._engine._group  # type: ignore[union-attr]
+        assert group > 1
+        most = loader.report().depth + 4 * group  # under load more is read ahead
+        assert len(places) <= most < 400, "memory that came back is used again"
         view = None
         for number, batch in enumerate(loader):
             if number == 3:
@@ -136,6 +138,25 @@ def test_batches_are_the_users(tmp_path: Path) -> None:
         assert view is not None
         assert torch.equal(view, wanted), "a part that was kept keeps its memory"
     assert torch.equal(view, wanted)
+
+
+def test_batches_of_one_group_share_nothing_that_shows(tmp_path: Path) -> None:
+    source = numbered_source(tmp_path, [1000], 64)
+    with DataLoader(source, 16) as loader:
+        batches = list(loader)
+        assert loader._engine._group > 1  # type: ignore[union-attr]
+    assert all(batch.storage_offset() == 0 and batch.untyped_storage().nbytes() == batch.nbytes for batch in batches)
+    assert all(batch.data_ptr() % 64 == 0 for batch in batches)
+    batches[3].fill_(-1)
+    assert rows_in(batches[2]) + rows_in(batches[4]) == list(range(32, 48)) + list(range(64, 80))
+    with DataLoader(source, 15) as loader:
+        wanted = [rows_in(batch) for batch in loader]  # 3,840 bytes each: 64 divides them
+        assert loader._engine._group > 1  # type: ignore[union-attr]
+    assert [row for rows in wanted for row in rows] == list(range(1000))
+    narrow = numbered_source(tmp_path, [1000], 3)
+    with DataLoader(narrow, 15) as loader:
+        assert [row for batch in loader for row in rows_in(batch)] == list(range(1000))
+        assert loader._engine._group == 1, "batches that do not end with a cache line"  # type: ignore[union-attr]
 
 
 def test_a_batch_may_be_saved_by_itself(tmp_path: Path) -> None:
@@ -171,17 +192,17 @@ def test_close_lets_go_of_memory_that_waits(tmp_path: Path) -> None:
 def test_pages_count_as_used_while_any_tensor_is_there() -> None:
     buffers = Buffers(Field(name="x", dtype=torch.float32, shape=(1 << 16,)), 1)
     buffers.most = 1
-    held = buffers.take(1)
+    held = buffers.take(1).whole
     place = held.data_ptr()
     array = held.numpy()
     del held
-    other = buffers.take(1)
+    other = buffers.take(1).whole
     assert other.data_ptr() != place, "numpy holds it"
     del array, other
-    again = buffers.take(1)
+    again = buffers.take(1).whole
     place = again.data_ptr()
     del again
-    assert buffers.take(1).data_ptr() == place
+    assert buffers.take(1).whole.data_ptr() == place
 
 
 def test_drop_last_and_ranks(source: FileSource) -> None:
@@ -557,8 +578,7 @@ def test_groups_leave_files_for_others(tmp_path: Path, monkeypatch: pytest.Monke
         return batches_at_once(torch.device("cuda"), **given)
 
     deliver_late(monkeypatch, 1)
-    for module in ("engine", "descriptors"):
-        monkeypatch.setattr(f"stormtorch.data.{module}.open_limit", lambda: 32)
+    open_at_most(monkeypatch, 32)
     monkeypatch.setattr("stormtorch.data.engine.batches_at_once", at_once)
     for shards, group in (([20] * 60, 1), ([40] * 32, 32), ([400] * 3, 32)):
         folder = tmp_path / str(len(shards))
@@ -611,12 +631,12 @@ def test_a_group_that_cannot_be_sent_is_not_left_out(
     deliver_late(monkeypatch, 4)
     send, count = LaneDelivery.send, 0
 
-    def fail(delivery: LaneDelivery, batch: HostBatch, *, exact: bool) -> object:
+    def fail(delivery: LaneDelivery, group: HostGroup) -> object:
         nonlocal count
         count += 1
         if count == bad or (count > bad and not once):
             raise LaneError("the lane has failed")
-        return send(delivery, batch, exact=exact)
+        return send(delivery, group)
 
     monkeypatch.setattr(LaneDelivery, "send", fail)
     seen: list[int] = []
@@ -658,8 +678,7 @@ def test_small_batches_travel_together() -> None:
         return batches_at_once(
             torch.device(device),
             batch_rows=rows,
-            row_bytes=row_bytes,
-            fields=1,
+            fields=[Field(name="x", dtype=torch.uint8, shape=(row_bytes,))],
             most_rows=most_rows,
             free_bytes=free_bytes,
         )
@@ -673,7 +692,10 @@ def test_small_batches_travel_together() -> None:
     assert at_once(MiB - 56, free_bytes=32 * MiB) == 1
     assert at_once(4, most_rows=0) == 1
     assert at_once(4, free_bytes=-5) == 1
-    assert at_once(4, device="cpu") == 1
+    assert at_once(4, device="cpu") == 32
+    assert at_once(3, device="cpu") == 1, "batches that do not end with a cache line"
+    assert at_once(0, device="cpu") == 1
+    assert at_once(MiB // 8 - 56, device="cpu") == 4
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from stormtorch.data.source import DecodedSource, Field, FileSource, Shard, Stri
 from stormtorch.memory import limits
 from stormtorch.native import library as library_module
 
-from .made import numbered_source, rows_in
+from .made import numbered_source, open_at_most, rows_in
 
 
 class Groups(DecodedSource):
@@ -261,7 +261,7 @@ def test_the_first_epoch_announces_every_row(tmp_path: Path, shuffle: Shuffle) -
 
 @pytest.mark.parametrize("reading", ["cached", "direct"])
 def test_many_shards(tmp_path: Path, reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormtorch.data.descriptors.open_limit", lambda: 40)
+    open_at_most(monkeypatch, 40)
     source = numbered_source(tmp_path, [3] * 300, 16)
     with DataLoader(source, 16, shuffle=True, window=16 * 4 * 45, reading=reading) as loader:  # type: ignore[arg-type]
         assert sorted(row for batch in loader for row in rows_in(batch)) == list(range(900))
@@ -270,7 +270,7 @@ def test_many_shards(tmp_path: Path, reading: str, monkeypatch: pytest.MonkeyPat
 def test_windows_of_more_files_than_may_be_open_come_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stormtorch.data.descriptors.open_limit", lambda: 20)
+    open_at_most(monkeypatch, 20)
     source = numbered_source(tmp_path, [40] * 40)
     for reading in ("direct", "cached"):
         with DataLoader(source, 20, shuffle=True, reading=reading, window=15 * 40 * 256) as loader:

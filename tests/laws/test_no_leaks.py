@@ -56,5 +56,6 @@ def test_two_hundred_sessions_leave_nothing(device: torch.device, ledger: Ledger
         session(device, ledger, tmp_path)
     assert standing() == before
     grown = resident_bytes() - rss
-    assert grown < 16 * MiB, f"{grown / MiB:.0f} MiB more after 200 sessions that used 2 MiB each"
+    limit = (16 if device.type == "cpu" else 32) * MiB  # the driver takes some of its own
+    assert grown < limit, f"{grown / MiB:.0f} MiB more after 200 sessions that used 2 MiB each"
     assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,9 @@
 """Host memory that becomes the user's batches, where the device is the CPU.
 
-The bytes of a batch are read straight into the memory that the user gets, one buffer for each field. The user may keep
-it for ever. When the last tensor over it is gone, the buffer is filled again: fresh memory would cost a page fault for
-every 4 KiB, which is as much as the copy itself. Small buffers are left to malloc, which does the same.
+The bytes of a batch are read straight into the memory that the user gets, one buffer for each field, of one batch or of
+a group of them. The user may keep it for ever. When the last tensor over it is gone, the buffer is filled again: fresh
+memory would cost a page fault for every 4 KiB, which is as much as the copy itself. Small buffers are left to malloc,
+which does the same.
 
 Whether anybody still uses a buffer is what reference counting knows: every tensor gets a storage of its own over the
 buffer's pages, and each such storage holds the one object that stands for them. ``memory/alias.py`` is told when a
@@ -17,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from ..core.sizes import KiB, round_up
 from .source import Field
 
 _SMALL = 64 * KiB
-_LINE = 64  # of the CPU's caches; torch aligns its own memory to it too
+LINE = 64  # of the CPU's caches; torch aligns its own memory to it too
 
 Pages = ctypes.Array[ctypes.c_ubyte]
 
@@ -40,26 +42,49 @@ def _holders(pages: deque[Pages]) -> int:
 _UNUSED = _holders(deque([(ctypes.c_ubyte * 1)()]))
 
 
-class Buffers:
-    """Buffers for batches of ``rows`` rows of one field. For one thread at a time; tensors may be dropped on any."""
+@dataclass(slots=True)
+class Room:
+    """Memory for rows of one field: all of it, and the pages that it lies in, unless it is malloc's."""
 
-    def __init__(self, field: Field, rows: int) -> None:
+    whole: torch.Tensor
+    pages: Pages | None
+
+
+class Buffers:
+    """Buffers for groups of ``batches`` batches of ``rows`` rows, of one field.
+
+    For one thread at a time; tensors may be dropped on any. A batch that the user keeps holds its whole group's.
+    """
+
+    def __init__(self, field: Field, rows: int, batches: int = 1) -> None:
         self.most = 0  # buffers that are remembered; those beyond are the user's alone
-        self._field, self._rows = field, rows
-        self._size = rows * field.row_bytes
+        self._field, self._rows, self._batches = field, rows, batches
+        self._size = batches * rows * field.row_bytes
         self._all: deque[Pages] = deque()  # the one that was given longest ago in front
 
-    def take(self, rows: int) -> torch.Tensor:
-        """A tensor for ``rows`` rows with a storage of its own, content undefined."""
+    def take(self, rows: int) -> Room:
+        """Memory for ``rows`` rows, content undefined."""
         field = self._field
-        if rows != self._rows or self._size < _SMALL:
-            return torch.empty((rows, *field.shape), dtype=field.dtype, device="cpu")
+        if self._batches == 1 and (rows != self._rows or self._size < _SMALL):
+            return Room(torch.empty((rows, *field.shape), dtype=field.dtype, device="cpu"), None)
         pages = self._unused() or self._new()
-        return torch.frombuffer(pages, dtype=field.dtype).view(rows, *field.shape)
+        return Room(self._over(pages, 0, rows), pages)
+
+    def batches(self, room: Room) -> list[torch.Tensor]:
+        """The batches that lie there, each with a storage of its own."""
+        if room.pages is None or self._batches == 1:
+            return [room.whole]
+        rows = len(room.whole)
+        return [self._over(room.pages, at, min(self._rows, rows - at)) for at in range(0, rows, self._rows)]
 
     def clear(self) -> None:
         """Let go of all that nobody uses; the rest is its users'."""
         self._all.clear()
+
+    def _over(self, pages: Pages, first: int, rows: int) -> torch.Tensor:
+        field = self._field
+        count, offset = rows * field.row_bytes // field.dtype.itemsize, first * field.row_bytes
+        return torch.frombuffer(pages, dtype=field.dtype, count=count, offset=offset).view(rows, *field.shape)
 
     def _unused(self) -> Pages | None:
         for _ in range(len(self._all)):
@@ -70,8 +95,8 @@ class Buffers:
         return None
 
     def _new(self) -> Pages:
-        memory = np.empty(self._size + _LINE, dtype=np.uint8)
-        pages = (ctypes.c_ubyte * self._size).from_address(round_up(memory.ctypes.data, _LINE))
+        memory = np.empty(self._size + LINE, dtype=np.uint8)
+        pages = (ctypes.c_ubyte * self._size).from_address(round_up(memory.ctypes.data, LINE))
         pages.memory = memory  # type: ignore[attr-defined]
         self._all.append(pages)
         while len(self._all) > self.most:

@@ -1,10 +1,10 @@
 """From host memory to the user's device: where a batch is read to, how it gets across, and when memory is used again.
 
-On the CPU the batch is read into what the user gets, and there is nothing to deliver.
+What travels at once is a group of batches (groups.py), often of one. On the CPU it is read into what the user gets, and
+there is nothing to deliver.
 
-On a GPU, names first. A batch is here what travels at once, which may be several of the user's (groups.py). A *slot* is
-page-locked memory for one batch, all fields. A *parcel* is the device memory of one batch: fresh tensors from torch's
-allocator, taken on the stream that the user computes on. Two rules hold:
+On a GPU, names first. A *slot* is page-locked memory for one group, all fields. A *parcel* is the device memory of one
+group: fresh tensors from torch's allocator, taken on the stream that the user computes on. Two rules hold:
 
 - The lane's copy into a parcel waits for what the user's stream was doing when the parcel was allocated: until then the
   bytes may belong to a tensor that queued work still reads. Parcels are therefore allocated ahead: by the time a copy
@@ -33,57 +33,53 @@ from ..memory.lane import Delay, Event
 from ..memory.lanes import Lanes, open_lanes
 from ..memory.ledger import Ledger, Reservation
 from ..memory.page_lock import page_lock_for
-from .buffers import Buffers
+from .buffers import Buffers, Room
 from .source import Field
 
 _GRAIN = 512  # of the fields in a slot: what copy engines like best
 
 
 @dataclass(slots=True)
-class HostBatch:
+class HostGroup:
     """Host memory for ``count`` rows: for each field a tensor, of bytes or of the field's kind, and its address."""
 
     count: int
     fields: list[torch.Tensor]
     addresses: list[int]
-    slot: int = -1
 
 
 class Delivery(ABC):
-    """``ahead``: how many batches to send before they are asked for."""
+    """``ahead``: how many groups to send before they are asked for."""
 
     ahead: int
 
     @abstractmethod
     def grow(self, depth: int) -> bool:
-        """Make room for ``depth`` batches in host memory; False, with nothing changed, if the budget refuses."""
+        """Make room for ``depth`` groups in host memory; False, with nothing changed, if the budget refuses."""
 
     @abstractmethod
     def reset(self) -> None:
         """Nothing is being read or sent any more: what an interrupt has left without an owner is free again."""
 
     @abstractmethod
-    def take(self, count: int, *, block: bool) -> HostBatch | None:
+    def take(self, count: int, *, block: bool) -> HostGroup | None:
         """Memory to read ``count`` rows to. None if all of it is in use, unless ``block``: then wait for some."""
 
     @abstractmethod
-    def drop(self, batch: HostBatch) -> None:
-        """A batch that nobody will send. Nothing may write to it any more."""
+    def drop(self, group: HostGroup) -> None:
+        """A group that nobody will send. Nothing may write to it any more."""
 
     @abstractmethod
-    def send(self, batch: HostBatch, *, exact: bool) -> object:
-        """Let a batch that was read go its way; returns at once. What comes back is for ``give``, in the same order.
-
-        ``exact``: its tensors are to have memory of just their size, as users keep them.
-        """
+    def send(self, group: HostGroup) -> object:
+        """Let a group that was read go its way; returns at once. What comes back is for ``give``, in the same order."""
 
     @abstractmethod
-    def give(self, sent: object) -> list[torch.Tensor]:
-        """The tensors of the user, ready for the stream that is current now."""
+    def give(self, sent: object) -> list[list[torch.Tensor]]:
+        """The group's batches, each for ``own`` when its turn comes."""
 
     @abstractmethod
-    def follow(self, sent: object) -> None:
-        """Let the stream that is current now wait for what ``give`` gave, perhaps on another."""
+    def own(self, sent: object, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A batch of the group as the user's own memory, ready for the stream that is current now."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -99,20 +95,25 @@ class Delivery(ABC):
         """Host memory that is charged."""
 
 
+@dataclass(slots=True)
+class _CpuGroup(HostGroup):
+    rooms: list[Room]
+
+
 class CpuDelivery(Delivery):
     """The user gets the memory that was read to."""
 
     ahead = 0
 
-    def __init__(self, fields: Sequence[Field], batch_rows: int, ledger: Ledger) -> None:
+    def __init__(self, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, batches: int) -> None:
         self._ledger = ledger
-        self._batch_bytes = batch_rows * sum(field.row_bytes for field in fields)
-        self._buffers = [Buffers(field, batch_rows) for field in fields]
+        self._group_bytes = batches * batch_rows * sum(field.row_bytes for field in fields)
+        self._buffers = [Buffers(field, batch_rows, batches) for field in fields]
         self._reservations: list[Reservation] = []
 
     def grow(self, depth: int) -> bool:
         # One more than are on their way: the user's last batch comes back just after the next was asked for.
-        more = (depth + 1) * self._batch_bytes - self.ring_bytes
+        more = (depth + 1) * self._group_bytes - self.ring_bytes
         try:
             self._reservations.append(self._ledger.reserve(Tier.HOST, Tag.DATA, max(0, more)))
         except OutOfBudget:
@@ -124,23 +125,28 @@ class CpuDelivery(Delivery):
     def reset(self) -> None:
         pass
 
-    def take(self, count: int, *, block: bool) -> HostBatch | None:  # noqa: ARG002
+    def take(self, count: int, *, block: bool) -> HostGroup | None:  # noqa: ARG002
         with torch.inference_mode(False):  # what is read ahead may be used outside of the mode that it is read in
-            fields = [buffers.take(count) for buffers in self._buffers]
-        return HostBatch(count, fields, [tensor.data_ptr() for tensor in fields])
+            rooms = [buffers.take(count) for buffers in self._buffers]
+        return _CpuGroup(count, [room.whole for room in rooms], [room.whole.data_ptr() for room in rooms], rooms)
 
-    def drop(self, batch: HostBatch) -> None:
-        batch.fields.clear()
+    def drop(self, group: HostGroup) -> None:
+        assert isinstance(group, _CpuGroup)
+        group.fields.clear()
+        group.rooms.clear()
 
-    def send(self, batch: HostBatch, *, exact: bool) -> object:  # noqa: ARG002
+    def send(self, group: HostGroup) -> object:
+        return group
+
+    def give(self, sent: object) -> list[list[torch.Tensor]]:
+        assert isinstance(sent, _CpuGroup)
+        with torch.inference_mode(False):
+            parts = [buffers.batches(room) for buffers, room in zip(self._buffers, sent.rooms, strict=True)]
+        self.drop(sent)  # what is left of it is the user's
+        return [list(batch) for batch in zip(*parts, strict=True)]
+
+    def own(self, sent: object, batch: list[torch.Tensor]) -> list[torch.Tensor]:  # noqa: ARG002
         return batch
-
-    def give(self, sent: object) -> list[torch.Tensor]:
-        assert isinstance(sent, HostBatch)
-        return sent.fields
-
-    def follow(self, sent: object) -> None:
-        pass
 
     def prepare(self) -> None:
         pass
@@ -157,8 +163,13 @@ class CpuDelivery(Delivery):
 
 
 @dataclass(slots=True)
+class _SlotGroup(HostGroup):
+    slot: int
+
+
+@dataclass(slots=True)
 class _Parcel:
-    """Device memory for one batch, and the moment of the user's stream from which on it may be written."""
+    """Device memory for one group, and the moment of the user's stream from which on it may be written."""
 
     tensors: list[torch.Tensor]
     place: Hashable  # the stream
@@ -173,7 +184,7 @@ class _Sent:
 
 
 class _Slot:
-    """Page-locked memory for one batch; ``copied`` is the event behind the last copy from it."""
+    """Page-locked memory for one group; ``copied`` is the event behind the last copy from it."""
 
     def __init__(self, fields: list[torch.Tensor]) -> None:
         self.fields = fields
@@ -190,13 +201,16 @@ class LaneDelivery(Delivery):
         batch_rows: int,
         ledger: Ledger,
         *,
+        batches: int,
         ahead: int,
         delay: Delay | None = None,
     ) -> None:
-        """``delay`` is for tests, as in ``open_lanes``: with one, a CPU can play the device."""
+        """``batches``: of a group, at most. ``delay`` is for tests, as in ``open_lanes``: with one, a CPU can play the
+        device."""
         self.ahead, self._delay = ahead, delay
-        self._device, self._fields, self._batch_rows, self._ledger = device, fields, batch_rows, ledger
-        self._slot_bytes = sum(round_up(batch_rows * field.row_bytes, _GRAIN) for field in fields)
+        self._device, self._fields, self._ledger = device, fields, ledger
+        self._batch_rows, self._group_rows = batch_rows, batches * batch_rows
+        self._slot_bytes = sum(round_up(self._group_rows * field.row_bytes, _GRAIN) for field in fields)
         self._page_lock = page_lock_for(device)
         self._arenas: list[HostArena] = []
         self._slots: list[_Slot] = []
@@ -220,14 +234,14 @@ class LaneDelivery(Delivery):
             self._lanes = open_lanes(self._device, home=arena, ledger=self._ledger, delay=self._delay)
         for _ in range(more):
             self._free.append(len(self._slots))
-            sizes = [self._batch_rows * field.row_bytes for field in self._fields]
+            sizes = [self._group_rows * field.row_bytes for field in self._fields]
             self._slots.append(_Slot([arena.tensor((size,), torch.uint8, alignment=_GRAIN) for size in sizes]))
         return True
 
     def reset(self) -> None:
         self._free.extend(set(range(len(self._slots))) - set(self._free))
 
-    def take(self, count: int, *, block: bool) -> HostBatch | None:
+    def take(self, count: int, *, block: bool) -> HostGroup | None:
         if not self._free:
             assert not block, "a slot is free when nothing is on its way"
             return None
@@ -239,40 +253,60 @@ class LaneDelivery(Delivery):
         number = self._free.popleft()
         whole = zip(self._slots[number].fields, self._fields, strict=True)
         fields = [memory[: count * field.row_bytes] for memory, field in whole]
-        return HostBatch(count, fields, [tensor.data_ptr() for tensor in fields], number)
+        return _SlotGroup(count, fields, [tensor.data_ptr() for tensor in fields], number)
 
-    def drop(self, batch: HostBatch) -> None:
-        self._free.append(batch.slot)
+    def drop(self, group: HostGroup) -> None:
+        assert isinstance(group, _SlotGroup)
+        self._free.append(group.slot)
 
-    def send(self, batch: HostBatch, *, exact: bool) -> object:
+    def send(self, group: HostGroup) -> object:
+        assert isinstance(group, _SlotGroup)
         assert self._lanes is not None
         lane = self._lanes.load
-        is_short = batch.count < self._batch_rows
-        if not self._parcels or (exact and is_short):
-            parcel = self._allocate(batch.count)
+        is_short = group.count < self._group_rows
+        if not self._parcels or (is_short and not self._is_copied):  # what users keep has just its size
+            parcel = self._allocate(group.count)
         else:
             parcel = self._parcels.popleft()
             if is_short:
-                parcel.tensors = [tensor[: batch.count] for tensor in parcel.tensors]
+                parcel.tensors = [tensor[: group.count] for tensor in parcel.tensors]
         lane.wait(parcel.allocated)
         try:
-            for target, source in zip(parcel.tensors, as_fields(batch, self._fields), strict=True):
+            for target, source in zip(parcel.tensors, as_fields(group, self._fields), strict=True):
                 lane.copy(target, source, Tag.DATA)
         except BaseException:
             self._lanes.compute.wait(lane.record())  # a part may be on its way, and the parcel is freed now
             raise
         arrived = lane.record()
-        self._slots[batch.slot].copied = arrived
-        self._free.append(batch.slot)
+        self._slots[group.slot].copied = arrived
+        self._free.append(group.slot)
         return _Sent(parcel, arrived)
 
-    def give(self, sent: object) -> list[torch.Tensor]:
+    def give(self, sent: object) -> list[list[torch.Tensor]]:
         assert isinstance(sent, _Sent)
-        self.follow(sent)
-        return sent.parcel.tensors
+        self._follow(sent)
+        if not self._is_copied:
+            return [sent.parcel.tensors]
+        parts = [tensor.split(self._batch_rows) for tensor in sent.parcel.tensors]
+        return [list(batch) for batch in zip(*parts, strict=True)]
 
-    def follow(self, sent: object) -> None:
+    def own(self, sent: object, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not self._is_copied:
+            return batch
         assert isinstance(sent, _Sent)
+        self._follow(sent)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return [tensor.clone() for tensor in batch]
+        return [tensor.clone() for tensor in batch]
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether batches are copied out of their group, so that they share no memory."""
+        return self._group_rows > self._batch_rows
+
+    def _follow(self, sent: _Sent) -> None:
+        """Let the stream that is current now wait for the group, which may have been given on another."""
         assert self._lanes is not None
         now = self._lanes.compute.place()
         if now in sent.followers:
@@ -285,7 +319,7 @@ class LaneDelivery(Delivery):
 
     def prepare(self) -> None:
         while len(self._parcels) < self.ahead:
-            self._parcels.append(self._allocate(self._batch_rows))
+            self._parcels.append(self._allocate(self._group_rows))
 
     def close(self) -> None:
         lanes, self._lanes = self._lanes, None
@@ -310,18 +344,18 @@ class LaneDelivery(Delivery):
         return _Parcel(tensors, self._lanes.compute.place(), self._lanes.compute.record())
 
 
-def as_fields(batch: HostBatch, fields: Sequence[Field]) -> list[torch.Tensor]:
-    """The bytes of a batch as what they are."""
+def as_fields(group: HostGroup, fields: Sequence[Field]) -> list[torch.Tensor]:
+    """The bytes of a group as what they are."""
     return [
-        memory.view(field.dtype).view(batch.count, *field.shape)
-        for memory, field in zip(batch.fields, fields, strict=True)
+        memory.view(field.dtype).view(group.count, *field.shape)
+        for memory, field in zip(group.fields, fields, strict=True)
     ]
 
 
 def open_delivery(
-    device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, ahead: int
+    device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, batches: int, ahead: int
 ) -> Delivery:
-    """What brings batches, or groups of them, to ``device``. Takes no memory before ``grow``."""
+    """What brings groups of up to ``batches`` batches to ``device``. Takes no memory before ``grow``."""
     if device.type == "cpu":
-        return CpuDelivery(fields, batch_rows, ledger)
-    return LaneDelivery(device, fields, batch_rows, ledger, ahead=ahead)
+        return CpuDelivery(fields, batch_rows, ledger, batches=batches)
+    return LaneDelivery(device, fields, batch_rows, ledger, batches=batches, ahead=ahead)

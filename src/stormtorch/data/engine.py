@@ -54,14 +54,15 @@ class RowsEngine(Engine):
         self._group = batches_at_once(
             device,
             batch_rows=self._batch_rows,
-            row_bytes=source.row_bytes,
-            fields=len(source.fields),
+            fields=source.fields,
             most_rows=min(used_rows, order.window_rows // 2, _rows_of_few_files(source, choice)),
             free_bytes=ledger.free_bytes(Tier.HOST) - _window_bytes(source, order, choice),
         )
-        group_rows, group_bytes = self._group * self._batch_rows, self._group * batch_bytes
+        group_bytes = self._group * batch_bytes
         ahead = 2 if self._group == 1 else 1  # the copy must have a step to hide behind
-        self._delivery = open_delivery(device, source.fields, group_rows, ledger, ahead=ahead)
+        self._delivery = open_delivery(
+            device, source.fields, self._batch_rows, ledger, batches=self._group, ahead=ahead
+        )
         self._depth = Depth(group_bytes, self._delivery.grow, group=self._group)
         if self._depth.batches == 0:
             budget = ledger.budgets[Tier.HOST]

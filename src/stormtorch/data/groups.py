@@ -1,27 +1,35 @@
-"""Batches that travel together.
+"""Batches that are read and sent together.
 
-On the way to a GPU a batch costs the thread that launches work some tenths of a millisecond, however small it is:
-addresses to gather from, copies, events. A small model's whole step takes a few. So small batches that follow each
-other are read and sent as one *group*. On the device each is copied out of it, for microseconds, into memory of its
-own: what a batch holds is the user's, and the group's memory is free when its last batch was given."""
+A batch costs the thread that asks for it some tenths of a millisecond, however small it is: addresses to gather from,
+threads to wake, on the way to a GPU copies and events. A small model's whole step takes a few. So small batches that
+follow each other are read, and sent, as one *group*.
+
+On a GPU each is then copied out of it, for microseconds, into memory of its own: what a batch holds is the user's, and
+the group's memory is free when its last batch was given. On the CPU a copy would cost as much as reading: there each
+batch is a storage of its own over a part of the group's memory, which is used again when all of them are gone."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from ..core.sizes import MiB
+from .buffers import LINE
+from .source import Field
 
-_GROUP_BYTES = 32 * MiB  # up to two groups are on the device
+_GROUP_BYTES = {"cpu": 8 * MiB, "cuda": 32 * MiB}  # of which up to two are on the device; a GPU does not mind its cache
 _MOST = 32
 _SHARE = 32  # of the memory that there is, what a group may take
 _ROW_BYTES = 56  # of a field: what reading a row takes beside the row
 
 
 def batches_at_once(
-    device: torch.device, *, batch_rows: int, row_bytes: int, fields: int, most_rows: int, free_bytes: int
+    device: torch.device, *, batch_rows: int, fields: Sequence[Field], most_rows: int, free_bytes: int
 ) -> int:
-    """How many batches a group has. On the CPU there is nothing to send. ``most_rows``: of a group."""
-    if device.type == "cpu":
-        return 1
-    batch_bytes = batch_rows * (row_bytes + fields * _ROW_BYTES)
-    return max(1, min(_MOST, most_rows // batch_rows, min(_GROUP_BYTES, free_bytes // _SHARE) // batch_bytes))
+    """How many batches a group has. ``most_rows``: of a group."""
+    if device.type == "cpu" and any(batch_rows * field.row_bytes % LINE or not field.row_bytes for field in fields):
+        return 1  # only the first would begin where memory of the user's should
+    batch_bytes = batch_rows * sum(field.row_bytes + _ROW_BYTES for field in fields)
+    group_bytes = min(_GROUP_BYTES.get(device.type, _GROUP_BYTES["cuda"]), free_bytes // _SHARE)
+    return max(1, min(_MOST, most_rows // batch_rows, group_bytes // batch_bytes))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..core.errors import StorageError
-from .delivery import HostBatch
+from .delivery import HostGroup
 from .layout import Layout
 from .reader import Read
 from .source import DecodedSource, Field, FileSource
@@ -29,7 +29,7 @@ class NanCheck:
     def __init__(self, source: FileSource | DecodedSource, fields: Sequence[Field]) -> None:
         self._source, self._fields = source, fields
 
-    def __call__(self, memory: HostBatch, read: Read) -> None:
+    def __call__(self, memory: HostGroup, read: Read) -> None:
         for number, (field, data) in enumerate(zip(self._fields, memory.fields, strict=True)):
             at = first_nan_row(data.view(field.dtype).view(memory.count, -1))
             if at is not None:

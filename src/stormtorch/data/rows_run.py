@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..core.errors import StormError
-from .delivery import Delivery, HostBatch
+from .delivery import Delivery, HostGroup
 from .depth import Depth
 from .nan import NanCheck
 from .reader import Read, Reader
@@ -26,7 +25,7 @@ class _Pending:
     """A group that is being read; ``end`` is the place of the batch after it."""
 
     read: Read
-    memory: HostBatch
+    memory: HostGroup
     end: tuple[int, int]
     batches: int
     failed: bool = False
@@ -57,7 +56,7 @@ class RowsRun(Run):
         self._pending: deque[_Pending] = deque()
         self._sent: deque[object] = deque()
         self._now: object = None  # the group that is being given
-        self._left: deque[Sequence[torch.Tensor]] = deque()  # its batches that are still to be given
+        self._left: deque[list[torch.Tensor]] = deque()  # its batches that are still to be given
         self._cursor = span.epoch, span.batch  # the batch to read next
         self._place = span.epoch, span.batch  # the batch to give next
         self._single_until = span.epoch, span.batch  # up to this place, batches are read one by one
@@ -69,7 +68,7 @@ class RowsRun(Run):
     def next(self) -> list[torch.Tensor] | None:
         if not self._left and not self._take_group():
             return None
-        given = self._left.popleft() if self._group == 1 else self._copied()
+        given = self._delivery.own(self._now, self._left.popleft())
         if not self._left:
             self._now = None
         if len(self._left) <= self._group // 2:  # the memory of the next one was allocated some steps ago by now
@@ -79,7 +78,7 @@ class RowsRun(Run):
         self._place = self._span.after(*self._place)
         self._counts.bytes += sum(tensor.nbytes for tensor in given)
         self._counts.samples += given[0].shape[0]
-        return list(given)
+        return given
 
     def close(self) -> None:
         if self._closed:
@@ -97,15 +96,6 @@ class RowsRun(Run):
         while self._sent:
             self._delivery.give(self._sent.popleft())  # so that the user's stream frees them behind their copies
 
-    def _copied(self) -> Sequence[torch.Tensor]:
-        """The next batch of the group, in memory of its own."""
-        self._delivery.follow(self._now)
-        batch = self._left.popleft()
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return [tensor.clone() for tensor in batch]
-        return [tensor.clone() for tensor in batch]
-
     def _take_group(self) -> bool:
         """Have the next group at hand; False if there are no more."""
         self._read_ahead()
@@ -116,12 +106,8 @@ class RowsRun(Run):
                 return False
             self._send_first()
         self._now = self._sent.popleft()
-        whole = self._delivery.give(self._now)
-        if self._group == 1:
-            self._left.append(whole)
-            return True
-        self._left.extend(zip(*(tensor.split(self._batch_rows) for tensor in whole), strict=True))
-        if self._pending:
+        self._left.extend(self._delivery.give(self._now))
+        if self._group > 1 and self._pending:
             self._delivery.prepare()
         return True
 
@@ -197,5 +183,5 @@ class RowsRun(Run):
         pending.read.wait()  # at once: settles what the read has lent
         if self._check is not None:
             self._check(pending.memory, pending.read)
-        self._sent.append(self._delivery.send(pending.memory, exact=self._group == 1))
+        self._sent.append(self._delivery.send(pending.memory))
         self._pending.popleft()  # not before: if it cannot be sent, it is still due
