@@ -10,6 +10,7 @@ import torch
 
 from stormtorch import SettingError, StorageError
 from stormtorch.data import open_source
+from stormtorch.data.loader import DataLoader
 from stormtorch.data.source import DecodedSource
 
 from .reading import read_all
@@ -45,6 +46,12 @@ def test_round_trip_of_several_files(tmp_path: Path) -> None:
     assert found["z"][13].tolist() == [[3, 1], [2, 1]]
     assert found["z"].dtype == torch.int16
     assert source.place_of(13) == f"row 3 of {tmp_path / '1.parquet'}"
+
+
+def test_a_full_shuffle_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"y": range(400)})
+    with DataLoader(path, 10, shuffle="full") as loader, pytest.raises(SettingError, match="whole groups"):
+        next(iter(loader))
 
 
 def test_groups_are_decoded_by_several_threads(tmp_path: Path) -> None:

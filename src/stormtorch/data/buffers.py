@@ -16,29 +16,31 @@ whoever decides how many there are.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ..core.sizes import KiB, round_up
+from ..core.sizes import KiB, MiB, round_up
 from .source import Field
 
 _SMALL = 64 * KiB
+_LARGE = 1 * MiB
 LINE = 64  # of the CPU's caches; torch aligns its own memory to it too
 
 Pages = ctypes.Array[ctypes.c_ubyte]
 
 
 def _holders(pages: deque[Pages]) -> int:
-    """What reference counting tells of the pages in front."""
-    first = pages[0]
-    return sys.getrefcount(first)
+    """What reference counting tells of the pages in front. They get no name here: debuggers copy names."""
+    return sys.getrefcount(pages[0])
 
 
-# Measured, not known: versions of Python differ in what they count of a local name and an argument.
+# Measured, not known: versions of Python differ in what they count of an argument.
 _UNUSED = _holders(deque([(ctypes.c_ubyte * 1)()]))
 
 
@@ -84,7 +86,8 @@ class Buffers:
     def _over(self, pages: Pages, first: int, rows: int) -> torch.Tensor:
         field = self._field
         count, offset = rows * field.row_bytes // field.dtype.itemsize, first * field.row_bytes
-        return torch.frombuffer(pages, dtype=field.dtype, count=count, offset=offset).view(rows, *field.shape)
+        # resize_, which moves nothing here: of a view, users could not ask detach_ and the like.
+        return torch.frombuffer(pages, dtype=field.dtype, count=count, offset=offset).resize_(rows, *field.shape)
 
     def _unused(self) -> Pages | None:
         for _ in range(len(self._all)):
@@ -95,9 +98,16 @@ class Buffers:
         return None
 
     def _new(self) -> Pages:
-        memory = np.empty(self._size + LINE, dtype=np.uint8)
-        pages = (ctypes.c_ubyte * self._size).from_address(round_up(memory.ctypes.data, LINE))
-        pages.memory = memory  # type: ignore[attr-defined]
+        kind = ctypes.c_ubyte * self._size
+        if self._size < _LARGE:
+            memory = np.empty(self._size + LINE, dtype=np.uint8)
+            pages = kind.from_address(round_up(memory.ctypes.data, LINE))
+            pages.memory = memory  # type: ignore[attr-defined]
+        else:  # malloc would keep it for itself when it is given back
+            mapped = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+            pages = kind.from_buffer(mapped)
         self._all.append(pages)
         while len(self._all) > self.most:
             self._all.popleft()

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 from torch import Tensor
 
-from ..core.errors import OutOfBudget
+from ..core.errors import OutOfBudget, SettingError
 from ..core.sizes import format_bytes
 from ..core.tags import Tag, Tier
 from ..memory.ledger import Ledger, Reservation
@@ -161,6 +161,11 @@ def open_decoded_reader(
     source: DecodedSource, order: Order, *, ledger: Ledger, threads: int | None, batch_rows: int, used_rows: int
 ) -> Reader:
     """Starts threads; takes no memory before the first batch is asked for."""
+    if order.settings.shuffle == "full":
+        raise SettingError(
+            f"shuffle='full' reads rows one by one, in random order, and {source.name} is decoded in whole groups. "
+            "Use shuffle=True, or `storm data pack` the data first."
+        )
     threads = threads or min(4, usable_count())
     windows = DecodedWindows(source, ledger=ledger, count=windows_needed(order, batch_rows), threads=threads)
     try:

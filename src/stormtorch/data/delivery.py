@@ -78,6 +78,10 @@ class Delivery(ABC):
         """The group's batches, each for ``own`` when its turn comes."""
 
     @abstractmethod
+    def forget(self, sent: object) -> None:
+        """Instead of ``give``, for a group that nobody wants any more."""
+
+    @abstractmethod
     def own(self, sent: object, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         """A batch of the group as the user's own memory, ready for the stream that is current now."""
 
@@ -144,6 +148,10 @@ class CpuDelivery(Delivery):
             parts = [buffers.batches(room) for buffers, room in zip(self._buffers, sent.rooms, strict=True)]
         self.drop(sent)  # what is left of it is the user's
         return [list(batch) for batch in zip(*parts, strict=True)]
+
+    def forget(self, sent: object) -> None:
+        assert isinstance(sent, _CpuGroup)
+        self.drop(sent)
 
     def own(self, sent: object, batch: list[torch.Tensor]) -> list[torch.Tensor]:  # noqa: ARG002
         return batch
@@ -239,7 +247,7 @@ class LaneDelivery(Delivery):
         return True
 
     def reset(self) -> None:
-        self._free.extend(set(range(len(self._slots))) - set(self._free))
+        self._free = deque(dict.fromkeys([*self._free, *range(len(self._slots))]))  # each once
 
     def take(self, count: int, *, block: bool) -> HostGroup | None:
         if not self._free:
@@ -289,6 +297,10 @@ class LaneDelivery(Delivery):
             return [sent.parcel.tensors]
         parts = [tensor.split(self._batch_rows) for tensor in sent.parcel.tensors]
         return [list(batch) for batch in zip(*parts, strict=True)]
+
+    def forget(self, sent: object) -> None:
+        assert isinstance(sent, _Sent)
+        self._follow(sent)  # so that the user's stream frees it behind its copy
 
     def own(self, sent: object, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         if not self._is_copied:

@@ -19,7 +19,7 @@ from .buffers import LINE
 from .source import Field
 
 _GROUP_BYTES = {"cpu": 8 * MiB, "cuda": 32 * MiB}  # of which up to two are on the device; a GPU does not mind its cache
-_MOST = 32
+_MOST = {"cpu": 8, "cuda": 32}  # batches; on the CPU, one that is kept keeps the memory of all
 _SHARE = 32  # of the memory that there is, what a group may take
 _ROW_BYTES = 56  # of a field: what reading a row takes beside the row
 
@@ -31,5 +31,6 @@ def batches_at_once(
     if device.type == "cpu" and any(batch_rows * field.row_bytes % LINE or not field.row_bytes for field in fields):
         return 1  # only the first would begin where memory of the user's should
     batch_bytes = batch_rows * sum(field.row_bytes + _ROW_BYTES for field in fields)
-    group_bytes = min(_GROUP_BYTES.get(device.type, _GROUP_BYTES["cuda"]), free_bytes // _SHARE)
-    return max(1, min(_MOST, most_rows // batch_rows, group_bytes // batch_bytes))
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    group_bytes = min(_GROUP_BYTES[kind], free_bytes // _SHARE)
+    return max(1, min(_MOST[kind], most_rows // batch_rows, group_bytes // batch_bytes))

@@ -94,7 +94,7 @@ class RowsRun(Run):
         while self._pending:
             self._delivery.drop(self._pending.popleft().memory)
         while self._sent:
-            self._delivery.give(self._sent.popleft())  # so that the user's stream frees them behind their copies
+            self._delivery.forget(self._sent.popleft())
 
     def _take_group(self) -> bool:
         """Have the next group at hand; False if there are no more."""
