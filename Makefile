@@ -28,7 +28,7 @@ demo: $(STAMP)  ## train a model larger than its device budget, and compare it w
 	@$(BIN)/storm demo
 
 test: $(STAMP)  ## run the whole suite; GPU tests are skipped where there is no GPU
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+	@$(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: $(STAMP)  ## lint, format, types, import layers, C warnings
 	$(BIN)/ruff check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,16 @@ def threads_now() -> set[str]:
     return {path.name for path in Path("/proc/self/task").iterdir()}
 
 
+@pytest.fixture
+def _quick_collection() -> Iterator[None]:
+    """What is there already is not looked at again in every one of many collections."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_quick_collection")
 @pytest.mark.parametrize("kind", ["native rows", "rows", "native worker", "worker"])
 def test_ctrl_c_at_every_line_of_starting_threads(kind: str, native: Library) -> None:
     start, file = opening(kind, native)
