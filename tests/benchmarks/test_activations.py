@@ -84,7 +84,7 @@ def loss_and_gradients(method: str) -> tuple[float, dict[str, Tensor]]:
 )
 def test_every_method_gives_the_gradients_of_resident(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if method.startswith("trl"):  # it offloads from the accelerator; let the CPU be one
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CPU)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: CPU)
     loss, gradients = loss_and_gradients(method)
     expected_loss, expected = loss_and_gradients("resident")
     assert loss == expected_loss
