@@ -746,7 +746,6 @@ def test_small_batches_travel_together() -> None:
     assert at_once(4, free_bytes=-5) == 1
     assert at_once(4, device="cpu") == 8
     assert at_once(3, device="cpu") == 1, "batches that do not end with a cache line"
-    assert at_once(0, device="cpu") == 1
     assert at_once(MiB // 8 - 56, device="cpu") == 4
 
 

@@ -29,7 +29,7 @@ from ..core.sizes import KiB, MiB, round_up
 from .source import Field
 
 _SMALL = 64 * KiB
-_LARGE = 1 * MiB
+_LARGE = 1 * MiB  # from here on it is mapped by itself
 LINE = 64  # of the CPU's caches; torch aligns its own memory to it too
 
 Pages = ctypes.Array[ctypes.c_ubyte]

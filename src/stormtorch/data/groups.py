@@ -18,8 +18,9 @@ from ..core.sizes import MiB
 from .buffers import LINE
 from .source import Field
 
-_GROUP_BYTES = {"cpu": 8 * MiB, "cuda": 32 * MiB}  # of which up to two are on the device; a GPU does not mind its cache
-_MOST = {"cpu": 8, "cuda": 32}  # batches; on the CPU, one that is kept keeps the memory of all
+# Of a group. On a GPU up to two are there at a time; on the CPU a batch that is kept keeps the memory of all.
+_MOST_BYTES = {"cpu": 8 * MiB, "cuda": 32 * MiB}
+_MOST_BATCHES = {"cpu": 8, "cuda": 32}
 _SHARE = 32  # of the memory that there is, what a group may take
 _ROW_BYTES = 56  # of a field: what reading a row takes beside the row
 
@@ -28,9 +29,9 @@ def batches_at_once(
     device: torch.device, *, batch_rows: int, fields: Sequence[Field], most_rows: int, free_bytes: int
 ) -> int:
     """How many batches a group has. ``most_rows``: of a group."""
-    if device.type == "cpu" and any(batch_rows * field.row_bytes % LINE or not field.row_bytes for field in fields):
+    if device.type == "cpu" and any(batch_rows * field.row_bytes % LINE for field in fields):
         return 1  # only the first would begin where memory of the user's should
     batch_bytes = batch_rows * sum(field.row_bytes + _ROW_BYTES for field in fields)
     kind = "cpu" if device.type == "cpu" else "cuda"
-    group_bytes = min(_GROUP_BYTES[kind], free_bytes // _SHARE)
-    return max(1, min(_MOST[kind], most_rows // batch_rows, group_bytes // batch_bytes))
+    group_bytes = min(_MOST_BYTES[kind], free_bytes // _SHARE)
+    return max(1, min(_MOST_BATCHES[kind], most_rows // batch_rows, group_bytes // batch_bytes))
