@@ -310,24 +310,47 @@ def test_a_hook_that_was_silent_can_be_removed(kind: str) -> None:
         pair.both(run)
 
 
+def freeze_between_forward_and_backward(side: Side, *, hooked: bool) -> list[Any]:
+    side.optimizer.zero_grad()
+    calls: list[int] = []
+    handle = side.named(FAR).register_hook(lambda _: calls.append(1)) if hooked else None
+    loss = side.loss(3)
+    side.named(FAR).requires_grad_(False)
+    loss.backward()
+    seen, still = gradients(side.model), side.named(FAR).requires_grad
+    side.optimizer.step()
+    side.named(FAR).requires_grad_(True)
+    if handle is not None:
+        handle.remove()
+    return [seen, calls, still]
+
+
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
 def test_frozen_between_forward_and_backward(pair: Pair, hooked: bool) -> None:
-    def run(side: Side) -> list[Any]:
-        side.optimizer.zero_grad()
-        calls: list[int] = []
-        handle = side.named(FAR).register_hook(lambda _: calls.append(1)) if hooked else None
-        loss = side.loss(3)
-        side.named(FAR).requires_grad_(False)
-        loss.backward()
-        seen = gradients(side.model)
-        side.optimizer.step()
-        side.named(FAR).requires_grad_(True)
-        if handle is not None:
-            handle.remove()
-        return [seen, calls]
-
-    pair.both(run)
+    pair.both(functools.partial(freeze_between_forward_and_backward, hooked=hooked), "frozen")
     go_on(pair)
+
+
+@pytest.mark.parametrize("thawed", [False, True], ids=["frozen", "thawed"])
+def test_what_is_recomputed_is_frozen_as_it_was_in_forward(thawed: bool) -> None:
+    """Or autograd would save other tensors the second time than the first."""
+
+    def run(side: Side) -> list[Any]:
+        weight = side.named(FAR)
+        weight.requires_grad_(not thawed)
+        side.optimizer.zero_grad()
+        loss = side.loss(3)
+        weight.requires_grad_(thawed)
+        loss.backward()
+        return [gradients(side.model), weight.requires_grad]
+
+    with Pair(activations="recompute") as pair:
+        pair.steps(3)  # measured, and planned
+        assert "recomputed" in pair.session.report().activation_reason
+        pair.both(run, "changed in between")
+        for side in (pair.plain, pair.streamed):
+            side.named(FAR).requires_grad_(True)
+        go_on(pair)
 
 
 # --------------------------------------------------------------------------------------------------------- assigning

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stormtorch.streams.levels import Levels, Rises
+from stormtorch.streams.levels import Levels, Rises, Way
 
 WEIGHTS, GRADIENT, SAVED, WORK, LOSS = 1000, 50, 200, 70, 30
 
@@ -136,13 +136,25 @@ def test_what_was_not_seen_of_a_kind_is_taken_from_others() -> None:
 
 
 def test_one_way_follows_from_another() -> None:
-    levels = Levels(lambda: 0, lambda: 0)
-    levels.seen["block", "parts"] = 90 + WORK
-    assert levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90]) == Rises(
+    in_parts = seen_once("parts", 90 + WORK)
+    assert in_parts.rises("block", saved_bytes=SAVED, part_bytes=[80, 90]) == Rises(
         keep=WORK, whole=SAVED + WORK, parts=90 + WORK
     )
-    levels.seen = {("block", "whole"): SAVED + WORK}
-    assert levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90]).keep == WORK
+    whole = seen_once("whole", SAVED + WORK)
+    assert whole.rises("block", saved_bytes=SAVED, part_bytes=[80, 90]).keep == WORK
+
+
+def seen_once(way: Way, rise: int) -> Levels:
+    """Of a device with one block, which rises by so much."""
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    levels.begin()
+    levels.hold("block", way, 0)
+    levels.reach(0, 0)
+    device.take(rise)
+    device.take(-rise)
+    levels.begin()
+    return levels
 
 
 def test_the_end_of_backward_is_noted_before_the_user_resets_the_peak() -> None:
@@ -157,7 +169,7 @@ def test_the_end_of_backward_is_noted_before_the_user_resets_the_peak() -> None:
     levels.end()
     device.peak = device.allocated
     levels.begin()
-    assert levels.seen["the only one", "whole"] == SAVED
+    assert levels.rises("the only one", saved_bytes=0).whole == SAVED
 
 
 def test_a_peak_that_the_user_resets_tells_nothing() -> None:
@@ -170,3 +182,39 @@ def test_a_peak_that_the_user_resets_tells_nothing() -> None:
     levels.begin()
     rises = levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90])
     assert rises.whole == SAVED - 10 + WORK
+
+
+def backward(
+    device: Device, levels: Levels, rises: list[int], *, way: int = 0, arriving: int = 0, stays: int = 0
+) -> None:
+    """A pass whose blocks rise by so much, beside what arrives ahead of use and what stays for good."""
+    levels.begin()
+    for _ in rises:
+        levels.hold("block", "parts", 0)
+    for position in reversed(range(len(rises))):
+        levels.reach(position, 0, way)
+        device.take(rises[position] + arriving + stays)
+        device.take(-rises[position] - arriving)
+    levels.begin()
+
+
+def test_a_block_that_was_seen_to_rise_by_more_than_another() -> None:
+    """Torch rounds up, tensor by tensor: the least of all would be too little the next time."""
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    backward(device, levels, [WORK, WORK + 3, WORK + 1, WORK])  # the peak goes up three times
+    assert levels.rises("block", saved_bytes=SAVED).parts == WORK + 3
+    device.peak += 1000
+    backward(device, levels, [WORK] * 4)  # and tells nothing any more
+    assert levels.rises("block", saved_bytes=SAVED).parts == WORK + 3
+
+
+def test_what_is_not_the_blocks_own_is_not_its_rise() -> None:
+    """What may arrive has its own room; what stays, as a library's workspace does, is in the next base."""
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    backward(device, levels, [WORK] * 4)
+    backward(device, levels, [WORK] * 4, way=40, arriving=40)
+    assert levels.rises("block", saved_bytes=SAVED).parts == WORK
+    backward(device, levels, [WORK] * 4, stays=500)
+    assert levels.rises("block", saved_bytes=SAVED).parts == WORK

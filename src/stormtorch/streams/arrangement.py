@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..core.notices import say_once
+from ..core.sizes import MiB
 from ..core.tags import Tag
 from ..memory.device_meter import DeviceMeter
 from ..memory.lanes import Lanes
@@ -27,6 +28,8 @@ from .settings import Trial
 
 _WAY = 16  # a part of so many of the budget is on its way out, and as much on its way in
 _SPARED = 200  # a part of so many of the budget is left alone: levels are noted to the byte, but not all are alike
+_ROUNDED = 8 * MiB  # at least so much, or of small budgets a part: torch rounds large tensors up by as much as 1 MiB
+_ROUNDED_PART = 50
 _TIGHT = 8  # a process that has more than such a part of the budget may run out of it
 
 
@@ -83,7 +86,8 @@ def open_saving(
         poison=trial.poison,
     )
 
-    usable, meter = limit - limit // _SPARED + around.foreign_bytes, around.meter
+    spared = max(limit // _SPARED, min(_ROUNDED, limit // _ROUNDED_PART))
+    usable, meter = limit - spared + around.foreign_bytes, around.meter
 
     def room() -> int:
         if trial.activation_room is not None:

@@ -25,24 +25,31 @@ def identities_of(block: nn.Module) -> list[int]:
 
 
 def manner_of(block: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """What may change from one call to the next: training or not, frozen or not."""
+    """What may change from one call to the next: which modules are training, which parameters are trained."""
     with without_torch_function():
-        frozen = tuple(parameter.requires_grad for parameter in block.parameters())
-    return tuple(module.training for module in block.modules()), frozen
+        trained = tuple(parameter.requires_grad for parameter in block.parameters())
+    return tuple(module.training for module in block.modules()), trained
 
 
 @contextlib.contextmanager
 def in_manner(block: nn.Module, manner: tuple[tuple[bool, ...], tuple[bool, ...]]) -> Iterator[None]:
-    """The block as it was: training or not."""
-    modules = list(block.modules())
-    now = [module.training for module in modules]
+    """The block as it was then: else it would save other tensors than it did."""
+    changed: list[tuple[Any, str, bool]] = []
     try:
-        for module, training in zip(modules, manner[0], strict=True):
-            module.training = training
+        with without_torch_function():
+            for owners, name, values in (
+                (block.modules(), "training", manner[0]),
+                (block.parameters(), "requires_grad", manner[1]),
+            ):
+                for owner, value in zip(owners, values, strict=True):
+                    if getattr(owner, name) != value:
+                        changed.append((owner, name, not value))
+                        setattr(owner, name, value)
         yield
     finally:
-        for module, training in zip(modules, now, strict=True):
-            module.training = training
+        with without_torch_function():
+            for owner, name, value in changed:
+                setattr(owner, name, value)
 
 
 def state_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,8 +10,10 @@ which is when the gradient of its output is there, and the peak with it.
              What was travelling and is used up by then, with nothing after it, came on top too: it was early
 
 Torch's peak is never reset, it belongs to the user. So what it shows of a block may be another's, and is an upper bound
-only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all. When the
-user resets it in the middle, it tells nothing about the block that ran then, and that one is left out."""
+only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all. Nearly
+alike: torch hands out what memory it has, up to a MiB more than was asked for. Where the peak went up while backward
+was in a block, it was that block's, and none is expected to rise by less from then on. When the user resets the peak in
+the middle, it tells nothing about the block that ran then, and that one is left out."""
 
 from __future__ import annotations
 
@@ -44,6 +46,18 @@ class _Block:
 
 
 @dataclass(kw_only=True)
+class _Bounds:
+    """What is known of a rise."""
+
+    at_most: int
+    at_least: int
+
+    @property
+    def rise(self) -> int:
+        return max(self.at_most, self.at_least)
+
+
+@dataclass(kw_only=True)
 class _Pass:
     """Index ``len(blocks)`` of the tables stands for the end of forward."""
 
@@ -53,6 +67,8 @@ class _Pass:
     tops: dict[int, int] = field(default_factory=dict)  # the peak when backward had left the block
     travelling: dict[int, int] = field(default_factory=dict)
     early: dict[int, int] = field(default_factory=dict)  # how much less was travelling when backward had left the block
+    ways: dict[int, int] = field(default_factory=dict)  # what may have been travelling until then
+    shown: dict[int, int] = field(default_factory=dict)  # by a peak that went up: less what stayed, or may have come
     last: int | None = None
     grown: int = 0
 
@@ -68,13 +84,13 @@ class Levels:
         self._now = _Pass()
         self._peak_before = 0
         self.bases: dict[int, int] = {}  # the highest: gradients may stay from one pass to the next
-        self.seen: dict[tuple[Hashable, Way], int] = {}  # rises
-        self.end_rise: int | None = None  # from the end of forward to the first block of backward: the loss
+        self.seen: dict[tuple[Hashable, Way], _Bounds] = {}  # rises
+        self._end: _Bounds | None = None  # of the rise from the end of forward to the first block of backward: the loss
         self._tops: list[int] = []  # the peaks of passes under the present plan, less what had grown by then
 
     def forget(self) -> None:
         """Inputs are larger now. The pass that runs goes on."""
-        self.bases, self.seen, self.end_rise = {}, {}, None
+        self.bases, self.seen, self._end = {}, {}, None
 
     def begin_plan(self) -> None:
         """What follows runs by another plan."""
@@ -98,28 +114,33 @@ class Levels:
         for position, base in past.bases.items():
             self.bases[position] = max(base, self.bases.get(position, base))
         for position, top in past.tops.items():
-            rise = top - past.levels[position]
+            rise, shown = top - past.levels[position], past.shown.get(position, 0)
             if position == len(past.blocks):
-                self.end_rise = min(rise, rise if self.end_rise is None else self.end_rise)
+                self._end = _narrowed(self._end, rise, shown)
             else:
-                rise += past.early[position]
                 key = past.blocks[position].kind, past.blocks[position].way
-                self.seen[key] = min(rise, self.seen.get(key, rise))
+                self.seen[key] = _narrowed(self.seen.get(key), rise + past.early[position], shown)
 
     def hold(self, kind: Hashable, way: Way, held: int) -> None:
         """The next block has run forward, and holds ``held`` bytes on the device."""
         self._now.blocks.append(_Block(kind=kind, way=way, held=held))
 
-    def reach(self, position: int, travelling_bytes: int) -> None:
-        """Backward has come to a block, or to the end of forward; ``travelling_bytes`` are on the device and ours."""
+    def reach(self, position: int, travelling_bytes: int, way_bytes: int = 0) -> None:
+        """Backward has come to a block, or to the end of forward; ``travelling_bytes`` are on the device and ours, and
+        so many may be, until backward comes to the next, as ``way_bytes`` says."""
         if position > len(self._now.blocks) or position in self._now.levels:
             return
+        now, left, peak_before = self._now, self._now.last, self._peak_before
         self._close_last(travelling_bytes)
-        level, held = self._allocated(), [block.held for block in self._now.blocks]
-        self._now.levels[position] = level
-        self._now.bases[position] = level - sum(held[: position + 1]) - travelling_bytes
-        self._now.travelling[position] = travelling_bytes
-        self._now.last = position
+        level, held = self._allocated(), [block.held for block in now.blocks]
+        now.levels[position] = level
+        now.bases[position] = level - sum(held[: position + 1]) - travelling_bytes
+        now.travelling[position], now.ways[position] = travelling_bytes, way_bytes
+        now.last = position
+        if left is not None and now.tops.get(left, 0) > peak_before:
+            stayed = max(0, now.bases[position] - now.bases[left])
+            travelled = max(0, now.ways[left] - now.travelling[left])
+            now.shown[left] = now.tops[left] - now.levels[left] - stayed - travelled
 
     def _close_last(self, travelling_bytes: int) -> None:
         last, peak = self._now.last, self._peak()
@@ -138,7 +159,7 @@ class Levels:
         rooms = [
             limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count + 1)
         ]
-        rooms[-1] -= self.end_rise if count in self.bases and self.end_rise is not None else 0
+        rooms[-1] -= self._end.rise if count in self.bases and self._end is not None else 0
         return rooms
 
     def rises(
@@ -148,7 +169,8 @@ class Levels:
         at once, a block takes what it saves on top of what it takes when it is kept; in parts, of all parts only the
         largest, and of what lies outside of them perhaps nothing. Where nothing was seen, it takes as much as
         ``others`` do."""
-        keep, whole, parts = (self.seen.get((kind, way)) for way in ("keep", "whole", "parts"))
+        bounds = [self.seen.get((kind, way)) for way in ("keep", "whole", "parts")]
+        keep, whole, parts = (None if known is None else known.rise for known in bounds)
         largest = max(part_bytes, default=0)
         if whole is None and keep is None and parts is not None:
             whole = parts + saved_bytes - largest
@@ -165,4 +187,11 @@ class Levels:
     def rise_at_the_end(self, kind: Hashable) -> int:
         """The most that was seen to come on top of what is there when forward ends, until backward has left the last
         block, if that is of this kind."""
-        return max(self.end_rise or 0, *(rise for (other, _), rise in self.seen.items() if other == kind), 0)
+        at_once = 0 if self._end is None else self._end.rise
+        return max(at_once, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0)
+
+
+def _narrowed(known: _Bounds | None, at_most: int, at_least: int) -> _Bounds:
+    if known is None:
+        return _Bounds(at_most=at_most, at_least=at_least)
+    return _Bounds(at_most=min(at_most, known.at_most), at_least=max(at_least, known.at_least))

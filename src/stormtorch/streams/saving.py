@@ -134,7 +134,7 @@ class Saving:
         finally:
             self._hooks, self._sending, self._measuring = None, False, None
             if self.passes <= _REPLAN_AT[-1]:
-                self._levels.reach(len(self._held), self._stream.travelling_bytes())
+                self._levels.reach(len(self._held), self._stream.travelling_bytes(), self._stream.window_bytes)
 
     def _set_ways(self) -> None:
         """What may be on its way, to begin with. Nothing, as long as nobody knows whether there is room for it."""
@@ -345,7 +345,7 @@ class Saving:
             if saving is not None:
                 saving._stream.ahead_bytes = ahead
                 if noting and saving.passes == number:
-                    saving._levels.reach(position, saving._stream.travelling_bytes())
+                    saving._levels.reach(position, saving._stream.travelling_bytes(), ahead)
                     at_end_of_backward(saving._levels.end)
 
         for leaf in leaves_of(result):
