@@ -55,11 +55,12 @@ class Runner:
         row = self.run(replace(planned.case, vram=str(peaks[0])))
         return replace(row, note=f"at the peak of {planned.at_peak_of}")
 
-    def search(self, case: Case, *, most: int) -> Row:
+    def search(self, case: Case, *, most: int, guessed: bool) -> Row:
         """The row of the largest micro-batch that fits, within the case's time limit."""
         return largest(
             lambda micro_batch, left_s: self.run(replace(case, micro_batch=micro_batch, limit_s=left_s)),
             start=case.micro_batch,
             most=most,
             limit_s=case.limit_s,
+            guessed=guessed,
         )

@@ -228,8 +228,9 @@ def test_a_timeline_tells_what_ran_at_once(tmp_path: Path) -> None:
     assert from_events([event("cpu_op", "aten::mm", 0, 1)]) is None
 
 
+@pytest.mark.parametrize("guessed", [False, True], ids=["", "guessed"])
 @pytest.mark.parametrize("capacity", [1, 2, 3, 7, 8, 12, 13, 15, 31, 200])
-def test_the_largest_micro_batch_is_found(capacity: int) -> None:
+def test_the_largest_micro_batch_is_found(capacity: int, guessed: bool) -> None:
     tried: list[int] = []
 
     def run(micro_batch: int, _left_s: float) -> Row:
@@ -237,11 +238,15 @@ def test_the_largest_micro_batch_is_found(capacity: int) -> None:
         failed = "" if micro_batch <= capacity else "OutOfMemoryError: CUDA out of memory."
         return Row(result=Result(case=Case(method="fsdp2", micro_batch=micro_batch), failed=failed))
 
-    best = largest(run, start=8, most=256, limit_s=1000).result
+    best = largest(run, start=8, most=256, limit_s=1000, guessed=guessed).result
     assert not best.failed
     found = best.case.micro_batch
     assert found <= capacity <= found + found // 8
-    assert len(tried) == len(set(tried)) <= 9
+    assert len(tried) == len(set(tried)) <= (12 if guessed else 9)
+    if guessed and capacity == 8:
+        assert tried == [8, 9]
+    if guessed and capacity == 7:
+        assert tried == [8, 7]
 
 
 def row_of(failed: str = "") -> Row:
