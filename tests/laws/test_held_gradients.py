@@ -38,12 +38,18 @@ def exact(device: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
 
 
 @pytest.fixture(
-    params=[("cpu", 0), ("cpu", 99), pytest.param(("cuda", 0), marks=pytest.mark.gpu)], ids=["", "kept", "cuda"]
+    params=[
+        ("cpu", 0, "auto"),
+        ("cpu", 99, "auto"),
+        ("cpu", 0, "recompute"),
+        pytest.param(("cuda", 0, "auto"), marks=pytest.mark.gpu),
+    ],
+    ids=["", "kept", "recomputed", "cuda"],
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """After two steps; with states and gradients at home, and kept on the device."""
-    device, kept = request.param
-    with Pair(CHAIN, exact(device), device=device, step="forward", kept=kept) as made:
+    """After two steps; with states and gradients at home, or kept on the device."""
+    device, kept, activations = request.param
+    with Pair(CHAIN, exact(device), device=device, step="forward", kept=kept, activations=activations) as made:
         made.steps(2)
         yield made
 
