@@ -40,8 +40,8 @@ def main() -> int:
     if wanted - known.keys():
         unknown = ", ".join(sorted(wanted - known.keys()))
         parser.error(f"{options.group} has no method {unknown}. It has {', '.join(known)}.")
-    if options.first is not None and options.group not in SEARCHED:
-        parser.error(f"--first is for groups that look for a micro-batch: {', '.join(SEARCHED)}.")
+    if options.first is not None and (options.first < 1 or options.group not in SEARCHED):
+        parser.error(f"--first is at least 1, and for groups that look for a micro-batch: {', '.join(SEARCHED)}.")
     plan = [planned for planned in GROUPS[options.group] if planned.case.method in wanted]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the case running ends too
     return _all([_set(planned, options) for planned in plan], options)
