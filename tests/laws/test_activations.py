@@ -22,8 +22,8 @@ import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.offload import OffloadedActivations
-from stormtorch.streams import saving
-from stormtorch.streams.activation_plan import ActivationPlan, BlockPlan, BlockProfile, Means
+from stormtorch.streams import saving, tape
+from stormtorch.streams.activation_plan import KEEP, OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means
 from stormtorch.streams.settings import Trial
 from stormtorch.streams.torch_private import StorageReference
 
@@ -805,6 +805,88 @@ def test_blocks_are_recomputed_in_parts_where_room_is_short() -> None:
     activations.close()
 
 
+class Given(nn.Module):
+    """Two parts; what the first one gives is changed in place by the block, and then given to the second, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Half(), Half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = cast(torch.Tensor, self.first(x)).mul_(0.5)
+        return x + cast(torch.Tensor, self.second(x)) + cast(torch.Tensor, self.second(x))
+
+
+def _rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 16, generator=generator), torch.zeros(())
+
+
+IN_PARTS = [
+    Case(
+        kind.__name__.lower(),
+        lambda kind=kind: nn.Sequential(*(kind() for _ in range(4))),  # type: ignore[misc]
+        _rows,
+        lambda model, batch: model(batch[0]).square().mean(),
+    )
+    for kind in (Halves, Given)
+]
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
+@pytest.mark.parametrize("case", [*CASES, *IN_PARTS], ids=lambda case: case.name)
+def test_results_are_replayed_in_parts(
+    case: Case, away: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, whatever a plan would say; blocks without parts as a whole."""
+    replayed: list[int] = []
+
+    def everything(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        blocks = [
+            BlockPlan(
+                kind="recompute",
+                inputs_away=True,
+                parts=tuple(profile.parts),
+                results_away=dict.fromkeys(profile.results(tuple(profile.parts)), away),
+            )
+            if profile.repeatable
+            else OFFLOAD
+            for profile in profiles
+        ]
+        replayed.extend(len(block.results_away) for block in blocks if block.parts)
+        return ActivationPlan(blocks=blocks, reason="all", way_bytes=[0] * (len(blocks) + 1))
+
+    monkeypatch.setattr(saving, "choose", everything)
+    monkeypatch.setattr(tape, "_LEAST_S", 0.0)
+    test_same_gradients(case, "auto", 0, device)
+    if case.name in ("halves", "llama"):
+        assert replayed
+        assert min(replayed) > 0
+
+
+def test_what_is_done_with_all_at_hand_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block is kept, and asks for nothing: the inputs of the one before it are fetched meanwhile."""
+
+    def inputs_away(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        blocks = [BlockPlan(kind="recompute", inputs_away=True)] * (len(profiles) - 1)
+        return ActivationPlan(blocks=[*blocks, KEEP], reason="", way_bytes=[MiB] * (len(profiles) + 1))
+
+    monkeypatch.setattr(saving, "choose", inputs_away)
+    model = net(blocks=4)
+    activations = opened(model, "auto", 0)
+    stream = activations.saving._stream
+    for step in range(5):
+        stream.window_bytes = 0
+        misses = stream.misses
+        with activations:
+            stream.window_bytes = 0  # all of it leaves
+            loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        if step >= 3:
+            assert stream.misses == misses
+    activations.close()
+
+
 class Same(nn.Module):
     """Looks whether it is given one thing twice, as attention does."""
 
@@ -849,6 +931,30 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
+def test_results_at_hand_are_not_computed_again_in_parts(away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two wide products of a block, and of its two sigmoids, one each. The narrow ones nobody needs again."""
+    chosen = {("aten.addmm.default", 2): away, ("aten.sigmoid.default", 0): away}
+
+    def in_parts(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        plan = BlockPlan(kind="recompute", inputs_away=True, parts=("first", "second"), results_away=chosen)
+        assert all(chosen.keys() <= profile.results(plan.parts).keys() for profile in profiles)
+        return ActivationPlan(blocks=[plan] * len(profiles), reason="", way_bytes=[0] * (len(profiles) + 1))
+
+    monkeypatch.setattr(saving, "choose", in_parts)
+    monkeypatch.setattr(tape, "_LEAST_S", 0.0)
+    model = nn.Sequential(*(Halves() for _ in range(4)))
+    activations = opened(model, "auto", 0)
+    for _step in range(4):
+        with activations:
+            loss = model(torch.randn(8, 16)).square().mean()
+        with Counting() as counted:
+            loss.backward()
+    assert counted.seen["aten.addmm.default"] == 4
+    assert counted.seen["aten.sigmoid.default"] == 4
+    activations.close()
 
 
 @pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])

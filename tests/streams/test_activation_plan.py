@@ -82,17 +82,29 @@ def test_the_best_results_survive_as_far_as_the_link_hides_them() -> None:
 
 def test_what_one_block_cannot_send_in_its_own_time_leaves_in_the_next_ones() -> None:
     """9.5 ms at 25 GiB/s are 243 MiB a block: a third result in every other block."""
-    plan = choose(BLOCKS, means(WAY, 25 * GiB, way=WAY))
+    way = 300 * MiB
+    plan = choose(BLOCKS, means(way, 25 * GiB, way=way))
     sent = [sent_by(block) for block in plan.blocks[:-1]]
     hidden, behind = 0.95 * 0.010 * 25 * GiB, 0.0
     for size in sent:
         behind = max(0.0, behind + size - hidden)
-        assert behind <= WAY / 2
+        assert behind <= way / 2
     assert sent.count(300 * MiB) >= 4
     assert min(sent) == 200 * MiB
-    assert cost_s(BLOCKS, plan, means(WAY, 25 * GiB, way=WAY)) == pytest.approx(
+    assert cost_s(BLOCKS, plan, means(way, 25 * GiB, way=way)) == pytest.approx(
         sum(0.006 - (0.001 if size == 300 * MiB else 0) for size in sent)
     )
+
+
+def test_what_a_block_wants_at_once_comes_early_or_is_worth_waiting_for() -> None:
+    """Inputs of 100 MiB and room for as much again on its way: the first result comes early. The next would take
+    4 ms to wait for and saves 1; but one that saves 8 is waited for."""
+    plenty = means(WAY, 25 * GiB, way=WAY)
+    assert {sent_by(block) for block in choose(BLOCKS, plenty).blocks[:-1]} == {200 * MiB}
+    dear = replace(BLOCK, operations={PRODUCT: (100 * MiB, 0.009), ATTENTION: (100 * MiB, 0.008)})
+    plan = choose([dear] * 10, means(WAY, 40 * GiB, [dear] * 10, way=WAY))
+    assert all(block.results_away == {PRODUCT: True, ATTENTION: True} for block in plan.blocks[:-1])
+    assert cost_s([dear] * 10, plan, means(WAY, 40 * GiB, [dear] * 10, way=WAY)) == pytest.approx(9 * 100 / 40 / 1024)
 
 
 def test_one_block_that_is_late_does_not_stop_the_others() -> None:
@@ -186,13 +198,29 @@ def test_in_parts_where_a_whole_block_has_no_room() -> None:
     assert gain_of(PARTED.parts) == 500 * MiB
 
 
-def test_half_of_what_travels_gives_way_before_a_block_is_cut() -> None:
-    """In parts a block brings no results from RAM: that costs more than a shorter way ahead."""
-    rooms = [-60 * MiB, 40 * MiB, 120 * MiB, *([5 * GiB] * 8)]
-    plan = choose([PARTED] * 10, means(rooms, 30 * GiB, [PARTED] * 10, way=200 * MiB))
-    assert [bool(block.parts) for block in plan.blocks[:3]] == [True, True, False]
-    assert plan.blocks[2].results_away
-    assert plan.way_bytes[2] <= 120 * MiB
+def test_what_travels_gives_way_before_a_block_is_cut_if_that_is_faster() -> None:
+    """As a whole, with half of the way, the third block brings the result that saves most, and waits for some of it. In
+    parts it would bring none. If in parts it brings one too, it is cut, and nobody waits."""
+    rooms = [-60 * MiB, 40 * MiB, 150 * MiB, *([5 * GiB] * 8)]
+    ways = means(rooms, 30 * GiB, [PARTED] * 10, way=250 * MiB)
+    plan = choose([PARTED] * 10, ways)
+    assert [bool(block.parts) for block in plan.blocks[:4]] == [True, True, False, False]
+    assert plan.blocks[2].results_away == {PRODUCT: True}
+    assert plan.way_bytes[2] <= 150 * MiB
+    able = replace(PARTED, part_operations={"attention": {PRODUCT: (100 * MiB, 0.004)}})
+    plan = choose([able] * 10, ways)
+    assert [bool(block.parts) for block in plan.blocks[:4]] == [True, True, True, False]
+    assert plan.blocks[2].results_away == {PRODUCT: True}
+
+
+def test_results_survive_in_parts_too_in_ram() -> None:
+    rooms = [-300 * MiB] * 3 + [GiB] * 8
+    able = replace(PARTED, part_operations={"mlp": {NARROW: (100 * MiB, 0.003)}}, between_bytes=150 * MiB)
+    plan = choose([able] * 10, means(rooms, 30 * GiB, [able] * 10, way=WAY))
+    assert [block.results_away for block in plan.blocks[:3]] == [{NARROW: True}] * 3
+    assert [block.sent_bytes(able) for block in plan.blocks[:3]] == [250 * MiB] * 3
+    plan = choose([able] * 10, means(rooms, 0.0, [able] * 10, way=WAY))
+    assert not any(block.results_away for block in plan.blocks[:3])
 
 
 def test_what_is_on_its_way_has_room_too() -> None:

@@ -91,7 +91,7 @@ class Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._away, self._stream, self._tape = away, stream, tape
         self._idle = tape.idle(away.keys())
-        self._numbers = Numbering()
+        self._numbers = self.numbering()
         self.run: list[Operation] = []
         self._storages: dict[int, tuple[StorageReference, Operation]] = {}  # of the results
         self.results: dict[Operation, Any] = {}
@@ -123,6 +123,9 @@ class Recording(TorchDispatchMode):
     @property
     def is_sure(self) -> bool:
         return self._tape.is_sure
+
+    def numbering(self) -> Numbering:
+        return Numbering(self._tape.before)
 
     def idle(self) -> frozenset[Operation]:
         """What need not be computed again, with the results that are there."""
@@ -156,14 +159,15 @@ class Replaying(TorchDispatchMode):
     def __init__(self, recording: Recording, stream: ActivationStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._stream = recording, stream
-        self._numbers, self._idle = Numbering(), frozenset[Operation]()
+        self._numbers, self._idle = recording.numbering(), frozenset[Operation]()
         self._position, self._astray, self._stood_in = 0, False, False
 
     def __enter__(self) -> Any:
         results = self._recording.results
         for operation in [name for name, saved in results.items() if tree_any(_spoiled, saved)]:
             del results[operation]
-        self._numbers, self._idle = Numbering(), self._recording.idle()  # a graph that is retained is run again
+        # A graph that is retained is run again.
+        self._numbers, self._idle = self._recording.numbering(), self._recording.idle()
         self._position, self._astray, self._stood_in = 0, False, False
         return super().__enter__()  # type: ignore[no-untyped-call]
 

@@ -289,7 +289,7 @@ class Saving:
             held = plan.held_bytes(
                 input_bytes=known.input_bytes,
                 saved_bytes=known.saved_bytes,
-                operations=profile.operations if profile is not None else {},
+                operations=profile.results(plan.parts) if profile is not None else {},
             )
             way = plan.way(known.parts)
             if self.plan is None and plan.inputs_away:
@@ -326,13 +326,16 @@ class Saving:
             if not plan.parts:
                 return self._recomputed(plan.results_away, tape, block, original, args, kwargs)
             parts = [(name, child) for name, child in block.named_children() if name in plan.parts]
-            with calling(parts, self._call_part):
-                return original(*args, **kwargs)
 
-    def _call_part(self, _name: str, part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
-        if not self.rules_here() or not is_plain((*args, *kwargs.values())):
-            return original(*args, **kwargs)
-        return self._recomputed({}, Tape(), part, original, args, kwargs)
+            def call(name: str, part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
+                if not self.rules_here() or not is_plain((*args, *kwargs.values())):
+                    return original(*args, **kwargs)
+                part_tape = tape.parts.get(name) or Tape()
+                away = {name: plan.results_away[name] for name in part_tape.operations if name in plan.results_away}
+                return self._recomputed(away, part_tape, part, original, args, kwargs)
+
+            with calling(parts, call):
+                return original(*args, **kwargs)
 
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
@@ -342,11 +345,15 @@ class Saving:
 
         def reached(_gradient: torch.Tensor) -> None:
             saving = this()
-            if saving is not None:
+            if saving is None:
+                return
+            if noting and saving.passes == number:
+                saving._levels.reach(position, saving._stream.travelling_bytes(), ahead)
+                at_end_of_backward(saving._levels.end)
+            if saving.passes == number:
+                saving._stream.look_ahead(ahead)
+            else:
                 saving._stream.ahead_bytes = ahead
-                if noting and saving.passes == number:
-                    saving._levels.reach(position, saving._stream.travelling_bytes(), ahead)
-                    at_end_of_backward(saving._levels.end)
 
         for leaf in leaves_of(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -421,13 +428,8 @@ class Saving:
         measurement = self._measuring
         if measurement is None:
             return original(*args, **kwargs)
-        given = sum(leaf.nbytes for leaf in tensors_in(args, kwargs) if has_plain_storage(leaf))
-        measurement.given[name] = measurement.given.get(name, 0) + given
-        before, measurement.part = measurement.part, name
-        try:
+        with measurement.in_part(name, filter(has_plain_storage, tensors_in(args, kwargs))):
             return original(*args, **kwargs)
-        finally:
-            measurement.part = before
 
     def _recomputed(
         self,
