@@ -22,7 +22,7 @@ import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.offload import OffloadedActivations
-from stormtorch.streams import saving, tape
+from stormtorch.streams import measurement, saving, tape
 from stormtorch.streams.activation_plan import KEEP, OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means
 from stormtorch.streams.settings import Trial
 from stormtorch.streams.torch_private import StorageReference
@@ -817,6 +817,37 @@ class Given(nn.Module):
         return x + cast(torch.Tensor, self.second(x)) + cast(torch.Tensor, self.second(x))
 
 
+class Between(nn.Module):
+    """A part that is given what a norm has made, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        alike = 2.0 if any(other is x for other in more) else 1.0
+        out: torch.Tensor = self.narrow(torch.sigmoid(torch.tanh(self.wide(x) * alike)))
+        return out + sum(more)
+
+
+class Led(nn.Module):
+    """Norms lead to three parts: to the first alone; to the second with what they were given; to the third twice, and
+    after something was done to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.third = Between(), Between(), Between()
+        self.before, self.between, self.last = nn.LayerNorm(16), nn.LayerNorm(16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + cast(torch.Tensor, self.one(self.before(x)))
+        x = x + cast(torch.Tensor, self.other(self.between(x), x))
+        y = cast(torch.Tensor, self.last(x))
+        if self.training:
+            y = y.mul_(0.5)
+        return x + cast(torch.Tensor, self.third(y, y))
+
+
 def _rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(8, 16, generator=generator), torch.zeros(())
@@ -829,7 +860,7 @@ IN_PARTS = [
         _rows,
         lambda model, batch: model(batch[0]).square().mean(),
     )
-    for kind in (Halves, Given)
+    for kind in (Halves, Given, Led)
 ]
 
 
@@ -858,10 +889,46 @@ def test_results_are_replayed_in_parts(
 
     monkeypatch.setattr(saving, "choose", everything)
     monkeypatch.setattr(tape, "_LEAST_S", 0.0)
+    monkeypatch.setattr(measurement, "_CHEAP", 1e9)
     test_same_gradients(case, "auto", 0, device)
-    if case.name in ("halves", "llama"):
+    if case.name in ("halves", "llama", "led"):
         assert replayed
         assert min(replayed) > 0
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["done_to", "as_made"])
+def test_what_a_norm_gives_to_a_part_is_made_again(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not travel: only what the norm was given does. Unless something was done to it."""
+
+    def in_parts(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        leads = {"one": "before", "other": "between"} | ({} if training else {"third": "last"})
+        assert all(profile.leads == leads for profile in profiles)
+        plan = BlockPlan(kind="recompute", inputs_away=True, parts=("one", "other", "third"))
+        return ActivationPlan(blocks=[plan] * len(profiles), reason="", way_bytes=[0] * (len(profiles) + 1))
+
+    monkeypatch.setattr(saving, "choose", in_parts)
+    monkeypatch.setattr(measurement, "_CHEAP", 1e9)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Led() for _ in range(4))).train(training)
+    model = copy.deepcopy(plain)
+    activations = opened(model, "auto", 0)
+    for step in range(4):
+        rows, results = _rows(step)[0].requires_grad_(), []
+        for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+            side.zero_grad()
+            with context:
+                loss = side(rows).square().mean()
+            with Counting() as counted:
+                loss.backward(retain_graph=True)
+                loss.backward()
+            results.append(outcome(side, loss))
+        same(results[1], results[0], f"step {step}")
+    assert counted.seen["aten.native_layer_norm.default"] == 4 * 2 * (2 if training else 3)
+    profile = next(iter(activations.saving._profiles.values()))
+    size = 8 * 16 * 4
+    statistics = 3 * 2 * 8 * 4
+    assert profile.between_bytes == (4 if training else 3) * size + statistics
+    activations.close()
 
 
 def test_what_is_done_with_all_at_hand_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

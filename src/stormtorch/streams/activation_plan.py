@@ -32,7 +32,8 @@ class BlockProfile:
     tape: Tape = field(default_factory=Tape)
     parts: dict[str, int] = field(default_factory=dict)  # children by name, with what was saved inside of them
     part_operations: dict[str, dict[Operation, tuple[int, float]]] = field(default_factory=dict)  # if each is by itself
-    between_bytes: int = 0  # saved outside of parts, or given to one
+    between_bytes: int = 0  # saved outside of parts, or given to one that nobody leads to
+    leads: dict[str, str] = field(default_factory=dict)  # to a part: a child that makes what it is given, and is cheap
     repeatable: bool = True  # whether it may be run a second time: it changes no buffers, and nobody is listening
 
     def results(self, parts: tuple[str, ...]) -> dict[Operation, tuple[int, float]]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..memory.stopwatch import Reading
 from .activation_plan import BlockProfile
 from .tape import Tape
+from .torch_private import has_plain_storage
 
 _WORTHWHILE = 2  # a part is recomputed for itself if it saves so many times what it is given
+_CHEAP = 0.02  # of a block's time: what leads to a part may take so much to be done once more
 
 
 @dataclass(eq=False)
@@ -25,6 +27,7 @@ class Measurement:
     storages: dict[int, tuple[int, str]] = field(default_factory=dict)  # saved: bytes and part, by number on the tape
     saved_by: dict[int, set[str]] = field(default_factory=dict)  # the parts that did, "" for none
     given: dict[str, dict[int, int]] = field(default_factory=dict)  # bytes that each part was called with
+    gave: dict[str, int] = field(default_factory=dict)  # the storage that each part answered with
     part: str = ""  # the child of the block that is running
     repeatable: bool = True
     is_packing: bool = False  # what runs now sends an activation away, and is not the block's
@@ -35,17 +38,19 @@ class Measurement:
         self.storages.setdefault(number, (tensor.untyped_storage().nbytes(), self.part))
         self.saved_by.setdefault(number, set()).add(self.part)
 
-    @contextlib.contextmanager
-    def in_part(self, name: str, given: Iterable[torch.Tensor]) -> Iterator[None]:
+    def run_part(self, name: str, given: Iterable[torch.Tensor], call: Callable[[], Any]) -> Any:
         """A child of the block runs, and was given these."""
         self.given.setdefault(name, {}).update((self.tape.number(tensor), tensor.nbytes) for tensor in given)
         before, self.part = self.part, name
         self.tape.begin(name)
         try:
-            yield
+            result = call()
         finally:
             self.tape.end()
             self.part = before
+        if isinstance(result, torch.Tensor) and has_plain_storage(result):
+            self.gave[name] = self.tape.number(result)
+        return result
 
     @property
     def saved_bytes(self) -> int:
@@ -58,11 +63,29 @@ class Measurement:
         given = {part: sum(sizes.values()) for part, sizes in self.given.items()}
         return {part: size for part, size in saved.items() if size >= _WORTHWHILE * given[part] > 0}
 
-    @property
-    def between_bytes(self) -> int:
-        """What is saved if these are recomputed: what they are given, and what others save."""
+    def leads(self, block_s: float) -> dict[str, str]:
+        """To parts, the child that makes what they are given; of those that save what they make it from, are the same
+        every time, and cheap in a block that takes ``block_s``."""
         parts = self.parts
-        between = {number: size for part in parts for number, size in self.given[part].items()}
+        found: dict[str, str] = {}
+        for child, made in self.gave.items():
+            tape, given = self.tape.parts.get(child), self.given[child]
+            if child in parts or tape is None or not tape.is_sure or made in self.tape.written:
+                continue
+            is_from_saved = len(given) == 1 and given.keys() <= tape.saved - {made}
+            is_cheap = (tape.seconds() or 0.0) <= _CHEAP * block_s
+            if is_from_saved and is_cheap and not any(step.must_run for step in tape.steps):
+                found.update((part, child) for part in parts if made in self.given[part])
+        return found
+
+    def between_bytes(self, leads: Mapping[str, str]) -> int:
+        """What is saved if parts are recomputed: what they are given, unless it is made again, and what others save."""
+        parts = self.parts
+        made = {part: self.gave[child] for part, child in leads.items()}
+        given = {part: sizes for part, sizes in self.given.items() if part in parts}
+        between = {
+            number: size for part, sizes in given.items() for number, size in sizes.items() if number != made.get(part)
+        }
         between |= {number: self.storages[number][0] for number, by in self.saved_by.items() if by - parts.keys()}
         return sum(between.values())
 
@@ -72,15 +95,18 @@ class Measurement:
         if seconds is None or of_operations is None or ranking is None:
             return None
         parts = self.parts
+        forward_s = min(seconds, of_operations) if self.tape.steps else seconds  # it may have waited for what leaves
+        leads = self.leads(forward_s)
         tapes = {part: tape for part, tape in self.tape.parts.items() if tape is not None and part in parts}
         return BlockProfile(
-            forward_s=min(seconds, of_operations) if self.tape.steps else seconds,  # it may have waited for what leaves
+            forward_s=forward_s,
             input_bytes=self.input_bytes,
             saved_bytes=self.saved_bytes,
             operations=ranking,
             tape=self.tape,
             parts=parts,
             part_operations={part: tape.ranking() or {} for part, tape in tapes.items()},
-            between_bytes=self.between_bytes,
+            between_bytes=self.between_bytes(leads),
+            leads=leads,
             repeatable=self.repeatable,
         )

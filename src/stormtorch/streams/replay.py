@@ -12,8 +12,9 @@ every choice gives the same numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +162,16 @@ class Replaying(TorchDispatchMode):
         self._recording, self._stream = recording, stream
         self._numbers, self._idle = recording.numbering(), frozenset[Operation]()
         self._position, self._astray, self._stood_in = 0, False, False
+        self._paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs now was not recorded."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def __enter__(self) -> Any:
         results = self._recording.results
@@ -175,7 +186,7 @@ class Replaying(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _kind_of(func) == "view":
+        if self._paused or _kind_of(func) == "view":
             return func(*args, **kwargs)
         operation = self._numbers.next(func)
         if self._recording.is_sure:

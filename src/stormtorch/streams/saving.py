@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ..core.sizes import format_bytes
 from ..memory.stopwatch import timed
@@ -41,9 +40,7 @@ from .activation_plan import (
 from .activations import ActivationStream
 from .block_call import BlockCall, Call, calling
 from .blocks import (
-    filled,
     identities_of,
-    in_manner,
     is_compiled,
     is_listened_to,
     is_plain,
@@ -56,8 +53,9 @@ from .blocks import (
 from .held import Held
 from .levels import UNCOUNTED, Levels, Way
 from .measurement import Measurement
-from .replay import Measuring, Recording, Replaying
-from .tape import Operation, Tape
+from .replay import Measuring
+from .rerun import in_parts, recomputed
+from .tape import Tape
 from .torch_private import at_end_of_backward, has_plain_storage, in_backward, in_functorch, innermost_hooks
 
 _ROUNDS = 2
@@ -294,7 +292,7 @@ class Saving:
             way = plan.way(known.parts)
             if self.plan is None and plan.inputs_away:
                 self._input_bytes += known.input_bytes
-            result = self._run(plan, known.tape, block, original, args, kwargs)
+            result = self._run(plan, known, block, original, args, kwargs)
         if self._is_last():
             self._sending = False  # what comes now is what backward begins with
         self._held.append(held)
@@ -319,23 +317,23 @@ class Saving:
         """Whether the block that is being called should be the last one of the pass."""
         return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
 
-    def _run(self, plan: BlockPlan, tape: Tape, block: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self,
+        plan: BlockPlan,
+        known: BlockProfile | Measurement,
+        block: nn.Module,
+        original: Call,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         with self._set(sending=plan.kind == "offload" or plan.inputs_away):
             if plan.kind != "recompute":
                 return original(*args, **kwargs)
+            how = self._stream, plan.results_away, known.tape, block, original, args, kwargs
             if not plan.parts:
-                return self._recomputed(plan.results_away, tape, block, original, args, kwargs)
-            parts = [(name, child) for name, child in block.named_children() if name in plan.parts]
-
-            def call(name: str, part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
-                if not self.rules_here() or not is_plain((*args, *kwargs.values())):
-                    return original(*args, **kwargs)
-                part_tape = tape.parts.get(name) or Tape()
-                away = {name: plan.results_away[name] for name in part_tape.operations if name in plan.results_away}
-                return self._recomputed(away, part_tape, part, original, args, kwargs)
-
-            with calling(parts, call):
-                return original(*args, **kwargs)
+                return recomputed(*how)
+            leads = known.leads if isinstance(known, BlockProfile) else {}
+            return in_parts(*how, parts=plan.parts, leads=leads, is_ours=self.rules_here)
 
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
@@ -428,35 +426,8 @@ class Saving:
         measurement = self._measuring
         if measurement is None:
             return original(*args, **kwargs)
-        with measurement.in_part(name, filter(has_plain_storage, tensors_in(args, kwargs))):
-            return original(*args, **kwargs)
-
-    def _recomputed(
-        self,
-        away: Mapping[Operation, bool],
-        tape: Tape,
-        block: nn.Module,
-        original: Call,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        leaves = leaves_of((*args, *kwargs.values()))
-        form = filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
-        count, names, manner = len(args), list(kwargs), manner_of(block)
-        once = list({id(leaf): leaf for leaf in leaves}.values())  # what is given twice is the same thing twice
-        numbers = {id(leaf): number for number, leaf in enumerate(once)}
-        which = [numbers[id(leaf)] for leaf in leaves]
-
-        def run(*given: Any) -> Any:
-            values = filled(form, iter([given[number] for number in which]))
-            with in_manner(block, manner):  # backward may come after eval()
-                return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
-
-        if away and not is_compiled(block):
-            recording = Recording(away, self._stream, tape)
-            contexts = (recording, Replaying(recording, self._stream))
-            return checkpoint(run, *once, use_reentrant=False, context_fn=lambda: contexts)
-        return checkpoint(run, *once, use_reentrant=False)
+        given = filter(has_plain_storage, tensors_in(args, kwargs))
+        return measurement.run_part(name, given, lambda: original(*args, **kwargs))
 
     @contextlib.contextmanager
     def _set(self, *, sending: bool) -> Iterator[None]:
