@@ -146,10 +146,8 @@ class _Rooms:
         return True
 
     def ways(self) -> list[int]:
-        """What may be on its way at each block: what was set aside for it, as far as it is there. Something fetched
-        early is still there at the block after the next."""
-        left = [max(0, min(self.way_bytes, self.way_bytes + left)) for left in self.left]
-        return [min(left[max(0, block - 1) : block + 1]) for block in range(len(left) - 1)] + [left[-1]]
+        """What may be on its way at each block: what was set aside for it, as far as it is there."""
+        return [max(0, min(self.way_bytes, self.way_bytes + left)) for left in self.left]
 
 
 class _Link:
@@ -200,11 +198,11 @@ class _Early:
     """What blocks that are recomputed want all at once, when backward comes to them: their inputs and the results that
     are away, each part by itself. As much of it as has room on its way comes early, behind the block before."""
 
-    def __init__(self, profiles: list[BlockProfile], blocks: Sequence[BlockPlan], ways: Sequence[int]) -> None:
-        """``ways``: what may be on its way while backward is in each block."""
-        self._profiles, self._blocks = profiles, blocks
+    def __init__(self, profiles: list[BlockProfile], blocks: Sequence[BlockPlan], rooms: Sequence[int]) -> None:
+        """``rooms``: for what is on its way, while backward is in each block, and last at the end of forward."""
+        self._profiles, self._blocks, self._rooms = profiles, blocks, rooms
         # Parts after the first are fetched while backward is in the block itself.
-        self._ways = [min(ways[index + (not plan.parts) : index + 2]) for index, plan in enumerate(blocks)]
+        self._ways = [min(rooms[index + (not plan.parts) : index + 2]) for index, plan in enumerate(blocks)]
         self._wanted: list[dict[str, int]] = []
         for index, (profile, plan) in enumerate(zip(profiles, blocks, strict=False)):
             inputs = profile.input_bytes if plan.kind == "recompute" and plan.inputs_away else 0
@@ -225,6 +223,13 @@ class _Early:
         """What compute would wait for."""
         each = zip(self._wanted, self._ways, strict=True)
         return sum(max(0, wanted - way) for parts, way in each for wanted in parts.values())
+
+    def ways(self) -> list[int]:
+        """What may be on its way at each block, given that some of it is still there when backward has got to the next.
+        But what that one asks for first is among what it takes itself (levels.py)."""
+        first = [[*parts.values()][-1] for parts in self._wanted]  # parts run in order, and backwards in backward
+        each = zip(self._rooms[1:-1], self._rooms, first, strict=False)
+        return [self._rooms[0], *(min(room, max(then, asked)) for room, then, asked in each), self._rooms[-1]]
 
     def _size(self, block: int, operation: Operation) -> int:
         return self._profiles[block].results(self._blocks[block].parts)[operation][0]
@@ -315,10 +320,11 @@ def _hidden_bytes(profile: BlockProfile, means: Means) -> float:
 
 
 def _made(profiles: list[BlockProfile], early: list[BlockPlan], reason: str, rooms: _Rooms) -> ActivationPlan:
+    blocks = [*early, *[KEEP] * (len(profiles) - len(early))]
     return ActivationPlan(
-        blocks=[*early, *[KEEP] * (len(profiles) - len(early))],
+        blocks=blocks,
         reason=reason,
-        way_bytes=rooms.ways(),
+        way_bytes=_Early(profiles, blocks, rooms.ways()).ways(),
         spare_bytes=max(0, min(rooms.left, default=0)),
     )
 

@@ -96,7 +96,9 @@ class Recording(TorchDispatchMode):
         self.run: list[Operation] = []
         self._storages: dict[int, tuple[StorageReference, Operation]] = {}  # of the results
         self.results: dict[Operation, Any] = {}
-        self.forms: dict[Operation, Any] = {}  # of the results of idle operations
+        self.forms: dict[
+            Operation, Any
+        ] = {}  # of the results of idle operations, and of those whose results may be lost
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,15 +112,14 @@ class Recording(TorchDispatchMode):
         self.run.append(operation)
         if kind == "writes":
             self._spoil(func, args, kwargs)
-        elif operation in self._away:
-            if all(map(has_plain_storage, _tensors(result))):
-                self.results[operation] = tree_map(self._sent if self._away[operation] else _kept, result)
-                for leaf in tree_leaves(result):
-                    if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf):
-                        reference = StorageReference(leaf.untyped_storage())
-                        self._storages[reference.key] = (reference, operation)
-        elif operation in self._idle:
+        if operation in self._away or operation in self._idle:
             self.forms[operation] = tree_map(_form_of, result)
+        if operation in self._away and kind != "writes" and all(map(has_plain_storage, _tensors(result))):
+            self.results[operation] = tree_map(self._sent if self._away[operation] else _kept, result)
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf):
+                    reference = StorageReference(leaf.untyped_storage())
+                    self._storages[reference.key] = (reference, operation)
         return result
 
     @property

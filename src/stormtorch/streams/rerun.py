@@ -25,20 +25,23 @@ class Lead:
     """What a child has made for a part, and how it is made again."""
 
     def __init__(self, child: nn.Module, call: Call, given: torch.Tensor, made: torch.Tensor) -> None:
-        self.given = given
+        self._given: torch.Tensor | None = given
         self._made: torch.Tensor | None = made
         self._child, self._call, self._manner = child, call, manner_of(child)
         self._versions = given._version, made._version
         self._trained = made.requires_grad
 
-    def has_made(self, leaf: Any) -> bool:
-        """Whether ``leaf`` is what the child made, and nothing was done to it since, nor to what it was made from."""
-        made = self._made
-        return made is not None and leaf is made and self._versions == (self.given._version, made._version)
+    def instead_of(self, leaf: Any) -> torch.Tensor | None:
+        """What to keep for ``leaf``: what the child made it from, if it did, and nothing was done to either since."""
+        given, made = self._given, self._made
+        if given is None or made is None or leaf is not made:
+            return None
+        return given if self._versions == (given._version, made._version) else None
 
     def get(self, given: torch.Tensor) -> torch.Tensor:
-        """What was made, the first time; then what is made of ``given``, which is what it was made of."""
-        made, self._made = self._made, None
+        """What was made, the first time; then what is made of ``given``, which is what it was made of. Neither stays
+        until then: what is kept is autograd's business."""
+        made, self._given, self._made = self._made, None, None
         return self._make(given) if made is None else made
 
     def _make(self, given: torch.Tensor) -> torch.Tensor:
@@ -71,9 +74,10 @@ def recomputed(
     leaves = leaves_of((*args, *kwargs.values()))
     form = filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
     count, names, manner = len(args), list(kwargs), manner_of(block)
-    led = [place for place, leaf in enumerate(leaves) if lead is not None and lead.has_made(leaf)]
-    if lead is not None:
-        leaves = [lead.given if place in led else leaf for place, leaf in enumerate(leaves)]
+    kept = [None if lead is None else lead.instead_of(leaf) for leaf in leaves]
+    led = [place for place, instead in enumerate(kept) if instead is not None]
+    leaves = [leaf if instead is None else instead for leaf, instead in zip(leaves, kept, strict=True)]
+    used = lead if led else None
     once = list({id(leaf): leaf for leaf in leaves}.values())  # what is given twice is the same thing twice
     numbers = {id(leaf): number for number, leaf in enumerate(once)}
     which = [numbers[id(leaf)] for leaf in leaves]
@@ -81,9 +85,9 @@ def recomputed(
 
     def run(*given: Any) -> Any:
         values = [given[number] for number in which]
-        if lead is not None and led:
+        if used is not None:
             with contextlib.nullcontext() if replaying is None else replaying.paused():
-                made = lead.get(values[led[0]])
+                made = used.get(values[led[0]])
             values = [made if place in led else value for place, value in enumerate(values)]
         values = filled(form, iter(values))
         with in_manner(block, manner):  # backward may come after eval()
