@@ -110,7 +110,8 @@ class Means:
 
 
 class _Rooms:
-    """What is left of each room. What a block holds counts in its own and in those of all that come after it.
+    """What is left of each room. What a block holds counts in its own and in those of all that come after it; but the
+    inputs of one that is recomputed not in its own: they are among what it takes itself (levels.py).
 
     The last block is kept if it has room: backward begins with it. ``early`` are all others."""
 
@@ -144,6 +145,10 @@ class _Rooms:
             return False
         self.left[block:] = [left - size for left in self.left[block:]]
         return True
+
+    def take_inputs(self, block: int, size: int) -> bool:
+        """The same for the inputs of a block that is recomputed."""
+        return self.take(block + 1, size)
 
     def ways(self) -> list[int]:
         """What may be on its way at each block: what was set aside for it, as far as it is there."""
@@ -260,7 +265,11 @@ def _all_recomputed(profiles: list[BlockProfile], means: Means, keep_last: bool,
     blocks = _recomputed(means, rooms, cut)
     stay = 0
     for index, profile in reversed(list(enumerate(rooms.early))):
-        if blocks[index].kind == "recompute" and not blocks[index].parts and rooms.take(index, profile.input_bytes):
+        if (
+            blocks[index].kind == "recompute"
+            and not blocks[index].parts
+            and rooms.take_inputs(index, profile.input_bytes)
+        ):
             blocks[index] = replace(blocks[index], inputs_away=False)
             stay += 1
     reason = f"recomputed; the inputs of {stay} of {len(profiles)} blocks stay on the device"
@@ -363,7 +372,7 @@ def _mixed(profiles: list[BlockProfile], means: Means, keep_last: bool, cut: flo
             continue
         if link.take(index, profile.input_bytes):
             continue
-        if rooms.take(index, profile.input_bytes):
+        if rooms.take_inputs(index, profile.input_bytes):
             blocks[index] = replace(blocks[index], inputs_away=False)
         else:
             link.force(index, profile.input_bytes)
