@@ -879,6 +879,7 @@ def test_results_are_replayed_in_parts(
                 kind="recompute",
                 inputs_away=True,
                 parts=tuple(profile.parts),
+                led=True,
                 results_away=dict.fromkeys(profile.results(tuple(profile.parts)), away),
             )
             if profile.repeatable
@@ -904,7 +905,7 @@ def test_what_a_norm_gives_to_a_part_is_made_again(training: bool, monkeypatch: 
     def in_parts(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
         leads = {"one": "before", "other": "between"} | ({} if training else {"third": "last"})
         assert all(profile.leads == leads for profile in profiles)
-        plan = BlockPlan(kind="recompute", inputs_away=True, parts=("one", "other", "third"))
+        plan = BlockPlan(kind="recompute", inputs_away=True, parts=("one", "other", "third"), led=True)
         return ActivationPlan(blocks=[plan] * len(profiles), reason="", way_bytes=[0] * (len(profiles) + 1))
 
     monkeypatch.setattr(saving, "choose", in_parts)
@@ -928,7 +929,8 @@ def test_what_a_norm_gives_to_a_part_is_made_again(training: bool, monkeypatch: 
     profile = next(iter(activations.saving._profiles.values()))
     size = 8 * 16 * 4
     statistics = 3 * 2 * 8 * 4
-    assert profile.between_bytes == (4 if training else 3) * size + statistics
+    assert profile.led_bytes == (4 if training else 3) * size + statistics
+    assert profile.between_bytes == 6 * size + statistics
     activations.close()
 
 

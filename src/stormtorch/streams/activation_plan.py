@@ -32,8 +32,9 @@ class BlockProfile:
     tape: Tape = field(default_factory=Tape)
     parts: dict[str, int] = field(default_factory=dict)  # children by name, with what was saved inside of them
     part_operations: dict[str, dict[Operation, tuple[int, float]]] = field(default_factory=dict)  # if each is by itself
-    between_bytes: int = 0  # saved outside of parts, or given to one that nobody leads to
+    between_bytes: int = 0  # saved outside of parts, or given to one
     leads: dict[str, str] = field(default_factory=dict)  # to a part: a child that makes what it is given, and is cheap
+    led_bytes: int = 0  # saved outside of parts, or given to one that nobody leads to
     repeatable: bool = True  # whether it may be run a second time: it changes no buffers, and nobody is listening
 
     def results(self, parts: tuple[str, ...]) -> dict[Operation, tuple[int, float]]:
@@ -53,6 +54,7 @@ class BlockPlan:
     inputs_away: bool = False
     results_away: dict[Operation, bool] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
+    led: bool = False  # what parts are given is made again where a child leads to them
 
     def way(self, parts: Mapping[str, int]) -> Way:
         """How a block with these parts gets through backward."""
@@ -68,7 +70,7 @@ class BlockPlan:
         if not self.parts:
             return results + (profile.input_bytes if self.inputs_away else 0)
         others = sum(size for part, size in profile.parts.items() if part not in self.parts)
-        return results + others + max(profile.input_bytes, profile.between_bytes)
+        return results + others + max(profile.input_bytes, profile.led_bytes if self.led else profile.between_bytes)
 
     def held_bytes(
         self, *, input_bytes: int, saved_bytes: int, operations: Mapping[Operation, tuple[int, float]]
@@ -353,7 +355,10 @@ def _recomputed(means: Means, rooms: _Rooms, cut: float | None) -> list[BlockPla
         if rooms.left[index] + rooms.way_bytes < 0:
             largest = max(parts, key=lambda part: parts[part])
             rooms.left[index] += parts.pop(largest) // 2  # some of it is needed at a time
-        blocks.append(leanest(repeatable=bool(parts), parts=parts))
+        # What a part's inputs are made from is beside them then, until backward has been through it.
+        led = bool(profile.leads) and rooms.left[index] + rooms.way_bytes // 2 >= profile.input_bytes
+        rooms.left[index] -= profile.input_bytes if led else 0
+        blocks.append(replace(leanest(repeatable=bool(parts), parts=parts), led=led and bool(parts)))
     return blocks
 
 
@@ -407,8 +412,9 @@ def _why(early: list[BlockProfile], blocks: list[BlockPlan]) -> str:
     saved_s = 0.0
     for profile, plan in zip(early, blocks, strict=True):
         for operation, away in plan.results_away.items():
-            survive[away] += profile.operations[operation][0]
-            saved_s += profile.operations[operation][1]
+            size, seconds = profile.results(plan.parts)[operation]
+            survive[away] += size
+            saved_s += seconds
     whole_s = sum(seconds for profile in early for _, seconds in profile.operations.values())
     in_parts = sum(bool(plan.parts) for plan in blocks)
     return (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,20 +28,28 @@ class Measurement:
     storages: dict[int, tuple[int, str]] = field(default_factory=dict)  # saved: bytes and part, by number on the tape
     saved_by: dict[int, set[str]] = field(default_factory=dict)  # the parts that did, "" for none
     given: dict[str, dict[int, int]] = field(default_factory=dict)  # bytes that each part was called with
-    gave: dict[str, int] = field(default_factory=dict)  # the storage that each part answered with
+    gave: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)  # what each part answered with
+    made: dict[str, int] = field(default_factory=dict)  # the storage of that
+    given_by: dict[str, set[str]] = field(default_factory=dict)  # of parts, those that made what it was called with
     part: str = ""  # the child of the block that is running
     repeatable: bool = True
-    is_packing: bool = False  # what runs now sends an activation away, and is not the block's
 
-    def see(self, tensor: torch.Tensor) -> None:
-        """Autograd saves ``tensor``."""
+    def see(self, tensor: torch.Tensor, *, is_weight: bool = False) -> None:
+        """Autograd saves ``tensor``. Weights stay where they are; but one that was cast for this is made again."""
         number = self.tape.save(tensor)  # not the address: what has left makes way for the next one at the same place
+        if is_weight:
+            return
         self.storages.setdefault(number, (tensor.untyped_storage().nbytes(), self.part))
         self.saved_by.setdefault(number, set()).add(self.part)
 
-    def run_part(self, name: str, given: Iterable[torch.Tensor], call: Callable[[], Any]) -> Any:
+    def run_part(self, name: str, given: list[torch.Tensor], call: Callable[[], Any]) -> Any:
         """A child of the block runs, and was given these."""
-        self.given.setdefault(name, {}).update((self.tape.number(tensor), tensor.nbytes) for tensor in given)
+        sizes = self.given.setdefault(name, {})
+        for tensor in given:  # views of one storage travel together
+            number = self.tape.number(tensor)
+            sizes[number] = min(sizes.get(number, 0) + tensor.nbytes, tensor.untyped_storage().nbytes())
+        makers = {maker for maker, made in self.gave.items() if any(tensor is made() for tensor in given)}
+        self.given_by.setdefault(name, set()).update(makers)
         before, self.part = self.part, name
         self.tape.begin(name)
         try:
@@ -49,7 +58,8 @@ class Measurement:
             self.tape.end()
             self.part = before
         if isinstance(result, torch.Tensor) and has_plain_storage(result):
-            self.gave[name] = self.tape.number(result)
+            self.gave[name] = weakref.ref(result)
+            self.made[name] = self.tape.number(result)
         return result
 
     @property
@@ -60,28 +70,29 @@ class Measurement:
     def parts(self) -> dict[str, int]:
         """Children that are worth recomputing one by one, with what is saved inside of each."""
         saved = {part: sum(size for size, inside in self.storages.values() if inside == part) for part in self.given}
-        given = {part: sum(sizes.values()) for part, sizes in self.given.items()}
-        return {part: size for part, size in saved.items() if size >= _WORTHWHILE * given[part] > 0}
+        able = [part for part, sizes in self.given.items() if not sizes.keys() & self.tape.written_by[part]]
+        given = {part: sum(self.given[part].values()) for part in able}
+        return {part: saved[part] for part in able if saved[part] >= _WORTHWHILE * given[part] > 0}
 
     def leads(self, block_s: float) -> dict[str, str]:
         """To parts, the child that makes what they are given; of those that save what they make it from, are the same
         every time, and cheap in a block that takes ``block_s``."""
         parts = self.parts
         found: dict[str, str] = {}
-        for child, made in self.gave.items():
+        for child, made in self.made.items():
             tape, given = self.tape.parts.get(child), self.given[child]
             if child in parts or tape is None or not tape.is_sure or made in self.tape.written:
                 continue
             is_from_saved = len(given) == 1 and given.keys() <= tape.saved - {made}
             is_cheap = (tape.seconds() or 0.0) <= _CHEAP * block_s
             if is_from_saved and is_cheap and not any(step.must_run for step in tape.steps):
-                found.update((part, child) for part in parts if made in self.given[part])
+                found.update((part, child) for part in parts if child in self.given_by[part])
         return found
 
     def between_bytes(self, leads: Mapping[str, str]) -> int:
         """What is saved if parts are recomputed: what they are given, unless it is made again, and what others save."""
         parts = self.parts
-        made = {part: self.gave[child] for part, child in leads.items()}
+        made = {part: self.made[child] for part, child in leads.items()}
         given = {part: sizes for part, sizes in self.given.items() if part in parts}
         between = {
             number: size for part, sizes in given.items() for number, size in sizes.items() if number != made.get(part)
@@ -106,7 +117,8 @@ class Measurement:
             tape=self.tape,
             parts=parts,
             part_operations={part: tape.ranking() or {} for part, tape in tapes.items()},
-            between_bytes=self.between_bytes(leads),
+            between_bytes=self.between_bytes({}),
+            led_bytes=self.between_bytes(leads),
             leads=leads,
             repeatable=self.repeatable,
         )

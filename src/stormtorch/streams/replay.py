@@ -30,11 +30,13 @@ from .activations import ActivationStream, Note
 from .tape import Numbering, Operation, Tape
 from .torch_private import StorageReference, VersionProbe, has_plain_storage
 
+_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+
 
 @functools.cache
 def _kind_of(func: Any) -> str:
     """One of: "writes" into its arguments; "fixed", must run; "random", must if it takes random numbers; "view",
-    computes nothing, and comes and goes with who is looking on; "plain".
+    computes nothing, and comes and goes with who is looking on; "empty", memory that is yet to be filled; "plain".
 
     Asked for every operation of a block, so the answer is remembered: it costs more than many an operation does."""
     if isinstance(func, HigherOrderOperator):
@@ -43,6 +45,8 @@ def _kind_of(func: Any) -> str:
         return "writes"
     if any(returned.alias_info is not None for returned in func._schema.returns):
         return "view"
+    if func.overloadpacket.__name__ in _EMPTY:
+        return "empty"
     return "random" if torch.Tag.nondeterministic_seeded in func.tags else "plain"
 
 
@@ -225,6 +229,24 @@ class Replaying(TorchDispatchMode):
         return value.empty(poison=self._stream.poison) if isinstance(value, _Form) else value
 
 
+class Listening(TorchDispatchMode):
+    """Notes which operations run, but for those that ``is_foreign`` says are others'."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, is_foreign: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers, self._is_foreign = Numbering(), is_foreign
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _kind_of(func) != "view" and not self._is_foreign():
+            self.names.append(self._numbers.next(func)[0])
+        return func(*args, **(kwargs or {}))
+
+
 class Measuring(TorchDispatchMode):
     """Runs a block once, and puts every operation on ``tape``."""
 
@@ -235,11 +257,12 @@ class Measuring(TorchDispatchMode):
         tape: Tape,
         time: Callable[[Callable[[], Any]], tuple[Any, Reading]],
         is_foreign: Callable[[], bool] = lambda: False,
+        is_weight: Callable[[torch.Tensor], bool] = lambda _tensor: False,
     ) -> None:
         """``time`` runs a call and returns its result, and what will tell the seconds. ``is_foreign``: whether what
         runs now is not the block's."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape, self._time, self._is_foreign = tape, time, is_foreign
+        self._tape, self._time, self._is_foreign, self._is_weight = tape, time, is_foreign, is_weight
         self._numbers = Numbering()
 
     def __torch_dispatch__(
@@ -252,6 +275,8 @@ class Measuring(TorchDispatchMode):
         result, seconds = self._time(lambda: func(*args, **kwargs))
         if kind == "random":
             kind = "fixed" if _drops_out(func, args, kwargs) else "plain"
+        if func is torch.ops.aten._to_copy.default and has_plain_storage(args[0]) and self._is_weight(args[0]):
+            self._tape.is_sure = False  # autocast does that, or finds it done
         heavy = not isinstance(func, HigherOrderOperator) and _is_heavy(func)
         self._tape.add(self._numbers.next(func), (args, kwargs), result, kind=kind, heavy=heavy, seconds=seconds)
         return result

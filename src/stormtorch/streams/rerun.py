@@ -16,47 +16,50 @@ from torch.utils.checkpoint import checkpoint
 
 from .activations import ActivationStream
 from .block_call import Call, calling
-from .blocks import filled, in_manner, is_compiled, is_plain, leaves_of, manner_of
-from .replay import Recording, Replaying
+from .blocks import filled, identities_of, in_manner, is_compiled, is_plain, leaves_of, manner_of
+from .replay import Listening, Recording, Replaying
 from .tape import Operation, Tape
 
 
 class Lead:
-    """What a child has made for a part, and how it is made again."""
+    """What a child has made, and from what."""
 
-    def __init__(self, child: nn.Module, call: Call, given: torch.Tensor, made: torch.Tensor) -> None:
-        self._given: torch.Tensor | None = given
-        self._made: torch.Tensor | None = made
-        self._child, self._call, self._manner = child, call, manner_of(child)
+    def __init__(self, recipe: Recipe, given: torch.Tensor, made: torch.Tensor) -> None:
+        self.recipe, self._given, self._made = recipe, given, made
         self._versions = given._version, made._version
-        self._trained = made.requires_grad
 
     def instead_of(self, leaf: Any) -> torch.Tensor | None:
         """What to keep for ``leaf``: what the child made it from, if it did, and nothing was done to either since."""
-        given, made = self._given, self._made
-        if given is None or made is None or leaf is not made:
-            return None
-        return given if self._versions == (given._version, made._version) else None
+        as_it_was = self._versions == (self._given._version, self._made._version)
+        return self._given if leaf is self._made and as_it_was else None
 
-    def get(self, given: torch.Tensor) -> torch.Tensor:
-        """What was made, the first time; then what is made of ``given``, which is what it was made of. Neither stays
-        until then: what is kept is autograd's business."""
-        made, self._given, self._made = self._made, None, None
-        return self._make(given) if made is None else made
 
-    def _make(self, given: torch.Tensor) -> torch.Tensor:
-        """With gradients, as it was made at first, or another kernel might do it; but backward needs none of that."""
-        with saved_tensors_hooks(lambda _tensor: None, _never), in_manner(self._child, self._manner):
+class Recipe:
+    """How a child makes it again. Holds no tensors: what is kept is autograd's business."""
+
+    def __init__(self, child: nn.Module, call: Call, made: torch.Tensor) -> None:
+        self._child, self._call, self._manner = child, call, manner_of(child)
+        self._trained, self._kind = made.requires_grad, made.device.type
+
+    def make(self, given: torch.Tensor) -> torch.Tensor:
+        """With gradients, as it was made at first, or another kernel might do it; but the graph of that is dropped."""
+        plainly = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with plainly, torch.autocast(self._kind, enabled=False), in_manner(self._child, self._manner):
             made: torch.Tensor = self._call(given)
         return made.detach().requires_grad_(self._trained)
 
 
-def _is_ordinary(value: Any) -> bool:
-    return type(value) is torch.Tensor and not value.is_inference()
-
-
-def _never(_nothing: None) -> torch.Tensor:
-    raise AssertionError("nobody runs backward through what is made again")
+def lead_of(
+    child: nn.Module, call: Call, args: Any, kwargs: Any, tape: Tape | None, is_foreign: Callable[[], bool]
+) -> tuple[Any, Lead | None]:
+    """Run a child that should lead to a part; what it gives, and whether it leads: if it ran as on ``tape``."""
+    if kwargs or len(args) != 1 or tape is None or torch.is_autocast_enabled(args[0].device.type):
+        return call(*args, **kwargs), None
+    with Listening(is_foreign) as listening:
+        made = call(*args)
+    as_on_tape = listening.names == [name for name, _ in tape.operations]
+    is_ordinary = all(type(value) is torch.Tensor and not value.is_inference() for value in (*args, made))
+    return made, Lead(Recipe(child, call, made), args[0], made) if as_on_tape and is_ordinary else None
 
 
 def recomputed(
@@ -76,8 +79,9 @@ def recomputed(
     count, names, manner = len(args), list(kwargs), manner_of(block)
     kept = [None if lead is None else lead.instead_of(leaf) for leaf in leaves]
     led = [place for place, instead in enumerate(kept) if instead is not None]
+    made = [leaves[place] for place in led[:1]]  # until it is used for the first time
+    recipe = lead.recipe if lead is not None else None
     leaves = [leaf if instead is None else instead for leaf, instead in zip(leaves, kept, strict=True)]
-    used = lead if led else None
     once = list({id(leaf): leaf for leaf in leaves}.values())  # what is given twice is the same thing twice
     numbers = {id(leaf): number for number, leaf in enumerate(once)}
     which = [numbers[id(leaf)] for leaf in leaves]
@@ -85,10 +89,10 @@ def recomputed(
 
     def run(*given: Any) -> Any:
         values = [given[number] for number in which]
-        if used is not None:
+        if recipe is not None and led:
             with contextlib.nullcontext() if replaying is None else replaying.paused():
-                made = used.get(values[led[0]])
-            values = [made if place in led else value for place, value in enumerate(values)]
+                value = made.pop() if made else recipe.make(values[led[0]])
+            values = [value if place in led else other for place, other in enumerate(values)]
         values = filled(form, iter(values))
         with in_manner(block, manner):  # backward may come after eval()
             return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
@@ -113,28 +117,27 @@ def in_parts(
     parts: tuple[str, ...],
     leads: Mapping[str, str],
     is_ours: Callable[[], bool],
+    is_foreign: Callable[[], bool],
 ) -> Any:
     """Run ``block``, and its ``parts`` again in backward. ``leads``: the child that leads to a part, by the part's
-    name. ``is_ours``: whether a part that is called now is ours to arrange."""
-    leading: dict[str, Lead] = {}
-    wanted = {leads[part] for part in parts if part in leads}
-
-    def call_part(name: str, part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
-        if not is_ours() or not is_plain((*args, *kwargs.values())):
-            return original(*args, **kwargs)
-        part_tape = tape.parts.get(name) or Tape()
-        results = {name: away[name] for name in part_tape.operations if name in away}
-        lead = leading.pop(leads.get(name, ""), None)
-        return recomputed(stream, results, part_tape, part, original, args, kwargs, lead)
+    name. ``is_ours``: whether a part that is called now is ours to arrange; ``is_foreign``: whether what runs is not
+    the block's."""
+    leading: dict[str, Lead | None] = {}
+    own = set(identities_of(block))
 
     def call(name: str, child: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
-        if name in parts:
-            return call_part(name, child, original, args, kwargs)
-        result = original(*args, **kwargs)
-        if len(args) == 1 and not kwargs and is_ours() and all(map(_is_ordinary, (*args, result))):
-            leading[name] = Lead(child, original, args[0], result)
-        return result
+        given = *args, *kwargs.values()
+        if not is_ours() or not is_plain(given) or not own.issuperset(identities_of(child)):
+            return original(*args, **kwargs)
+        if name not in parts:
+            result, leading[name] = lead_of(child, original, args, kwargs, tape.parts.get(name), is_foreign)
+            return result
+        part_tape = tape.parts.get(name) or Tape()
+        results = {name: away[name] for name in part_tape.operations if name in away}
+        lead = leading.get(leads.get(name, ""))
+        return recomputed(stream, results, part_tape, child, original, args, kwargs, lead)
 
-    children = [(name, child) for name, child in block.named_children() if name in wanted or name in parts]
+    leaders = {leads[part] for part in parts if part in leads}
+    children = [(name, child) for name, child in block.named_children() if name in leaders or name in parts]
     with calling(children, call):
         return original(*args, **kwargs)

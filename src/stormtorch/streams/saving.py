@@ -40,6 +40,7 @@ from .activation_plan import (
 from .activations import ActivationStream
 from .block_call import BlockCall, Call, calling
 from .blocks import (
+    attributes_of,
     identities_of,
     is_compiled,
     is_listened_to,
@@ -99,6 +100,7 @@ class Saving:
         self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
         self._sending = False
         self._in_block = False
+        self._is_packing = False  # what runs now sends an activation away, and is not the block's
         self._measuring: Measurement | None = None
         self._measured: dict[Any, Measurement] = {}  # by kind of block
         self._profiles: dict[Any, BlockProfile] = {}
@@ -154,15 +156,13 @@ class Saving:
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: ``tensor``, or a note if it leaves."""
         measuring = self._measuring
-        if measuring is not None:
-            measuring.is_packing = True
-            if has_plain_storage(tensor) and not self._stream.is_weight(tensor):
-                measuring.see(tensor)
+        self._is_packing = True
         try:
+            if measuring is not None and has_plain_storage(tensor):
+                measuring.see(tensor, is_weight=self._stream.is_weight(tensor))
             packed = self._stream.pack(tensor) if self._sending else Held(tensor)
         finally:
-            if measuring is not None:
-                measuring.is_packing = False
+            self._is_packing = False
         if not self._in_block and not isinstance(packed, Held):
             self._loose_bytes += tensor.nbytes
         return packed
@@ -332,8 +332,14 @@ class Saving:
             how = self._stream, plan.results_away, known.tape, block, original, args, kwargs
             if not plan.parts:
                 return recomputed(*how)
-            leads = known.leads if isinstance(known, BlockProfile) else {}
-            return in_parts(*how, parts=plan.parts, leads=leads, is_ours=self.rules_here)
+            leads = known.leads if isinstance(known, BlockProfile) and plan.led else {}
+            return in_parts(
+                *how,
+                parts=plan.parts,
+                leads=leads,
+                is_ours=self.rules_here,
+                is_foreign=lambda: self._is_packing,
+            )
 
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
@@ -394,7 +400,10 @@ class Saving:
         measurement = self._measuring = Measurement(size, tape=tape)
         before = state_of(block, args, kwargs)
         timing = Measuring(
-            measurement.tape, lambda call: timed(self._device, call), is_foreign=lambda: measurement.is_packing
+            measurement.tape,
+            lambda call: timed(self._device, call),
+            is_foreign=lambda: self._is_packing,
+            is_weight=self._stream.is_weight,
         )
         mode: AbstractContextManager[Any] = timing
         if is_compiled(block):
@@ -408,6 +417,8 @@ class Saving:
                 result, measurement.seconds = timed(self._device, lambda: original(*args, **kwargs))
         finally:
             self._measuring = None
+            for tensor in attributes_of(block):
+                measurement.tape.need(tensor)
             measurement.tape.close()
         still = state_of(block, args, kwargs) == before
         measurement.repeatable = still and self._may_run_again(block, args, kwargs)
@@ -426,7 +437,7 @@ class Saving:
         measurement = self._measuring
         if measurement is None:
             return original(*args, **kwargs)
-        given = filter(has_plain_storage, tensors_in(args, kwargs))
+        given = list(filter(has_plain_storage, tensors_in(args, kwargs)))
         return measurement.run_part(name, given, lambda: original(*args, **kwargs))
 
     @contextlib.contextmanager

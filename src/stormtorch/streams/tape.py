@@ -8,8 +8,9 @@ given those before it.
 
 Never idle are operations that write into what they are given, take random numbers, answer with numbers instead of
 tensors, or are not known well enough. And none is where the sequence of operations is not the same whenever a block
-runs, as under autocast, which casts a weight or finds it cast already: only the results of matrix products and
-attention are put aside then, which no cast can be taken for."""
+runs, as under autocast, which casts a weight or finds it cast already; or where memory was filled by a kernel that is
+not torch's, which may have read anything. Only the results of matrix products and attention are put aside then, which
+no cast can be taken for."""
 
 from __future__ import annotations
 
@@ -70,6 +71,7 @@ class _Opened:
     first_operation: int
     first_step: int
     saved: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)  # into, by itself
 
 
 @dataclass(eq=False)
@@ -86,15 +88,23 @@ class Tape:
     written: set[int] = field(default_factory=set)  # into, after they were made
     before: Counter[str] = field(default_factory=Counter)  # operations of the block that came before this part
     parts: dict[str, Tape | None] = field(default_factory=dict)
+    written_by: dict[str, set[int]] = field(default_factory=dict)  # parts
     _opened: list[_Opened] = field(default_factory=list)
+    _empty: set[int] = field(default_factory=set)  # storages that nobody has been seen to fill
     _numbers: dict[int, int] = field(default_factory=dict)  # of storages, by address
     _known: list[StorageReference] = field(default_factory=list)  # while these are there, no other has their addresses
 
     def add(self, operation: Operation, args: Any, result: Any, *, kind: str, heavy: bool, seconds: Reading) -> None:
-        """``kind``: "writes" into its arguments; "fixed" must run; "plain"."""
+        """``kind``: "writes" into its arguments; "fixed" must run; "empty" is yet to be filled; "plain"."""
         self.operations.append(operation)
         given, made = _tensors(args), _tensors(result)
         reads = frozenset(self.number(tensor) for tensor in given)
+        if kind == "writes":
+            self._empty -= reads
+            for opened in self._opened:
+                opened.written |= reads
+        elif reads & self._empty:
+            self.is_sure = False  # a kernel filled it that does not pass through here, from who knows what
         addresses = {tensor.untyped_storage()._cdata for tensor in given if has_plain_storage(tensor)}
         fresh = [tensor for tensor in made if has_plain_storage(tensor) and _address(tensor) not in addresses]
         if kind != "writes" and made and not fresh:
@@ -102,6 +112,9 @@ class Tape:
         makes = frozenset(self.number(tensor) for tensor in made)
         if kind == "writes":
             self.written |= reads  # which of them, does not matter
+        elif kind == "empty":
+            self._empty |= makes
+            kind = "plain"
         known = len(fresh) == len(made) > 0 and all(type(tensor) is torch.Tensor for tensor in made)
         self.steps.append(
             Step(
@@ -118,9 +131,17 @@ class Tape:
     def save(self, tensor: torch.Tensor) -> int:
         """Autograd saves ``tensor``; the number of its storage."""
         number = self.number(tensor)
+        self.is_sure = self.is_sure and number not in self._empty
         for saved in (self.saved, *(opened.saved for opened in self._opened)):
             saved.add(number)
         return number
+
+    def need(self, tensor: torch.Tensor) -> None:
+        """Somebody keeps ``tensor``, and will find there what the block leaves when it runs again."""
+        number = self._numbers.get(_address(tensor)) if has_plain_storage(tensor) else None
+        if number is not None:
+            for tape in filter(None, (self, *self.parts.values())):
+                tape.saved.add(number)
 
     def begin(self, part: str) -> None:
         """What comes now is ``part``'s, until `end`."""
@@ -130,6 +151,7 @@ class Tape:
         opened = self._opened.pop()
         alone = not self._opened and opened.part not in self.parts
         self.parts[opened.part] = self._stretch(opened) if alone else None
+        self.written_by.setdefault(opened.part, set()).update(opened.written)
 
     def _stretch(self, opened: _Opened) -> Tape:
         """What needs to be computed again is only what was saved inside: what the part gave is there."""
@@ -144,6 +166,8 @@ class Tape:
 
     def close(self) -> None:
         """The block is through: nothing is added any more."""
+        for part in filter(None, self.parts.values()):
+            part.is_sure = self.is_sure
         self._numbers.clear()
         self._known.clear()
 
