@@ -15,6 +15,8 @@ from torch import Tensor
 
 from stormtorch.core.errors import OutOfBudget, SettingError
 from stormtorch.core.sizes import GiB, MiB
+from stormtorch.data import file_windows
+from stormtorch.data import order as order_module
 from stormtorch.data.choice import choose
 from stormtorch.data.descriptors import Descriptors
 from stormtorch.data.loader import DataLoader
@@ -22,6 +24,7 @@ from stormtorch.data.order import Order, OrderSettings, Shuffle
 from stormtorch.data.source import DecodedSource, Field, FileSource, Shard, Strip
 from stormtorch.memory import limits
 from stormtorch.native import library as library_module
+from stormtorch.native.rows import Pieces, RowsJob, RowsPool, open_rows
 
 from .made import numbered_source, open_at_most, rows_in
 
@@ -83,6 +86,40 @@ def test_without_the_library_the_same_rows_come(tmp_path: Path, monkeypatch: pyt
     for reading in ("cached", "direct"):
         with DataLoader(source, 32, shuffle=True, window=100_000, reading=reading) as loader:
             assert [row for batch in loader for row in rows_in(batch)] == wanted
+
+
+class Opened:
+    """Takes the place of ``open_rows`` for windows, and keeps what was asked of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads, self.jobs = 0, list[Pieces]()
+        monkeypatch.setattr(file_windows, "open_rows", self.open)
+
+    def open(self, threads: int) -> RowsPool:
+        self.threads = threads
+        pool = open_rows(threads)
+        submit = pool.submit
+
+        def kept(pieces: Pieces, keep: object) -> RowsJob:
+            self.jobs.append(pieces.copy())
+            return submit(pieces, keep)
+
+        pool.submit = kept  # type: ignore[method-assign]
+        return pool
+
+
+def test_small_fields_take_no_place_of_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Opened(monkeypatch)
+    monkeypatch.setattr(order_module, "BLOCK_BYTES", 64 * 1024)
+    images, labels = tmp_path / "images.npy", tmp_path / "labels.npy"
+    np.save(images, np.zeros((4096, 256), dtype=np.float32))
+    np.save(labels, np.arange(4096))
+    with DataLoader({"images": images, "labels": labels}, 32, shuffle=True, reading="direct", window="2MiB") as loader:
+        assert sorted(int(row) for batch in loader for row in batch["labels"]) == list(range(4096))
+    for pieces in opened.jobs:  # threads take them in their order, so as many as threads are in flight at a time
+        large = pieces[:, 0] == pieces[pieces[:, 2].argmax(), 0]  # by their file: runs at the ends are short
+        counts = np.convolve(large, np.ones(opened.threads), mode="valid")
+        assert counts.min() >= file_windows.READ_THREADS
 
 
 def records(folder: Path, rows: int) -> FileSource:

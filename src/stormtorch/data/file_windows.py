@@ -28,6 +28,7 @@ from .source import FileSource
 from .window_reader import Load, Windows
 
 READ_THREADS = 8  # blocks in flight: what a fast SSD needs to be busy, and what a slow disk does not mind
+_MOST_THREADS = 64  # a block is one read for each group of fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class FileWindows(Windows):
         self._check_room(ledger, order, count)
         self._arenas = [HostArena(self.window_bytes, ledger=ledger, tag=Tag.DATA) for _ in range(count)]
         self.free = [arena.tensor((self.window_bytes,), torch.uint8, alignment=ALIGNMENT) for arena in self._arenas]
-        self.pool = open_rows(READ_THREADS)
+        # Else a read of a few labels would have the place of a block of images, for as long: queues are served in turn.
+        self.pool = open_rows(min(READ_THREADS * len(self._groups), _MOST_THREADS))
 
     def has_room(self) -> bool:
         return bool(self.free)
