@@ -893,7 +893,7 @@ def test_results_are_replayed_in_parts(
     monkeypatch.setattr(tape, "_LEAST_S", 0.0)
     monkeypatch.setattr(measurement, "_CHEAP", 1e9)
     test_same_gradients(case, "auto", 0, device)
-    if case.name in ("halves", "llama", "led"):
+    if case.name in ("halves", "led") or (case.name == "llama" and device.type == "cpu"):
         assert replayed
         assert min(replayed) > 0
 
