@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -171,7 +173,21 @@ class Inquiring(Block):
         self.norm = GradientInside(WIDTH)
 
 
+class SelfGated(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x) * x
+
+
+class SavesWhatItMakes(Block):
+    """What leads to the part saves a result of its own: hooks that keep that as it is keep the graph for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = SelfGated()  # type: ignore[assignment]
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "saves_what_it_makes": SavesWhatItMakes,
     "cast_by_hand": lambda: Block(CastByHand),
     "cast_by_autocast": lambda: Block(CastByAutocast),
     "shared_cast": Shared,
@@ -239,6 +255,41 @@ def test_same_gradients(name: str, parts: bool, away: bool, monkeypatch: pytest.
                 loss.backward()
                 results.append(outcome(side, loss))
             same(results[1], results[0], f"step {step}")
+
+
+class Watched(torch.autograd.Function):
+    """Does nothing; its node is watched."""
+
+    nodes: ClassVar[list[weakref.ref[Any]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.watched = torch.nn.Identity()
+        Watched.nodes.append(weakref.ref(ctx.watched))
+        return x * 1
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+@pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_nothing_of_a_graph_stays(name: str, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = force(monkeypatch, parts=parts, away=True)
+    model = nn.Sequential(*(BLOCKS[name]() for _ in range(3)))
+    Watched.nodes.clear()
+    with contextlib.closing(opened(model)) as activations:
+        for _ in range(STEPS):
+            x = Watched.apply(torch.randn(8, WIDTH, requires_grad=True))  # type: ignore[no-untyped-call]
+            with activations:
+                loss = model(x).square().mean()
+            loss.backward()
+            del x, loss
+            gc.collect()
+    assert [node() for node in Watched.nodes] == [None] * STEPS
+    if name == "saves_what_it_makes":
+        assert known[0].leads == {"part": "norm"}
 
 
 def sent_bytes(model: nn.Module, activations: OffloadedActivations) -> list[int]:

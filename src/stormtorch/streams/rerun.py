@@ -43,7 +43,7 @@ class Recipe:
 
     def make(self, given: torch.Tensor) -> torch.Tensor:
         """With gradients, as it was made at first, or another kernel might do it; but the graph of that is dropped."""
-        plainly = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        plainly = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)  # itself would hold its own graph
         with plainly, torch.autocast(self._kind, enabled=False), in_manner(self._child, self._manner):
             made: torch.Tensor = self._call(given)
         return made.detach().requires_grad_(self._trained)
