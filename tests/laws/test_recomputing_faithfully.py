@@ -175,7 +175,7 @@ class Inquiring(Block):
 
 class SelfGated(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(x) * x
+        return torch.sigmoid(x.mean(-1, keepdim=True)) * x
 
 
 class SavesWhatItMakes(Block):
