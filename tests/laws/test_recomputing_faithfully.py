@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from stormtorch.core.sizes import MiB
 from stormtorch.offload import OffloadedActivations
 from stormtorch.streams import measurement, saving, tape
 from stormtorch.streams.activation_plan import OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means
@@ -62,7 +63,7 @@ class CastByAutocast(Part):
     """Twice: the second time autocast finds the weight cast, unless that is the first time in backward."""
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             once = torch.tanh(self.wide(x))
             return torch.sigmoid(once + torch.tanh(self.wide(x * 2))).float()
 
@@ -76,7 +77,7 @@ class Shared(Block):
         self.other.wide.weight = cast(Part, self.part).wide.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             x = x + cast(torch.Tensor, self.part(self.norm(x))).float()
             return x + cast(torch.Tensor, self.other(x)).float()
 
@@ -84,7 +85,7 @@ class Shared(Block):
 class AutocastAroundThePart(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             return x + cast(torch.Tensor, self.part(y)).float()
 
 
@@ -105,8 +106,8 @@ class Raw(Part):
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.wide(x))
         filled = torch.empty(y.shape)
-        filled.numpy()[:] = np.cos(y.detach().numpy())
-        return torch.sigmoid(y * filled)
+        filled.numpy()[:] = np.cos(y.detach().cpu().numpy())
+        return torch.sigmoid(y * filled.to(y.device))
 
 
 class InPlace(nn.Sequential):
@@ -173,6 +174,14 @@ class Inquiring(Block):
         self.norm = GradientInside(WIDTH)
 
 
+class RootMeanSquare(Block):
+    """As models have it; on the CPU it writes in place, and does not lead to anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)  # type: ignore[assignment]
+
+
 class SelfGated(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(x.mean(-1, keepdim=True)) * x
@@ -188,6 +197,7 @@ class SavesWhatItMakes(Block):
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "saves_what_it_makes": SavesWhatItMakes,
+    "root_mean_square": RootMeanSquare,
     "cast_by_hand": lambda: Block(CastByHand),
     "cast_by_autocast": lambda: Block(CastByAutocast),
     "shared_cast": Shared,
@@ -222,9 +232,9 @@ def force(monkeypatch: pytest.MonkeyPatch, *, parts: bool, away: bool) -> list[B
     return known
 
 
-def opened(model: nn.Module) -> OffloadedActivations:
+def opened(model: nn.Module, device: torch.device) -> OffloadedActivations:
     trial = Trial(poison=True, activation_room=0, small_bytes=1)
-    return OffloadedActivations(model, "auto", 200_000, "auto", "cpu", trial=trial)
+    return OffloadedActivations(model, "auto", 16 * MiB, "auto", device, trial=trial)
 
 
 def outcome(model: nn.Module, loss: torch.Tensor) -> Any:
@@ -235,12 +245,14 @@ def outcome(model: nn.Module, loss: torch.Tensor) -> Any:
 @pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
 @pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_same_gradients(name: str, parts: bool, away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_gradients(
+    name: str, parts: bool, away: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     force(monkeypatch, parts=parts, away=away)
     torch.manual_seed(0)
-    plain = nn.Sequential(*(BLOCKS[name]() for _ in range(3)))
+    plain = nn.Sequential(*(BLOCKS[name]() for _ in range(3))).to(device)
     model = copy.deepcopy(plain)
-    with contextlib.closing(opened(model)) as activations:
+    with contextlib.closing(opened(model, device)) as activations:
         for step in range(STEPS):
             results = []
             for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
@@ -248,7 +260,7 @@ def test_same_gradients(name: str, parts: bool, away: bool, monkeypatch: pytest.
                 for dropping in (module for module in side.modules() if isinstance(module, Dropping)):
                     dropping.rate = 0.3 if step >= 3 else 0.0
                 torch.manual_seed(step)
-                x = torch.randn(8, WIDTH, requires_grad=True) * 1
+                x = torch.randn(8, WIDTH, requires_grad=True, device=device) * 1
                 with context:
                     loss = side(x).square().mean()
                 loss.backward(retain_graph=True)
@@ -275,13 +287,15 @@ class Watched(torch.autograd.Function):
 
 @pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_nothing_of_a_graph_stays(name: str, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_graph_stays(
+    name: str, parts: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = force(monkeypatch, parts=parts, away=True)
-    model = nn.Sequential(*(BLOCKS[name]() for _ in range(3)))
+    model = nn.Sequential(*(BLOCKS[name]() for _ in range(3))).to(device)
     Watched.nodes.clear()
-    with contextlib.closing(opened(model)) as activations:
+    with contextlib.closing(opened(model, device)) as activations:
         for _ in range(STEPS):
-            x = Watched.apply(torch.randn(8, WIDTH, requires_grad=True))  # type: ignore[no-untyped-call]
+            x = Watched.apply(torch.randn(8, WIDTH, requires_grad=True, device=device))  # type: ignore[no-untyped-call]
             with activations:
                 loss = model(x).square().mean()
             loss.backward()
@@ -307,7 +321,7 @@ def test_plans_count_what_parts_send(name: str, monkeypatch: pytest.MonkeyPatch)
     known = force(monkeypatch, parts=True, away=True)
     monkeypatch.setattr(tape, "_MOST", 0)  # no results
     model = nn.Sequential(*(BLOCKS[name]() for _ in range(3)))
-    with contextlib.closing(opened(model)) as activations:
+    with contextlib.closing(opened(model, torch.device("cpu"))) as activations:
         sizes = sent_bytes(model, activations)
     assert known[0].leads
     assert sum(sizes) == sum(profile.led_bytes for profile in known)
