@@ -27,6 +27,7 @@ def _all(*methods: str, template: Case) -> tuple[Planned, ...]:
 _PLAIN = Case(method="")
 _LONG = Case(method="", size="3b-32k", micro_batch=1, limit_s=240)
 _FP32 = Case(method="", size="3b-8-layers", micro_batch=4, dtype="float32")  # about a second a step on an H200
+_WIDE = Case(method="", size="wide", micro_batch=2)
 _BUDGET = Case(method="", vram="8GiB", limit_s=240)
 
 GROUPS: dict[str, tuple[Planned, ...]] = {
@@ -49,6 +50,11 @@ GROUPS: dict[str, tuple[Planned, ...]] = {
         *_all("resident", template=_FP32),
         Planned(case=replace(_FP32, method="storm-offload", vram="12GiB")),
     ),
+    # The same in bf16, by width.
+    "wide": (
+        *_all("resident", template=_WIDE),
+        Planned(case=replace(_WIDE, method="storm-offload", vram="80GiB")),
+    ),
     # Whole training steps, parameters streamed too, within an enforced limit: the largest micro-batch of each.
     "budget": _all("storm", "fsdp2", "ds3", "ramtorch", "ramtorch-offload", template=_BUDGET),
 }  # fmt: skip
@@ -61,7 +67,7 @@ def tiny(planned: Planned) -> Planned:
     case = planned.case
     small = replace(
         case,
-        size=case.size.replace("3b", "tiny"),
+        size="tiny-wide" if case.size == "wide" else case.size.replace("3b", "tiny"),
         micro_batch=1,
         vram="256MiB" if case.vram or planned.at_peak_of else "",
         device="cpu",

@@ -22,6 +22,9 @@ SIZES = {
     "3b": _3B,
     "3b-32k": replace(_3B, sequence=32768),
     "3b-8-layers": replace(_3B, layers=8),
+    # So wide that a byte of activations takes longer to make than to send, in bf16 too.
+    "wide": workload.Size(width=20480, layers=3, heads=160, kv_heads=32, mlp=54272, sequence=8192),
+    "tiny-wide": _TINY,
 }
 
 

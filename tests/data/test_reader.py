@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,18 @@ from torch import Tensor
 
 from stormtorch.core.errors import OutOfBudget, SettingError
 from stormtorch.core.sizes import GiB, MiB
+from stormtorch.data import choice as choice_module
+from stormtorch.data import file_windows
+from stormtorch.data import order as order_module
 from stormtorch.data.choice import choose
 from stormtorch.data.descriptors import Descriptors
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.order import Order, OrderSettings, Shuffle
 from stormtorch.data.source import DecodedSource, Field, FileSource, Shard, Strip
+from stormtorch.data.window_reader import Windows
 from stormtorch.memory import limits
 from stormtorch.native import library as library_module
+from stormtorch.native.rows import Pieces, RowsJob, RowsPool, open_rows
 
 from .made import numbered_source, open_at_most, rows_in
 
@@ -83,6 +90,60 @@ def test_without_the_library_the_same_rows_come(tmp_path: Path, monkeypatch: pyt
     for reading in ("cached", "direct"):
         with DataLoader(source, 32, shuffle=True, window=100_000, reading=reading) as loader:
             assert [row for batch in loader for row in rows_in(batch)] == wanted
+
+
+class Opened:
+    """Takes the place of ``open_rows`` for windows, and keeps what was asked of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads, self.stage_bytes, self.jobs = 0, 0, list[Pieces]()
+        monkeypatch.setattr(file_windows, "open_rows", self.open)
+
+    def open(self, threads: int, *, stage_bytes: int = 0) -> RowsPool:
+        self.threads, self.stage_bytes = threads, stage_bytes
+        pool = open_rows(threads, stage_bytes=stage_bytes)
+        submit = pool.submit
+
+        def kept(pieces: Pieces, keep: object) -> RowsJob:
+            self.jobs.append(pieces.copy())
+            return submit(pieces, keep)
+
+        pool.submit = kept  # type: ignore[method-assign]
+        return pool
+
+
+def test_small_fields_take_no_place_of_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Opened(monkeypatch)
+    monkeypatch.setattr(order_module, "BLOCK_BYTES", 64 * 1024)
+    images, labels = tmp_path / "images.npy", tmp_path / "labels.npy"
+    np.save(images, np.zeros((4096, 256), dtype=np.float32))
+    np.save(labels, np.arange(4096))
+    with DataLoader({"images": images, "labels": labels}, 32, shuffle=True, reading="direct", window="2MiB") as loader:
+        assert sorted(int(row) for batch in loader for row in batch["labels"]) == list(range(4096))
+    for pieces in opened.jobs:  # threads take them in their order, so as many as threads are in flight at a time
+        large = pieces[:, 0] == pieces[pieces[:, 2].argmax(), 0]  # by their file: runs at the ends are short
+        counts = np.convolve(large, np.ones(opened.threads), mode="valid")
+        assert counts.min() >= file_windows.READ_THREADS
+
+
+def with_stages(windows: Callable[..., Windows], *arguments: Any, staged: bool, **settings: Any) -> Windows:
+    assert not staged, "the CPU computes here"
+    return windows(*arguments, staged=True, **settings)
+
+
+def test_blocks_come_through_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Opened(monkeypatch)
+    monkeypatch.setattr(file_windows, "_STAGE_BYTES", 4096)
+    monkeypatch.setattr(choice_module, "FileWindows", partial(with_stages, file_windows.FileWindows))
+    source = numbered_source(tmp_path, [500, 77], 300, header=10)
+    settings: dict[str, Any] = {"shuffle": True, "window": 200_000, "seed": 3, "epochs": 2}
+    with DataLoader(source, 4, reading="cached", **settings) as loader:
+        wanted = [row for batch in loader for row in rows_in(batch)]
+    for stage_bytes, ram in ((4096, "auto"), (0, "520KiB")):  # where RAM is short there are none
+        with DataLoader(source, 4, reading="direct", ram=ram, **settings) as loader:
+            assert [row for batch in loader for row in rows_in(batch)] == wanted
+            assert loader.report().ring_bytes <= 520 * 1024 or ram == "auto"
+        assert opened.stage_bytes == stage_bytes
 
 
 def records(folder: Path, rows: int) -> FileSource:

@@ -22,8 +22,8 @@ import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.offload import OffloadedActivations
-from stormtorch.streams import saving
-from stormtorch.streams.activation_plan import ActivationPlan, BlockPlan, BlockProfile, Means
+from stormtorch.streams import measurement, saving, tape
+from stormtorch.streams.activation_plan import KEEP, OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means
 from stormtorch.streams.settings import Trial
 from stormtorch.streams.torch_private import StorageReference
 
@@ -753,6 +753,7 @@ def test_results_are_replayed(
         return loss
 
     monkeypatch.setattr(saving, "choose", everything)
+    monkeypatch.setattr(tape, "_LEAST_S", 0.0)
     both(lambda: nn.ModuleList(kind(16) if kind is Block else kind() for _ in range(4)), run, "auto", 0)
 
 
@@ -805,6 +806,157 @@ def test_blocks_are_recomputed_in_parts_where_room_is_short() -> None:
     activations.close()
 
 
+class Given(nn.Module):
+    """Two parts; what the first one gives is changed in place by the block, and then given to the second, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Half(), Half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = cast(torch.Tensor, self.first(x)).mul_(0.5)
+        return x + cast(torch.Tensor, self.second(x)) + cast(torch.Tensor, self.second(x))
+
+
+class Between(nn.Module):
+    """A part that is given what a norm has made, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        alike = 2.0 if any(other is x for other in more) else 1.0
+        out: torch.Tensor = self.narrow(torch.sigmoid(torch.tanh(self.wide(x) * alike)))
+        return out + sum(more)
+
+
+class Led(nn.Module):
+    """Norms lead to three parts: to the first alone; to the second with what they were given; to the third twice, and
+    after something was done to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.third = Between(), Between(), Between()
+        self.before, self.between, self.last = nn.LayerNorm(16), nn.LayerNorm(16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + cast(torch.Tensor, self.one(self.before(x)))
+        x = x + cast(torch.Tensor, self.other(self.between(x), x))
+        y = cast(torch.Tensor, self.last(x))
+        if self.training:
+            y = y.mul_(0.5)
+        return x + cast(torch.Tensor, self.third(y, y))
+
+
+def _rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 16, generator=generator), torch.zeros(())
+
+
+IN_PARTS = [
+    Case(
+        kind.__name__.lower(),
+        lambda kind=kind: nn.Sequential(*(kind() for _ in range(4))),  # type: ignore[misc]
+        _rows,
+        lambda model, batch: model(batch[0]).square().mean(),
+    )
+    for kind in (Halves, Given, Led)
+]
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
+@pytest.mark.parametrize("case", [*CASES, *IN_PARTS], ids=lambda case: case.name)
+def test_results_are_replayed_in_parts(
+    case: Case, away: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, whatever a plan would say; blocks without parts as a whole."""
+    replayed: list[int] = []
+
+    def everything(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        blocks = [
+            BlockPlan(
+                kind="recompute",
+                inputs_away=True,
+                parts=tuple(profile.parts),
+                led=True,
+                results_away=dict.fromkeys(profile.results(tuple(profile.parts)), away),
+            )
+            if profile.repeatable
+            else OFFLOAD
+            for profile in profiles
+        ]
+        replayed.extend(len(block.results_away) for block in blocks if block.parts)
+        return ActivationPlan(blocks=blocks, reason="all", way_bytes=[0] * (len(blocks) + 1))
+
+    monkeypatch.setattr(saving, "choose", everything)
+    monkeypatch.setattr(tape, "_LEAST_S", 0.0)
+    monkeypatch.setattr(measurement, "_CHEAP", 1e9)
+    test_same_gradients(case, "auto", 0, device)
+    if case.name in ("halves", "led") or (case.name == "llama" and device.type == "cpu"):
+        assert replayed
+        assert min(replayed) > 0
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["done_to", "as_made"])
+def test_what_a_norm_gives_to_a_part_is_made_again(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not travel: only what the norm was given does. Unless something was done to it."""
+
+    def in_parts(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        leads = {"one": "before", "other": "between"} | ({} if training else {"third": "last"})
+        assert all(profile.leads == leads for profile in profiles)
+        plan = BlockPlan(kind="recompute", inputs_away=True, parts=("one", "other", "third"), led=True)
+        return ActivationPlan(blocks=[plan] * len(profiles), reason="", way_bytes=[0] * (len(profiles) + 1))
+
+    monkeypatch.setattr(saving, "choose", in_parts)
+    monkeypatch.setattr(measurement, "_CHEAP", 1e9)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Led() for _ in range(4))).train(training)
+    model = copy.deepcopy(plain)
+    activations = opened(model, "auto", 0)
+    for step in range(4):
+        rows, results = _rows(step)[0].requires_grad_(), []
+        for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+            side.zero_grad()
+            with context:
+                loss = side(rows).square().mean()
+            with Counting() as counted:
+                loss.backward(retain_graph=True)
+                loss.backward()
+            results.append(outcome(side, loss))
+        same(results[1], results[0], f"step {step}")
+    assert counted.seen["aten.native_layer_norm.default"] == 4 * 2 * (2 if training else 3)
+    profile = next(iter(activations.saving._profiles.values()))
+    size = 8 * 16 * 4
+    statistics = 3 * 2 * 8 * 4
+    assert profile.led_bytes == (4 if training else 3) * size + statistics
+    assert profile.between_bytes == 6 * size + statistics
+    activations.close()
+
+
+def test_what_is_done_with_all_at_hand_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block is kept, and asks for nothing: the inputs of the one before it are fetched meanwhile."""
+
+    def inputs_away(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        blocks = [BlockPlan(kind="recompute", inputs_away=True)] * (len(profiles) - 1)
+        return ActivationPlan(blocks=[*blocks, KEEP], reason="", way_bytes=[MiB] * (len(profiles) + 1))
+
+    monkeypatch.setattr(saving, "choose", inputs_away)
+    model = net(blocks=4)
+    activations = opened(model, "auto", 0)
+    stream = activations.saving._stream
+    for step in range(5):
+        stream.window_bytes = 0
+        misses = stream.misses
+        with activations:
+            stream.window_bytes = 0  # all of it leaves
+            loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        if step >= 3:
+            assert stream.misses == misses
+    activations.close()
+
+
 class Same(nn.Module):
     """Looks whether it is given one thing twice, as attention does."""
 
@@ -849,6 +1001,30 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
+def test_results_at_hand_are_not_computed_again_in_parts(away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two wide products of a block, and of its two sigmoids, one each. The narrow ones nobody needs again."""
+    chosen = {("aten.addmm.default", 2): away, ("aten.sigmoid.default", 0): away}
+
+    def in_parts(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
+        plan = BlockPlan(kind="recompute", inputs_away=True, parts=("first", "second"), results_away=chosen)
+        assert all(chosen.keys() <= profile.results(plan.parts).keys() for profile in profiles)
+        return ActivationPlan(blocks=[plan] * len(profiles), reason="", way_bytes=[0] * (len(profiles) + 1))
+
+    monkeypatch.setattr(saving, "choose", in_parts)
+    monkeypatch.setattr(tape, "_LEAST_S", 0.0)
+    model = nn.Sequential(*(Halves() for _ in range(4)))
+    activations = opened(model, "auto", 0)
+    for _step in range(4):
+        with activations:
+            loss = model(torch.randn(8, 16)).square().mean()
+        with Counting() as counted:
+            loss.backward()
+    assert counted.seen["aten.addmm.default"] == 4
+    assert counted.seen["aten.sigmoid.default"] == 4
+    activations.close()
 
 
 @pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])

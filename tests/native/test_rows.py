@@ -37,13 +37,14 @@ OpenRows = Callable[..., RowsPool]
 Bytes = NDArray[np.uint8]
 
 
-@pytest.fixture(params=["native", "fallback"])
+@pytest.fixture(params=["native", "staged", "fallback"])
 def open_any(request: pytest.FixtureRequest) -> Iterator[OpenRows]:
-    request.getfixturevalue("native" if request.param == "native" else "no_library")
+    request.getfixturevalue("no_library" if request.param == "fallback" else "native")
     opened: list[RowsPool] = []
+    stage_bytes = 4096 if request.param == "staged" else 0
 
     def open_one(threads: int = 2) -> RowsPool:
-        opened.append(open_rows(threads))
+        opened.append(open_rows(threads, stage_bytes=stage_bytes))
         return opened[-1]
 
     yield open_one
@@ -67,6 +68,11 @@ def fd(tmp_path: Path, content: Bytes) -> Iterator[int]:
 
 def threads_now() -> set[str]:
     return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
+def sum_of_maps() -> int:
+    """Bytes of addresses that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def lines(*pieces: tuple[int, int, int, int, int], map: int = 0) -> NDArray[np.int64]:
@@ -100,6 +106,36 @@ def test_every_byte_comes_to_its_place(
     wanted = np.concatenate([content[at : at + size] for at, size in places] or [content[:0]])
     assert np.array_equal(target[:-1], wanted)
     pool.close()
+
+
+@pytest.mark.usefixtures("native")
+def test_direct_reads_through_stages(tmp_path: Path, content: Bytes) -> None:
+    path = tmp_path / "direct"
+    content[:-100].tofile(path)  # ends inside a sector
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        pytest.skip("no direct I/O here")
+    with open_rows(4, stage_bytes=8192) as pool:
+        target: Bytes = np.zeros(len(content) + 1, dtype=np.uint8)
+        begin = target.ctypes.data + 1  # a stage is aligned, so that the place need not be
+        pieces = [(fd, at, 65536, min(65536, len(content) - 100 - at), begin + at) for at in range(0, 1 << 20, 65536)]
+        assert pool.wait(pool.submit(lines(*pieces), target)) == DONE
+        assert np.array_equal(target[1:-100], content[:-100])
+        last = len(content) - 65536
+        job = pool.submit(lines((fd, last, 65536, 65536, begin)), target)
+        assert pool.wait(job) == FAILED
+        assert job.failure().got == 65436
+    os.close(fd)
+
+
+@pytest.mark.usefixtures("native")
+def test_stages_go_with_the_threads() -> None:
+    mapped = sum_of_maps()
+    pool = open_rows(4, stage_bytes=16 << 20)
+    assert sum_of_maps() - mapped >= 64 << 20
+    pool.close()
+    assert sum_of_maps() - mapped < 64 << 20
 
 
 def test_the_end_of_the_file_is_told_with_the_piece(open_any: OpenRows, content: Bytes, fd: int) -> None:

@@ -48,7 +48,19 @@ def test_rooms_are_what_others_leave() -> None:
         assert rooms[position] == limit - WEIGHTS - gradients
     assert rooms[count] == limit - WEIGHTS - LOSS
     rises = levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90])
-    assert rises == Rises(keep=WORK, whole=SAVED - 10 + WORK, parts=SAVED - 10 + WORK - 80)
+    assert rises == Rises(
+        keep=WORK, whole=SAVED + WORK, parts=SAVED + WORK - 80
+    )  # what they held themselves counts too
+
+
+def test_a_block_that_held_results_tells_how_one_that_holds_none_rises() -> None:
+    """Blocks rise alike only together with what they hold: the least that one has shown would not be enough for all."""
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    for _ in range(3):
+        train(device, levels, [0, 90, 50, SAVED])
+    levels.begin()
+    assert levels.rises("block", saved_bytes=SAVED).whole == SAVED + WORK
 
 
 def test_what_was_not_seen_follows_from_what_is_saved() -> None:
@@ -181,7 +193,7 @@ def test_a_peak_that_the_user_resets_tells_nothing() -> None:
         device.peak = device.allocated
     levels.begin()
     rises = levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90])
-    assert rises.whole == SAVED - 10 + WORK
+    assert rises.whole == SAVED + WORK
 
 
 def backward(

@@ -135,6 +135,47 @@ def by_number(x: torch.Tensor) -> torch.Tensor:
     return torch.sin(x * x.detach().sum().item())
 
 
+def test_parts_have_tapes_of_their_own() -> None:
+    """Named as in the block; what others saved is not theirs. None for what runs twice, or inside of another."""
+    tape, x = Tape(), given()
+
+    def part(name: str, block: Block, x: torch.Tensor) -> torch.Tensor:
+        tape.begin(name)
+        try:
+            return block(x)
+        finally:
+            tape.end()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = part("one", rotated, torch.sin(x))
+        z = part("other", lambda y: part("inner", torch.sin, rotated(y)), y)
+        return part("twice", torch.cos, part("twice", torch.cos, z * x))
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        tape.save(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+        Measuring(tape, lambda call: (call(), _always(1e-3))),
+    ):
+        block(x)
+    assert {name: part is not None for name, part in tape.parts.items()} == {
+        "one": True,
+        "inner": False,
+        "other": True,
+        "twice": False,
+    }
+    one, other = tape.parts["one"], tape.parts["other"]
+    assert one is not None
+    assert other is not None
+    assert one.operations == [(MM, 0), (MUL, 0), (SINE, 1), (EXP, 0), (NEG, 0)]
+    assert other.operations == [(MM, 1), (MUL, 1), (SINE, 2), (EXP, 1), (NEG, 1), (SINE, 3)]
+    assert one.idle({(MUL, 0)}) == {(MM, 0), (NEG, 0)}  # what neg gives is saved by the next part, not by this one
+    assert other.idle({(MUL, 1)}) == {(MM, 1), (SINE, 3)}  # here the last sine saves it, inside
+    assert one.ranking() is not None
+
+
 @pytest.mark.parametrize("block", [in_place, random, by_number])
 def test_never_idle(block: Block) -> None:
     """Writes, random numbers, and numbers that come out of tensors."""

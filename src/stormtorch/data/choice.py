@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from ..core.errors import SettingError
 from ..core.sizes import GiB, format_bytes
 from ..memory import limits
@@ -19,6 +21,7 @@ from .source import FileSource
 from .window_reader import WindowReader, windows_needed
 
 Reading = Literal["auto", "cached", "direct"]
+_LEAST_CORES = 4  # beside those that launch work and gather rows, one or two to copy once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,9 @@ def open_reader(
     threads: int | None,
     batch_rows: int,
     used_rows: int,
+    device: torch.device,
 ) -> Reader:
-    """The reader of that choice. Starts threads; with windows, takes their memory."""
+    """The reader of that choice, for batches to ``device``. Starts threads; with windows, takes their memory."""
     copiers = threads or max(1, min(4, usable_count() - 1))  # whoever waits for a batch is one more
     if choice.mode == "cached":
         return CachedReader(source, order, threads=copiers, reason=choice.reason)
@@ -69,6 +73,7 @@ def open_reader(
         ledger=ledger,
         count=windows_needed(order, batch_rows),
         direct=direct,
+        staged=device.type == "cuda" and usable_count() >= _LEAST_CORES,
         reason=f"{choice.reason}; {why}",
     )
     try:

@@ -83,6 +83,7 @@ class RowsEngine(Engine):
                     threads=threads,
                     batch_rows=self._batch_rows,
                     used_rows=used_rows,
+                    device=device,
                 )
             else:
                 self._reader = open_decoded_reader(

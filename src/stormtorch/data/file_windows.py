@@ -2,7 +2,11 @@
 
 A direct read begins and ends at multiples of 4096 bytes. Each run of rows is therefore read as the whole sectors that
 cover it, to a place of its own; where its rows lie follows from where it begins in the first sector. Fields that lie in
-one file with the same stride, side by side in each record, are covered by one read.
+one file with the same stride, side by side in each record, are covered by one read; such fields are a *group*.
+
+What the disk sees is meant to be what plain reads would ask of it: at any time as many blocks, whatever the number of
+groups, into memory that is small. Windows are not; so where the CPU has time for one more copy, threads read through
+stages (csrc/rows.c). It has where a GPU computes.
 """
 
 from __future__ import annotations
@@ -14,11 +18,11 @@ import numpy as np
 import torch
 
 from ..core.errors import OutOfBudget, StormError
-from ..core.sizes import format_bytes, round_up
+from ..core.sizes import MiB, format_bytes, round_up
 from ..core.tags import Tag, Tier
 from ..memory.files import ALIGNMENT
 from ..memory.host import HostArena
-from ..memory.ledger import Ledger
+from ..memory.ledger import Ledger, Reservation
 from ..native.rows import DONE, FAILED, PENDING, PIECE, Failure, RowsJob, open_rows
 from .descriptors import CannotOpen, Descriptors
 from .layout import Layout
@@ -28,6 +32,8 @@ from .source import FileSource
 from .window_reader import Load, Windows
 
 READ_THREADS = 8  # blocks in flight: what a fast SSD needs to be busy, and what a slow disk does not mind
+_MOST_THREADS = 64  # a block is one read for each group of fields
+_STAGE_BYTES = 1 * MiB  # of a thread: half a block, see csrc/rows.c
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,17 @@ class FileWindows(Windows):
     mode = "direct"
 
     def __init__(
-        self, source: FileSource, order: Order, *, ledger: Ledger, count: int, direct: bool, reason: str
+        self,
+        source: FileSource,
+        order: Order,
+        *,
+        ledger: Ledger,
+        count: int,
+        direct: bool,
+        staged: bool,
+        reason: str,
     ) -> None:
+        """``staged``: the CPU has the time to copy everything once more, for the sake of the disk."""
         self.layout, self.reason = Layout(source), reason
         self.row_bytes = [column.row_bytes for column in self.layout.columns]
         self._groups = _groups(self.layout)
@@ -55,7 +70,10 @@ class FileWindows(Windows):
         self._check_room(ledger, order, count)
         self._arenas = [HostArena(self.window_bytes, ledger=ledger, tag=Tag.DATA) for _ in range(count)]
         self.free = [arena.tensor((self.window_bytes,), torch.uint8, alignment=ALIGNMENT) for arena in self._arenas]
-        self.pool = open_rows(READ_THREADS)
+        # Else a read of a few labels would have the place of a block of images, for as long: queues are served in turn.
+        threads = min(READ_THREADS * len(self._groups), _MOST_THREADS)
+        self._stages = self._reserve_stages(ledger, threads * _STAGE_BYTES) if direct and staged else None
+        self.pool = open_rows(threads, stage_bytes=_STAGE_BYTES if self._stages else 0)
 
     def has_room(self) -> bool:
         return bool(self.free)
@@ -77,6 +95,8 @@ class FileWindows(Windows):
         self.free.clear()
         for arena in self._arenas:
             arena.close()
+        if self._stages is not None:
+            self._stages.release()
 
     def _most_bytes(self, order: Order) -> int:
         """What the largest possible window takes: its rows, and for each run the rest of two sectors."""
@@ -86,6 +106,15 @@ class FileWindows(Windows):
             stride = int(self.layout.columns[group.first].strides.max())
             total += rows * stride + runs * (2 * ALIGNMENT + max(0, group.span - stride))
         return round_up(total, ALIGNMENT)
+
+    def _reserve_stages(self, ledger: Ledger, size: int) -> Reservation | None:
+        """None where windows are so small that they are in the CPU's caches themselves, or nothing is left."""
+        if 8 * size > sum(arena.capacity_bytes for arena in self._arenas):
+            return None
+        try:
+            return ledger.reserve(Tier.HOST, Tag.DATA, size)
+        except OutOfBudget:
+            return None
 
     def _check_room(self, ledger: Ledger, order: Order, count: int) -> None:
         free = ledger.free_bytes(Tier.HOST)

@@ -116,8 +116,8 @@ class _Native:
         self.inside = 0  # threads inside a C call without the lock
         self.stopped = False
 
-    def start(self, threads: int) -> None:
-        status = self.c.storm_rows_open(threads, ctypes.byref(self.pointer))
+    def start(self, threads: int, stage_bytes: int) -> None:
+        status = self.c.storm_rows_open(threads, stage_bytes, ctypes.byref(self.pointer))
         if status != 0:
             raise SettingError(
                 f"Cannot start {threads} threads to read with: {os.strerror(-status)}. "
@@ -150,12 +150,12 @@ class _Native:
 class NativeRows(RowsPool):
     """The pool of csrc/rows.c."""
 
-    def __init__(self, native: Library, threads: int) -> None:
+    def __init__(self, native: Library, threads: int, stage_bytes: int = 0) -> None:
         self.threads = threads
         self._native = _Native(native.c)
         self._load_state, self._submit = native.c.storm_load_flag, native.c.storm_rows_submit
         self._finalizer = weakref.finalize(self, self._native.end)
-        self._native.start(threads)
+        self._native.start(threads, stage_bytes)
 
     def submit(self, pieces: Pieces, keep: object) -> RowsJob:
         native = self._native
@@ -255,11 +255,14 @@ def check_process(pid: int) -> None:
         )
 
 
-def open_rows(threads: int) -> RowsPool:
-    """Starts the threads: native ones where the library was built, else Python's."""
+def open_rows(threads: int, *, stage_bytes: int = 0) -> RowsPool:
+    """Starts the threads: native ones where the library was built, else Python's.
+
+    ``stage_bytes``: each native thread reads files through so much memory of its own, a multiple of 4096, taken here.
+    """
     native = library()
     if native is not None:
-        return NativeRows(native, threads)
+        return NativeRows(native, threads, stage_bytes)
     from .row_threads import ThreadRows  # a fallback is not worth its import elsewhere
 
     say_once(describe())

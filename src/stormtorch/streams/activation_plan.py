@@ -17,6 +17,8 @@ from .levels import Rises, Way
 from .tape import Operation, Tape
 
 _HIDDEN = 0.95  # of the time that compute gives the link
+_WORTH_WAITING = 1.5  # a result that compute has to wait for saves so many times that
+_CUTS = (0.5, 0.0, None)  # shares of what may travel that make way for a whole block; None: no block is whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +31,46 @@ class BlockProfile:
     operations: dict[Operation, tuple[int, float]] = field(default_factory=dict)  # bytes of the result, seconds saved
     tape: Tape = field(default_factory=Tape)
     parts: dict[str, int] = field(default_factory=dict)  # children by name, with what was saved inside of them
+    part_operations: dict[str, dict[Operation, tuple[int, float]]] = field(default_factory=dict)  # if each is by itself
+    between_bytes: int = 0  # saved outside of parts, or given to one
+    leads: dict[str, str] = field(default_factory=dict)  # to a part: a child that makes what it is given, and is cheap
+    led_bytes: int = 0  # saved outside of parts, or given to one that nobody leads to
     repeatable: bool = True  # whether it may be run a second time: it changes no buffers, and nobody is listening
+
+    def results(self, parts: tuple[str, ...]) -> dict[Operation, tuple[int, float]]:
+        """What is worth putting aside if the block is recomputed in these parts, or without any as a whole."""
+        if not parts:
+            return self.operations
+        return {name: result for part in parts for name, result in self.part_operations.get(part, {}).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
     """``kind``: "keep", "offload" or "recompute". When recomputing: whether the block's inputs leave, and which results
-    of its operations survive, in RAM (True) or in VRAM (False). Or by which ``parts``: what is saved outside of them
-    then leaves, and no result survives."""
+    of its operations survive, in RAM (True) or in VRAM (False). And in which ``parts``, if not as a whole: what is
+    saved outside of them then leaves, and results survive in RAM only."""
 
     kind: str
     inputs_away: bool = False
     results_away: dict[Operation, bool] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
+    led: bool = False  # what parts are given is made again where a child leads to them
 
     def way(self, parts: Mapping[str, int]) -> Way:
         """How a block with these parts gets through backward."""
         if self.kind == "recompute":
             return "whole" if not self.parts else "parts" if self.parts == tuple(parts) else "other"
         return "keep" if self.kind == "keep" else "other"
+
+    def sent_bytes(self, profile: BlockProfile) -> int:
+        """What leaves a block of that profile in forward."""
+        if self.kind != "recompute":
+            return profile.saved_bytes if self.kind == "offload" else 0
+        results = sum(profile.results(self.parts)[name][0] for name, away in self.results_away.items() if away)
+        if not self.parts:
+            return results + (profile.input_bytes if self.inputs_away else 0)
+        others = sum(size for part, size in profile.parts.items() if part not in self.parts)
+        return results + others + max(profile.input_bytes, profile.led_bytes if self.led else profile.between_bytes)
 
     def held_bytes(
         self, *, input_bytes: int, saved_bytes: int, operations: Mapping[Operation, tuple[int, float]]
@@ -89,7 +112,8 @@ class Means:
 
 
 class _Rooms:
-    """What is left of each room. What a block holds counts in its own and in those of all that come after it.
+    """What is left of each room. What a block holds counts in its own and in those of all that come after it; but the
+    inputs of one that is recomputed not in its own: they are among what it takes itself (levels.py).
 
     The last block is kept if it has room: backward begins with it. ``early`` are all others."""
 
@@ -124,11 +148,13 @@ class _Rooms:
         self.left[block:] = [left - size for left in self.left[block:]]
         return True
 
+    def take_inputs(self, block: int, size: int) -> bool:
+        """The same for the inputs of a block that is recomputed."""
+        return self.take(block + 1, size)
+
     def ways(self) -> list[int]:
-        """What may be on its way at each block: what was set aside for it, as far as it is there. Something fetched
-        early is still there at the block after the next."""
-        left = [max(0, min(self.way_bytes, self.way_bytes + left)) for left in self.left]
-        return [min(left[max(0, block - 1) : block + 1]) for block in range(len(left) - 1)] + [left[-1]]
+        """What may be on its way at each block: what was set aside for it, as far as it is there."""
+        return [max(0, min(self.way_bytes, self.way_bytes + left)) for left in self.left]
 
 
 class _Link:
@@ -175,6 +201,51 @@ class _Link:
         return changed
 
 
+class _Early:
+    """What blocks that are recomputed want all at once, when backward comes to them: their inputs and the results that
+    are away, each part by itself. As much of it as has room on its way comes early, behind the block before."""
+
+    def __init__(self, profiles: list[BlockProfile], blocks: Sequence[BlockPlan], rooms: Sequence[int]) -> None:
+        """``rooms``: for what is on its way, while backward is in each block, and last at the end of forward."""
+        self._profiles, self._blocks, self._rooms = profiles, blocks, rooms
+        # Parts after the first are fetched while backward is in the block itself.
+        self._ways = [min(rooms[index + (not plan.parts) : index + 2]) for index, plan in enumerate(blocks)]
+        self._wanted: list[dict[str, int]] = []
+        for index, (profile, plan) in enumerate(zip(profiles, blocks, strict=False)):
+            inputs = profile.input_bytes if plan.kind == "recompute" and plan.inputs_away else 0
+            self._wanted.append(dict.fromkeys(plan.parts or ("",), inputs))
+            for name, away in plan.results_away.items():
+                if away:
+                    self.add(index, name)
+
+    def late_with(self, block: int, operation: Operation) -> int:
+        """How much more compute would wait for if that result were away."""
+        room = self._ways[block] - self._wanted[block][self._part(block, operation)]
+        return max(0, self._size(block, operation) - max(0, room))
+
+    def add(self, block: int, operation: Operation) -> None:
+        self._wanted[block][self._part(block, operation)] += self._size(block, operation)
+
+    def late_bytes(self) -> int:
+        """What compute would wait for."""
+        each = zip(self._wanted, self._ways, strict=True)
+        return sum(max(0, wanted - way) for parts, way in each for wanted in parts.values())
+
+    def ways(self) -> list[int]:
+        """What may be on its way at each block, given that some of it is still there when backward has got to the next.
+        But what that one asks for first is among what it takes itself (levels.py)."""
+        first = [[*parts.values()][-1] for parts in self._wanted]  # parts run in order, and backwards in backward
+        each = zip(self._rooms[1:-1], self._rooms, first, strict=False)
+        return [self._rooms[0], *(min(room, max(then, asked)) for room, then, asked in each), self._rooms[-1]]
+
+    def _size(self, block: int, operation: Operation) -> int:
+        return self._profiles[block].results(self._blocks[block].parts)[operation][0]
+
+    def _part(self, block: int, operation: Operation) -> str:
+        known = self._profiles[block].part_operations
+        return next((part for part in self._blocks[block].parts if operation in known.get(part, ())), "")
+
+
 def gain_of(parts: Mapping[str, int]) -> int:
     """How much less is on the device at a time if a block is recomputed in these parts."""
     return sum(parts.values()) - max(parts.values(), default=0)
@@ -190,13 +261,17 @@ def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
     return _fastest(profiles, means, _all_recomputed)
 
 
-def _all_recomputed(profiles: list[BlockProfile], means: Means, keep_last: bool) -> ActivationPlan:
+def _all_recomputed(profiles: list[BlockProfile], means: Means, keep_last: bool, cut: float | None) -> ActivationPlan:
     largest = max((profile.input_bytes for profile in profiles), default=0)
     rooms = _Rooms(means, profiles, way_bytes=min(means.way_bytes, 2 * largest), keep_last=keep_last)
-    blocks = _recomputed(means, rooms)
+    blocks = _recomputed(means, rooms, cut)
     stay = 0
     for index, profile in reversed(list(enumerate(rooms.early))):
-        if blocks[index].kind == "recompute" and not blocks[index].parts and rooms.take(index, profile.input_bytes):
+        if (
+            blocks[index].kind == "recompute"
+            and not blocks[index].parts
+            and rooms.take_inputs(index, profile.input_bytes)
+        ):
             blocks[index] = replace(blocks[index], inputs_away=False)
             stay += 1
     reason = f"recomputed; the inputs of {stay} of {len(profiles)} blocks stay on the device"
@@ -204,26 +279,29 @@ def _all_recomputed(profiles: list[BlockProfile], means: Means, keep_last: bool)
 
 
 def _fastest(
-    profiles: list[BlockProfile], means: Means, make: Callable[[list[BlockProfile], Means, bool], ActivationPlan]
+    profiles: list[BlockProfile],
+    means: Means,
+    make: Callable[[list[BlockProfile], Means, bool, float | None], ActivationPlan],
 ) -> ActivationPlan:
     """With the last block kept, which saves computing it again, or without: what it holds is there while the loss is
-    computed, which often takes most, and might hold more of others' in its place."""
-    plans = [make(profiles, means, keep_last) for keep_last in (True, False)]
+    computed, which often takes most, and might hold more of others' in its place. And with more or fewer blocks in
+    parts, which take less VRAM, but send more."""
+    cuts = _CUTS if any(profile.parts for profile in profiles) else _CUTS[:1]
+    plans = [make(profiles, means, keep_last, cut) for cut in cuts for keep_last in (True, False)]
     return min(plans, key=lambda plan: cost_s(profiles, plan, means))
 
 
 def cost_s(profiles: list[BlockProfile], plan: ActivationPlan, means: Means) -> float:
     """The time for computing again, and for what travels and is not hidden; of a link that has nothing left, years."""
     seconds, link = 0.0, _Link(profiles, means, slack=_slack(plan.way_bytes[-1]))
+    early = _Early(profiles, plan.blocks, plan.way_bytes)
     for index, (profile, block) in enumerate(zip(profiles, plan.blocks, strict=True)):
-        moved = profile.saved_bytes if block.kind == "offload" else 0
         if block.kind == "recompute":
-            results = {name: profile.operations[name] for name in block.results_away}
-            seconds += max(0.0, profile.forward_s - sum(saved_s for _, saved_s in results.values()))
-            moved = sum(size for name, (size, _) in results.items() if block.results_away[name])
-            moved += profile.input_bytes if block.inputs_away else 0
-        link.force(index, moved)
-    return seconds + link.late_bytes() / max(min(means.out_bytes_per_s, 2 * means.in_bytes_per_s), 1.0)
+            results = profile.results(block.parts)
+            seconds += max(0.0, profile.forward_s - sum(results[name][1] for name in block.results_away))
+        link.force(index, block.sent_bytes(profile))
+    seconds += link.late_bytes() / max(min(means.out_bytes_per_s, 2 * means.in_bytes_per_s), 1.0)
+    return seconds + early.late_bytes() / max(means.in_bytes_per_s, 1.0)
 
 
 def _slack(way_bytes: int) -> int:
@@ -253,21 +331,23 @@ def _hidden_bytes(profile: BlockProfile, means: Means) -> float:
 
 
 def _made(profiles: list[BlockProfile], early: list[BlockPlan], reason: str, rooms: _Rooms) -> ActivationPlan:
+    blocks = [*early, *[KEEP] * (len(profiles) - len(early))]
     return ActivationPlan(
-        blocks=[*early, *[KEEP] * (len(profiles) - len(early))],
+        blocks=blocks,
         reason=reason,
-        way_bytes=rooms.ways(),
+        way_bytes=_Early(profiles, blocks, rooms.ways()).ways(),
         spare_bytes=max(0, min(rooms.left, default=0)),
     )
 
 
-def _recomputed(means: Means, rooms: _Rooms) -> list[BlockPlan]:
+def _recomputed(means: Means, rooms: _Rooms, cut: float | None) -> list[BlockPlan]:
     """All blocks recomputed, with nothing left on the device. In parts where a whole block has no room beside everybody
-    else's, and beside half of what may travel: less would make compute wait, and parts have no results to bring them.
-    Where a block's largest part has no room either, its activations come back one by one. Rooms grow by that."""
+    else's, and beside what may travel but for a share of ``cut``. Where a block's largest part has no room either, its
+    activations come back one by one. Rooms grow by that."""
     blocks: list[BlockPlan] = []
     for index, profile in enumerate(rooms.early):
-        if not profile.repeatable or not profile.parts or rooms.left[index] + rooms.way_bytes // 2 >= 0:
+        has_room = cut is not None and rooms.left[index] + cut * rooms.way_bytes >= 0
+        if not profile.repeatable or not profile.parts or has_room:
             blocks.append(leanest(repeatable=profile.repeatable, parts={}))
             continue
         parts = dict(profile.parts)
@@ -275,45 +355,56 @@ def _recomputed(means: Means, rooms: _Rooms) -> list[BlockPlan]:
         if rooms.left[index] + rooms.way_bytes < 0:
             largest = max(parts, key=lambda part: parts[part])
             rooms.left[index] += parts.pop(largest) // 2  # some of it is needed at a time
-        blocks.append(leanest(repeatable=bool(parts), parts=parts))
+        # What a part's inputs are made from is beside them then, until backward has been through it.
+        led = bool(profile.leads) and rooms.left[index] + rooms.way_bytes // 2 >= profile.input_bytes
+        rooms.left[index] -= profile.input_bytes if led else 0
+        blocks.append(replace(leanest(repeatable=bool(parts), parts=parts), led=led and bool(parts)))
     return blocks
 
 
-def _mixed(profiles: list[BlockProfile], means: Means, keep_last: bool) -> ActivationPlan:
+def _mixed(profiles: list[BlockProfile], means: Means, keep_last: bool, cut: float | None) -> ActivationPlan:
     """Recompute, but for the results that the link hides or that VRAM holds: best first, and in VRAM the last blocks'
     first, which are needed first."""
     largest = max(profile.input_bytes for profile in profiles)  # leaves for want of VRAM, hidden or not
     hidden = max(_hidden_bytes(profile, means) for profile in profiles)
     way_bytes = min(means.way_bytes, 2 * max(largest, round(hidden)))
     rooms = _Rooms(means, profiles, way_bytes=way_bytes, keep_last=keep_last)
-    early = rooms.early
-    blocks = _recomputed(means, rooms)
+    blocks = _recomputed(means, rooms, cut)
     link = _Link(profiles, means, slack=_slack(rooms.ways()[-1]))
-    for index, profile in reversed(list(enumerate(early))):
+    for index, profile in reversed(list(enumerate(rooms.early))):
         if blocks[index].kind != "recompute" or blocks[index].parts:
-            link.force(index, profile.input_bytes if blocks[index].parts else profile.saved_bytes)
+            link.force(index, blocks[index].sent_bytes(profile))
             continue
         if link.take(index, profile.input_bytes):
             continue
-        if rooms.take(index, profile.input_bytes):
+        if rooms.take_inputs(index, profile.input_bytes):
             blocks[index] = replace(blocks[index], inputs_away=False)
         else:
             link.force(index, profile.input_bytes)
+    blocks = _with_results(means, rooms, link, blocks)
+    return _made(profiles, blocks, _why(rooms.early, blocks), rooms)
+
+
+def _with_results(means: Means, rooms: _Rooms, link: _Link, blocks: list[BlockPlan]) -> list[BlockPlan]:
+    early = _Early(rooms.early, blocks, rooms.ways())
+    known = [profile.results(plan.parts) for profile, plan in zip(rooms.early, blocks, strict=True)]
     ranked = sorted(
         (size / max(seconds, 1e-9), -index, operation)
-        for index, profile in enumerate(early)
-        if blocks[index].kind == "recompute" and not blocks[index].parts
-        for operation, (size, seconds) in profile.operations.items()
+        for index, plan in enumerate(blocks)
+        if plan.kind == "recompute"
+        for operation, (size, seconds) in known[index].items()
     )
-    results: list[dict[Operation, bool]] = [{} for _ in early]
+    results: list[dict[Operation, bool]] = [{} for _ in blocks]
     for _, negative, operation in ranked:
-        size = early[-negative].operations[operation][0]
-        if size <= rooms.way_bytes and link.take(-negative, size):
-            results[-negative][operation] = True
-        elif rooms.take(-negative, size):
-            results[-negative][operation] = False
-    blocks = [replace(plan, results_away=kept) for plan, kept in zip(blocks, results, strict=True)]
-    return _made(profiles, blocks, _why(early, blocks), rooms)
+        block = -negative
+        size, seconds = known[block][operation]
+        is_worth_it = seconds * means.in_bytes_per_s >= _WORTH_WAITING * early.late_with(block, operation)
+        if size <= rooms.way_bytes and is_worth_it and link.take(block, size):
+            early.add(block, operation)
+            results[block][operation] = True
+        elif not blocks[block].parts and rooms.take(block, size):
+            results[block][operation] = False
+    return [replace(plan, results_away=kept) for plan, kept in zip(blocks, results, strict=True)]
 
 
 def _why(early: list[BlockProfile], blocks: list[BlockPlan]) -> str:
@@ -321,8 +412,9 @@ def _why(early: list[BlockProfile], blocks: list[BlockPlan]) -> str:
     saved_s = 0.0
     for profile, plan in zip(early, blocks, strict=True):
         for operation, away in plan.results_away.items():
-            survive[away] += profile.operations[operation][0]
-            saved_s += profile.operations[operation][1]
+            size, seconds = profile.results(plan.parts)[operation]
+            survive[away] += size
+            saved_s += seconds
     whole_s = sum(seconds for profile in early for _, seconds in profile.operations.values())
     in_parts = sum(bool(plan.parts) for plan in blocks)
     return (

@@ -114,6 +114,7 @@ class Ride:
         self.sizes: list[int] = []
         self.parcels: list[weakref.ref[Parcel]] = []
         self.asked: dict[int, None] = {}  # numbers of parcels
+        self.latest: int | None = None  # of them
         self.expected_sizes = past.sizes if past is not None else []
         self.expected_bytes = sum(self.expected_sizes)
         self._expected_order = list(past.asked) if past is not None else []
@@ -130,14 +131,15 @@ class Ride:
         self.saved_bytes += parcel.size
         self._order = []
 
-    def after(self, number: int) -> Iterator[Parcel]:
-        """The parcels that should be asked for after ``number``, in that order."""
+    def to_come(self) -> Iterator[Parcel]:
+        """The parcels that should be asked for after the one that was asked for last, in that order."""
         if not self._order:
             known = self.as_expected and len(self.expected_sizes) == len(self.sizes)
             self._order = self._expected_order if known else list(reversed(range(len(self.sizes))))
             self._position = {parcel: position for position, parcel in enumerate(self._order)}
-        for other in self._order[self._position.get(number, len(self._order)) + 1 :]:
-            parcel = self.parcels[other]()
+        first = 0 if self.latest is None else self._position.get(self.latest, len(self._order)) + 1
+        for number in self._order[first:]:
+            parcel = self.parcels[number]()
             if parcel is not None:
                 yield parcel
 
@@ -302,7 +304,8 @@ class ActivationStream:
         parcel = saved.parcel
         result = saved.view(self._fetch(parcel, saved))
         parcel.ride.asked[parcel.number] = None
-        self._load_ahead(parcel)
+        parcel.ride.latest = parcel.number
+        self._load_ahead(parcel.ride)
         if parcel.back is not None and parcel.served >= parcel.notes:
             parcel.back = None  # all have had it; a second backward fetches it again
         return result
@@ -338,12 +341,21 @@ class ActivationStream:
         parcel.arrivals, parcel.asked_for, parcel.served = parcel.arrivals + 1, False, 0
         self._ahead_bytes += parcel.size
 
-    def _load_ahead(self, parcel: Parcel) -> None:
+    @locked
+    def look_ahead(self, ahead_bytes: int) -> None:
+        """Backward of this pass is under way, and has got to where ``ahead_bytes`` may be fetched before they are asked
+        for. What is done with all at hand asks for nothing: who waited for that would begin too late."""
+        self.ahead_bytes = ahead_bytes
+        if not self._closed:
+            self._sweep()
+            self._load_ahead(self._ride)
+
+    def _load_ahead(self, ride: Ride) -> None:
         """Fetch what should be asked for next, as far as ``ahead_bytes`` go; what never left counts in that.
 
         At least one, unless that is strict, or nothing at all."""
-        still_here = self._still_here_bytes(parcel.ride)
-        for other in parcel.ride.after(parcel.number):
+        still_here = self._still_here_bytes(ride)
+        for other in ride.to_come():
             if other.here is not None or other.back is not None:
                 continue
             ahead = self._ahead_bytes + still_here

@@ -59,6 +59,17 @@ def state_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return versions, random.getstate(), repr(np.random.get_state(legacy=True))
 
 
+def attributes_of(block: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that its modules keep as attributes, or in a list or dict that is one; parameters and buffers are among
+    them."""
+    for module in block.modules():
+        for value in vars(module).values():
+            inside = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            yield from (item for item in inside if isinstance(item, torch.Tensor))
+
+
 def is_listened_to(block: nn.Module) -> bool:
     """Whether user code would notice a second run; TorchScript does, which checkpointing's exceptions do not pass."""
     return has_global_hooks() or any(

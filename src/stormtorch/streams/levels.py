@@ -7,7 +7,8 @@ which is when the gradient of its output is there, and the peak with it.
     level    what is allocated when backward reaches the block
     base     the level, less what the blocks up to this one held and what was travelling: everybody else's
     rise     what comes on top of the level until backward has left the block; it depends on the way the block was run.
-             What was travelling and is used up by then, with nothing after it, came on top too: it was early
+             What was travelling and is used up by then, with nothing after it, came on top too: it was early. And
+             what a block that is recomputed has held of its own results: others make them anew
 
 Torch's peak is never reset, it belongs to the user. So what it shows of a block may be another's, and is an upper bound
 only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all. Nearly
@@ -114,12 +115,15 @@ class Levels:
         for position, base in past.bases.items():
             self.bases[position] = max(base, self.bases.get(position, base))
         for position, top in past.tops.items():
-            rise, shown = top - past.levels[position], past.shown.get(position, 0)
+            rise, shown = top - past.levels[position], past.shown.get(position)
             if position == len(past.blocks):
-                self._end = _narrowed(self._end, rise, shown)
+                self._end = _narrowed(self._end, rise, shown or 0)
             else:
-                key = past.blocks[position].kind, past.blocks[position].way
-                self.seen[key] = _narrowed(self.seen.get(key), rise + past.early[position], shown)
+                block = past.blocks[position]
+                own = block.held if block.way == "whole" else 0
+                at_least = 0 if shown is None else shown + own
+                key = block.kind, block.way
+                self.seen[key] = _narrowed(self.seen.get(key), rise + past.early[position] + own, at_least)
 
     def hold(self, kind: Hashable, way: Way, held: int) -> None:
         """The next block has run forward, and holds ``held`` bytes on the device."""

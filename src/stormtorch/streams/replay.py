@@ -12,8 +12,9 @@ every choice gives the same numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,13 @@ from .activations import ActivationStream, Note
 from .tape import Numbering, Operation, Tape
 from .torch_private import StorageReference, VersionProbe, has_plain_storage
 
+_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+
 
 @functools.cache
 def _kind_of(func: Any) -> str:
     """One of: "writes" into its arguments; "fixed", must run; "random", must if it takes random numbers; "view",
-    computes nothing, and comes and goes with who is looking on; "plain".
+    computes nothing, and comes and goes with who is looking on; "empty", memory that is yet to be filled; "plain".
 
     Asked for every operation of a block, so the answer is remembered: it costs more than many an operation does."""
     if isinstance(func, HigherOrderOperator):
@@ -42,6 +45,8 @@ def _kind_of(func: Any) -> str:
         return "writes"
     if any(returned.alias_info is not None for returned in func._schema.returns):
         return "view"
+    if func.overloadpacket.__name__ in _EMPTY:
+        return "empty"
     return "random" if torch.Tag.nondeterministic_seeded in func.tags else "plain"
 
 
@@ -91,11 +96,13 @@ class Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._away, self._stream, self._tape = away, stream, tape
         self._idle = tape.idle(away.keys())
-        self._numbers = Numbering()
+        self._numbers = self.numbering()
         self.run: list[Operation] = []
         self._storages: dict[int, tuple[StorageReference, Operation]] = {}  # of the results
         self.results: dict[Operation, Any] = {}
-        self.forms: dict[Operation, Any] = {}  # of the results of idle operations
+        self.forms: dict[
+            Operation, Any
+        ] = {}  # of the results of idle operations, and of those whose results may be lost
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,20 +116,22 @@ class Recording(TorchDispatchMode):
         self.run.append(operation)
         if kind == "writes":
             self._spoil(func, args, kwargs)
-        elif operation in self._away:
-            if all(map(has_plain_storage, _tensors(result))):
-                self.results[operation] = tree_map(self._sent if self._away[operation] else _kept, result)
-                for leaf in tree_leaves(result):
-                    if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf):
-                        reference = StorageReference(leaf.untyped_storage())
-                        self._storages[reference.key] = (reference, operation)
-        elif operation in self._idle:
+        if operation in self._away or operation in self._idle:
             self.forms[operation] = tree_map(_form_of, result)
+        if operation in self._away and kind != "writes" and all(map(has_plain_storage, _tensors(result))):
+            self.results[operation] = tree_map(self._sent if self._away[operation] else _kept, result)
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf):
+                    reference = StorageReference(leaf.untyped_storage())
+                    self._storages[reference.key] = (reference, operation)
         return result
 
     @property
     def is_sure(self) -> bool:
         return self._tape.is_sure
+
+    def numbering(self) -> Numbering:
+        return Numbering(self._tape.before)
 
     def idle(self) -> frozenset[Operation]:
         """What need not be computed again, with the results that are there."""
@@ -156,14 +165,25 @@ class Replaying(TorchDispatchMode):
     def __init__(self, recording: Recording, stream: ActivationStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._stream = recording, stream
-        self._numbers, self._idle = Numbering(), frozenset[Operation]()
+        self._numbers, self._idle = recording.numbering(), frozenset[Operation]()
         self._position, self._astray, self._stood_in = 0, False, False
+        self._paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs now was not recorded."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def __enter__(self) -> Any:
         results = self._recording.results
         for operation in [name for name, saved in results.items() if tree_any(_spoiled, saved)]:
             del results[operation]
-        self._numbers, self._idle = Numbering(), self._recording.idle()  # a graph that is retained is run again
+        # A graph that is retained is run again.
+        self._numbers, self._idle = self._recording.numbering(), self._recording.idle()
         self._position, self._astray, self._stood_in = 0, False, False
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -171,7 +191,7 @@ class Replaying(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _kind_of(func) == "view":
+        if self._paused or _kind_of(func) == "view":
             return func(*args, **kwargs)
         operation = self._numbers.next(func)
         if self._recording.is_sure:
@@ -209,6 +229,24 @@ class Replaying(TorchDispatchMode):
         return value.empty(poison=self._stream.poison) if isinstance(value, _Form) else value
 
 
+class Listening(TorchDispatchMode):
+    """Notes which operations run, but for those that ``is_foreign`` says are others'."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, is_foreign: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers, self._is_foreign = Numbering(), is_foreign
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _kind_of(func) != "view" and not self._is_foreign():
+            self.names.append(self._numbers.next(func)[0])
+        return func(*args, **(kwargs or {}))
+
+
 class Measuring(TorchDispatchMode):
     """Runs a block once, and puts every operation on ``tape``."""
 
@@ -219,11 +257,12 @@ class Measuring(TorchDispatchMode):
         tape: Tape,
         time: Callable[[Callable[[], Any]], tuple[Any, Reading]],
         is_foreign: Callable[[], bool] = lambda: False,
+        is_weight: Callable[[torch.Tensor], bool] = lambda _tensor: False,
     ) -> None:
         """``time`` runs a call and returns its result, and what will tell the seconds. ``is_foreign``: whether what
         runs now is not the block's."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape, self._time, self._is_foreign = tape, time, is_foreign
+        self._tape, self._time, self._is_foreign, self._is_weight = tape, time, is_foreign, is_weight
         self._numbers = Numbering()
 
     def __torch_dispatch__(
@@ -236,6 +275,8 @@ class Measuring(TorchDispatchMode):
         result, seconds = self._time(lambda: func(*args, **kwargs))
         if kind == "random":
             kind = "fixed" if _drops_out(func, args, kwargs) else "plain"
+        if func is torch.ops.aten._to_copy.default and has_plain_storage(args[0]) and self._is_weight(args[0]):
+            self._tape.is_sure = False  # autocast does that, or finds it done
         heavy = not isinstance(func, HigherOrderOperator) and _is_heavy(func)
         self._tape.add(self._numbers.next(func), (args, kwargs), result, kind=kind, heavy=heavy, seconds=seconds)
         return result

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ..core.sizes import format_bytes
 from ..memory.stopwatch import timed
@@ -41,9 +40,8 @@ from .activation_plan import (
 from .activations import ActivationStream
 from .block_call import BlockCall, Call, calling
 from .blocks import (
-    filled,
+    attributes_of,
     identities_of,
-    in_manner,
     is_compiled,
     is_listened_to,
     is_plain,
@@ -56,8 +54,9 @@ from .blocks import (
 from .held import Held
 from .levels import UNCOUNTED, Levels, Way
 from .measurement import Measurement
-from .replay import Measuring, Recording, Replaying
-from .tape import Operation, Tape
+from .replay import Measuring
+from .rerun import in_parts, recomputed
+from .tape import Tape
 from .torch_private import at_end_of_backward, has_plain_storage, in_backward, in_functorch, innermost_hooks
 
 _ROUNDS = 2
@@ -101,6 +100,7 @@ class Saving:
         self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
         self._sending = False
         self._in_block = False
+        self._is_packing = False  # what runs now sends an activation away, and is not the block's
         self._measuring: Measurement | None = None
         self._measured: dict[Any, Measurement] = {}  # by kind of block
         self._profiles: dict[Any, BlockProfile] = {}
@@ -156,15 +156,13 @@ class Saving:
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: ``tensor``, or a note if it leaves."""
         measuring = self._measuring
-        if measuring is not None:
-            measuring.is_packing = True
-            if has_plain_storage(tensor) and not self._stream.is_weight(tensor):
-                measuring.see(tensor)
+        self._is_packing = True
         try:
+            if measuring is not None and has_plain_storage(tensor):
+                measuring.see(tensor, is_weight=self._stream.is_weight(tensor))
             packed = self._stream.pack(tensor) if self._sending else Held(tensor)
         finally:
-            if measuring is not None:
-                measuring.is_packing = False
+            self._is_packing = False
         if not self._in_block and not isinstance(packed, Held):
             self._loose_bytes += tensor.nbytes
         return packed
@@ -289,12 +287,12 @@ class Saving:
             held = plan.held_bytes(
                 input_bytes=known.input_bytes,
                 saved_bytes=known.saved_bytes,
-                operations=profile.operations if profile is not None else {},
+                operations=profile.results(plan.parts) if profile is not None else {},
             )
             way = plan.way(known.parts)
             if self.plan is None and plan.inputs_away:
                 self._input_bytes += known.input_bytes
-            result = self._run(plan, known.tape, block, original, args, kwargs)
+            result = self._run(plan, known, block, original, args, kwargs)
         if self._is_last():
             self._sending = False  # what comes now is what backward begins with
         self._held.append(held)
@@ -319,20 +317,29 @@ class Saving:
         """Whether the block that is being called should be the last one of the pass."""
         return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
 
-    def _run(self, plan: BlockPlan, tape: Tape, block: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self,
+        plan: BlockPlan,
+        known: BlockProfile | Measurement,
+        block: nn.Module,
+        original: Call,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         with self._set(sending=plan.kind == "offload" or plan.inputs_away):
             if plan.kind != "recompute":
                 return original(*args, **kwargs)
+            how = self._stream, plan.results_away, known.tape, block, original, args, kwargs
             if not plan.parts:
-                return self._recomputed(plan.results_away, tape, block, original, args, kwargs)
-            parts = [(name, child) for name, child in block.named_children() if name in plan.parts]
-            with calling(parts, self._call_part):
-                return original(*args, **kwargs)
-
-    def _call_part(self, _name: str, part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
-        if not self.rules_here() or not is_plain((*args, *kwargs.values())):
-            return original(*args, **kwargs)
-        return self._recomputed({}, Tape(), part, original, args, kwargs)
+                return recomputed(*how)
+            leads = known.leads if isinstance(known, BlockProfile) and plan.led else {}
+            return in_parts(
+                *how,
+                parts=plan.parts,
+                leads=leads,
+                is_ours=self.rules_here,
+                is_foreign=lambda: self._is_packing,
+            )
 
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
@@ -342,11 +349,15 @@ class Saving:
 
         def reached(_gradient: torch.Tensor) -> None:
             saving = this()
-            if saving is not None:
+            if saving is None:
+                return
+            if noting and saving.passes == number:
+                saving._levels.reach(position, saving._stream.travelling_bytes(), ahead)
+                at_end_of_backward(saving._levels.end)
+            if saving.passes == number:
+                saving._stream.look_ahead(ahead)
+            else:
                 saving._stream.ahead_bytes = ahead
-                if noting and saving.passes == number:
-                    saving._levels.reach(position, saving._stream.travelling_bytes(), ahead)
-                    at_end_of_backward(saving._levels.end)
 
         for leaf in leaves_of(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -389,7 +400,10 @@ class Saving:
         measurement = self._measuring = Measurement(size, tape=tape)
         before = state_of(block, args, kwargs)
         timing = Measuring(
-            measurement.tape, lambda call: timed(self._device, call), is_foreign=lambda: measurement.is_packing
+            measurement.tape,
+            lambda call: timed(self._device, call),
+            is_foreign=lambda: self._is_packing,
+            is_weight=self._stream.is_weight,
         )
         mode: AbstractContextManager[Any] = timing
         if is_compiled(block):
@@ -403,6 +417,8 @@ class Saving:
                 result, measurement.seconds = timed(self._device, lambda: original(*args, **kwargs))
         finally:
             self._measuring = None
+            for tensor in attributes_of(block):
+                measurement.tape.need(tensor)
             measurement.tape.close()
         still = state_of(block, args, kwargs) == before
         measurement.repeatable = still and self._may_run_again(block, args, kwargs)
@@ -421,40 +437,8 @@ class Saving:
         measurement = self._measuring
         if measurement is None:
             return original(*args, **kwargs)
-        given = sum(leaf.nbytes for leaf in tensors_in(args, kwargs) if has_plain_storage(leaf))
-        measurement.given[name] = measurement.given.get(name, 0) + given
-        before, measurement.part = measurement.part, name
-        try:
-            return original(*args, **kwargs)
-        finally:
-            measurement.part = before
-
-    def _recomputed(
-        self,
-        away: Mapping[Operation, bool],
-        tape: Tape,
-        block: nn.Module,
-        original: Call,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        leaves = leaves_of((*args, *kwargs.values()))
-        form = filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
-        count, names, manner = len(args), list(kwargs), manner_of(block)
-        once = list({id(leaf): leaf for leaf in leaves}.values())  # what is given twice is the same thing twice
-        numbers = {id(leaf): number for number, leaf in enumerate(once)}
-        which = [numbers[id(leaf)] for leaf in leaves]
-
-        def run(*given: Any) -> Any:
-            values = filled(form, iter([given[number] for number in which]))
-            with in_manner(block, manner):  # backward may come after eval()
-                return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
-
-        if away and not is_compiled(block):
-            recording = Recording(away, self._stream, tape)
-            contexts = (recording, Replaying(recording, self._stream))
-            return checkpoint(run, *once, use_reentrant=False, context_fn=lambda: contexts)
-        return checkpoint(run, *once, use_reentrant=False)
+        given = list(filter(has_plain_storage, tensors_in(args, kwargs)))
+        return measurement.run_part(name, given, lambda: original(*args, **kwargs))
 
     @contextlib.contextmanager
     def _set(self, *, sending: bool) -> Iterator[None]:

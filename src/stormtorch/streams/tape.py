@@ -8,15 +8,18 @@ given those before it.
 
 Never idle are operations that write into what they are given, take random numbers, answer with numbers instead of
 tensors, or are not known well enough. And none is where the sequence of operations is not the same whenever a block
-runs, as under autocast, which casts a weight or finds it cast already: only the results of matrix products and
-attention are put aside then, which no cast can be taken for."""
+runs, as under autocast, which casts a weight or finds it cast already; or where memory was filled by a kernel that is
+not torch's, which may have read anything. Only the results of matrix products and attention are put aside then, which
+no cast can be taken for."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,10 +39,10 @@ _name_of = functools.cache(str)
 
 
 class Numbering:
-    """Names the operations of one run."""
+    """Names the operations of one run. ``before``: how many of each name have come already."""
 
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
+    def __init__(self, before: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._seen: Counter[str] = Counter(before)
 
     def next(self, func: Any) -> Operation:
         name = _name_of(func)
@@ -60,30 +63,58 @@ class Step:
     seconds: Reading
 
 
+@dataclass(kw_only=True)
+class _Opened:
+    """A part that is running: where on the tape it began, and what was saved since."""
+
+    part: str
+    first_operation: int
+    first_step: int
+    saved: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)  # into, by itself
+
+
 @dataclass(eq=False)
 class Tape:
-    """Filled while a block runs: `add` for every operation, `save` for what autograd saves."""
+    """Filled while a block runs: `add` for every operation, `save` for what autograd saves.
+
+    ``parts`` are stretches of it that may be recomputed for themselves, each with a tape of its own, on which
+    operations have the names that they have in the block. None for what runs twice, or inside of another."""
 
     is_sure: bool = True  # whether the same operations come whenever a block of this kind runs
     operations: list[Operation] = field(default_factory=list)  # all of them, also those that compute nothing
     steps: list[Step] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)  # into, after they were made
+    before: Counter[str] = field(default_factory=Counter)  # operations of the block that came before this part
+    parts: dict[str, Tape | None] = field(default_factory=dict)
+    written_by: dict[str, set[int]] = field(default_factory=dict)  # parts
+    _opened: list[_Opened] = field(default_factory=list)
+    _empty: set[int] = field(default_factory=set)  # storages that nobody has been seen to fill
     _numbers: dict[int, int] = field(default_factory=dict)  # of storages, by address
     _known: list[StorageReference] = field(default_factory=list)  # while these are there, no other has their addresses
 
     def add(self, operation: Operation, args: Any, result: Any, *, kind: str, heavy: bool, seconds: Reading) -> None:
-        """``kind``: "writes" into its arguments; "fixed" must run; "plain"."""
+        """``kind``: "writes" into its arguments; "fixed" must run; "empty" is yet to be filled; "plain"."""
         self.operations.append(operation)
         given, made = _tensors(args), _tensors(result)
-        reads = frozenset(self._number(tensor) for tensor in given)
+        reads = frozenset(self.number(tensor) for tensor in given)
+        if kind == "writes":
+            self._empty -= reads
+            for opened in self._opened:
+                opened.written |= reads
+        elif reads & self._empty:
+            self.is_sure = False  # a kernel filled it that does not pass through here, from who knows what
         addresses = {tensor.untyped_storage()._cdata for tensor in given if has_plain_storage(tensor)}
         fresh = [tensor for tensor in made if has_plain_storage(tensor) and _address(tensor) not in addresses]
         if kind != "writes" and made and not fresh:
             return  # a view: nothing is computed
-        makes = frozenset(self._number(tensor) for tensor in made)
+        makes = frozenset(self.number(tensor) for tensor in made)
         if kind == "writes":
             self.written |= reads  # which of them, does not matter
+        elif kind == "empty":
+            self._empty |= makes
+            kind = "plain"
         known = len(fresh) == len(made) > 0 and all(type(tensor) is torch.Tensor for tensor in made)
         self.steps.append(
             Step(
@@ -99,16 +130,49 @@ class Tape:
 
     def save(self, tensor: torch.Tensor) -> int:
         """Autograd saves ``tensor``; the number of its storage."""
-        number = self._number(tensor)
-        self.saved.add(number)
+        number = self.number(tensor)
+        self.is_sure = self.is_sure and number not in self._empty
+        for saved in (self.saved, *(opened.saved for opened in self._opened)):
+            saved.add(number)
         return number
+
+    def need(self, tensor: torch.Tensor) -> None:
+        """Somebody keeps ``tensor``, and will find there what the block leaves when it runs again."""
+        number = self._numbers.get(_address(tensor)) if has_plain_storage(tensor) else None
+        if number is not None:
+            for tape in filter(None, (self, *self.parts.values())):
+                tape.saved.add(number)
+
+    def begin(self, part: str) -> None:
+        """What comes now is ``part``'s, until `end`."""
+        self._opened.append(_Opened(part=part, first_operation=len(self.operations), first_step=len(self.steps)))
+
+    def end(self) -> None:
+        opened = self._opened.pop()
+        alone = not self._opened and opened.part not in self.parts
+        self.parts[opened.part] = self._stretch(opened) if alone else None
+        self.written_by.setdefault(opened.part, set()).update(opened.written)
+
+    def _stretch(self, opened: _Opened) -> Tape:
+        """What needs to be computed again is only what was saved inside: what the part gave is there."""
+        return Tape(
+            is_sure=self.is_sure,
+            operations=self.operations[opened.first_operation :],
+            steps=self.steps[opened.first_step :],
+            saved=opened.saved,
+            written=self.written,
+            before=Counter(name for name, _ in self.operations[: opened.first_operation]),
+        )
 
     def close(self) -> None:
         """The block is through: nothing is added any more."""
+        for part in filter(None, self.parts.values()):
+            part.is_sure = self.is_sure
         self._numbers.clear()
         self._known.clear()
 
-    def _number(self, tensor: torch.Tensor) -> int:
+    def number(self, tensor: torch.Tensor) -> int:
+        """Of its storage."""
         if not has_plain_storage(tensor):
             return -1
         address = _address(tensor)

@@ -24,6 +24,11 @@
  * handler that was there before. Whoever installs a handler after ours gets the faults first, and is not asked to pass
  * them on: from then on nothing is copied out of maps. See also move_run.
  *
+ * Reads may be staged: they go to memory of the thread's own, which is small and hence in the CPU's caches, and are copied
+ * to their place from there. Where the disk is a copy that a hypervisor makes, one copy after the other, that is a tenth
+ * to a fifth faster than into hundreds of megabytes which are in no cache; our copy is made on another core meanwhile. A
+ * thread that helps has no stage, and reads straight to the place.
+ *
  * Roads not taken. Reads by map alone: see above. io_uring: forbidden in many containers; a page cache hit is a copy on
  * the calling thread there too. preadv: rows of a shuffled batch have nothing that one call could read together. */
 #define _GNU_SOURCE
@@ -44,6 +49,7 @@
 
 #define CHUNK ((int64_t)128 << 10)  /* bytes that a thread takes at once, if a piece is not larger */
 #define JOINED ((int64_t)256 << 10) /* bytes that joined pieces have at most, so that a batch is still shared */
+#define HUGE_PAGE ((size_t)2 << 20)
 #define TAKEN ((int64_t)4096)       /* pieces that a thread takes at once: it looks at each under the lock */
 
 typedef struct job {
@@ -65,7 +71,18 @@ struct storm_rows {
     job *first, **last; /* jobs with pieces that nobody has taken, oldest first */
     int64_t pending;    /* jobs that are not over */
     int stopping;
+    char *stages;        /* of all threads, or NULL */
+    int64_t stage_bytes; /* of one of them */
+    int32_t staged;      /* threads that have taken theirs */
+    void *mapped;        /* what the stages lie in, see map_stages */
+    size_t mapped_bytes;
 };
+
+/* Where this thread reads to first; of no bytes: straight to the place. */
+static _Thread_local struct {
+    char *begin;
+    int64_t bytes;
+} stage;
 
 /* What this thread is copying out of a map, and the way out. */
 static _Thread_local struct {
@@ -152,8 +169,9 @@ static int64_t move_piece(const storm_rows_piece *piece, int32_t *error) {
     }
     int64_t got = 0;
     while (got < piece->bytes) {
-        char *target = (char *)(intptr_t)piece->target + got;
-        ssize_t more = pread((int)piece->fd, target, (size_t)(piece->bytes - got), piece->source + got);
+        char *target = (char *)(intptr_t)piece->target + got, *to = stage.bytes ? stage.begin : target;
+        const int64_t left = piece->bytes - got, most = stage.bytes && stage.bytes < left ? stage.bytes : left;
+        ssize_t more = pread((int)piece->fd, to, (size_t)most, piece->source + got);
         if (more < 0 && errno == EINTR)
             continue;
         if (more < 0) {
@@ -163,6 +181,8 @@ static int64_t move_piece(const storm_rows_piece *piece, int32_t *error) {
         }
         if (more == 0)
             break;
+        if (to != target)
+            memcpy(target, to, (size_t)more);
         got += more;
     }
     if (got < piece->needed)
@@ -282,6 +302,10 @@ static void run_chunk(storm_rows *rows) {
 static void *work(void *argument) {
     storm_rows *rows = argument;
     pthread_mutex_lock(&rows->lock);
+    if (rows->stages) {
+        stage.begin = rows->stages + rows->stage_bytes * rows->staged++;
+        stage.bytes = rows->stage_bytes;
+    }
     for (;;) {
         if (rows->first)
             run_chunk(rows);
@@ -294,8 +318,23 @@ static void *work(void *argument) {
     return NULL;
 }
 
-int32_t storm_rows_open(int32_t threads, storm_rows **opened) {
-    if (threads < 1)
+/* A stage for each thread, in huge pages: of small ones the kernel would cut a read in pieces. Without memory for them
+ * reads go straight to their places. Not for forked processes: they would be copied while the kernel reads to them. */
+static void map_stages(storm_rows *rows, int32_t threads, int64_t stage_bytes) {
+    const size_t bytes = (size_t)stage_bytes * (size_t)threads, whole = bytes + HUGE_PAGE;
+    void *mapped = bytes ? mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) : MAP_FAILED;
+    if (mapped == MAP_FAILED)
+        return;
+    rows->mapped = mapped;
+    rows->mapped_bytes = whole;
+    rows->stages = (char *)mapped + (HUGE_PAGE - (uintptr_t)mapped % HUGE_PAGE) % HUGE_PAGE;
+    rows->stage_bytes = stage_bytes;
+    madvise(rows->stages, bytes, MADV_HUGEPAGE);
+    madvise(mapped, whole, MADV_DONTFORK);
+}
+
+int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_rows **opened) {
+    if (threads < 1 || stage_bytes < 0 || stage_bytes % 4096)
         return -EINVAL;
     storm_rows *rows = calloc(1, sizeof *rows);
     if (!rows)
@@ -308,6 +347,7 @@ int32_t storm_rows_open(int32_t threads, storm_rows **opened) {
     pthread_cond_init(&rows->work, NULL);
     pthread_cond_init(&rows->over, &monotonic);
     pthread_condattr_destroy(&monotonic);
+    map_stages(rows, threads, stage_bytes);
     rows->threads = calloc((size_t)threads, sizeof *rows->threads);
     int error = rows->threads ? 0 : ENOMEM;
     /* Signals, Ctrl-C first of all, belong to the threads of the interpreter. */
@@ -421,6 +461,9 @@ void storm_rows_stop(storm_rows *rows) {
     for (int32_t i = 0; i < rows->thread_count; i++)
         pthread_join(rows->threads[i], NULL);
     rows->thread_count = 0;
+    if (rows->mapped)
+        munmap(rows->mapped, rows->mapped_bytes);
+    rows->mapped = NULL;
     pthread_mutex_lock(&rows->lock);
     while (rows->pending > 0) /* who waits may be helping: a thread of the caller's, which nobody joins */
         pthread_cond_wait(&rows->over, &rows->lock);

@@ -11,7 +11,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 4u
+#define STORM_ABI 5u
 
 typedef struct storm_pool storm_pool;
 
@@ -93,7 +93,8 @@ typedef struct {
 STORM_API int32_t storm_rows_map(int32_t fd, size_t bytes, void **address);
 /* No job may use the map any more. */
 STORM_API void storm_rows_unmap(void *address, size_t bytes);
-STORM_API int32_t storm_rows_open(int32_t threads, storm_rows **rows);
+/* `stage_bytes`: files are read through memory of each thread's own, so many bytes at once, a multiple of 4096; 0: not. */
+STORM_API int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_rows **rows);
 /* Queues a job. `pieces`, unchanged, and the memory, the descriptors and `outcome` must live until the outcome is not
  * PENDING any more, or until stop has returned. */
 STORM_API int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count,
