@@ -82,13 +82,15 @@ class Tuning:
         """Use what was learned."""
         self._recorder.step()
         self._steps += 1
-        self._accumulates = gradients.has_added
+        began, self._accumulates = gradients.has_added and not self._accumulates, gradients.has_added
         if self.meter is None:
             return  # RAM on either side, and the same cores
         if self._steps in _GROW_AT:
             self._grow(gradients, self.meter)
         if self._adam is not None and self._steps in _SHARE_AT and not self._share_is_fixed:
             self._choose_share()
+        elif began and self._adam is not None and self._adam.there.sets_bytes:
+            self._share(self._adam.there.share_now)  # out of the room that is needed now
 
     # --- the pool
 

@@ -129,8 +129,9 @@ def test_blocks_would_like_to_keep_their_inputs(mode: str) -> None:
     [("forward", (1,) * 8), ("forward", (2,) * 8), ("forward", (1,) * 5 + (2,) * 3), ("backward", (1,) * 8)],
     ids=["never", "always", "later", "in_backward"],
 )
+@pytest.mark.parametrize("budget_is_spent", [True, False])
 def test_states_pass_where_nobody_adds_gradients_up(
-    mode: str, micro_batches: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    mode: str, micro_batches: tuple[int, ...], budget_is_spent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool of the least size has no room for states but what is set aside for accumulating, and they give it back."""
     monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (0.5, "50% on the device: said the test"))
@@ -143,7 +144,7 @@ def test_states_pass_where_nobody_adds_gradients_up(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         settings = Settings(vram=400_000, device="cpu", step=mode, activations="keep")
         with Session(model, optimizer, settings, trial=Trial(meter=meter, poison=True)) as session:
-            if meter is not None:
+            if meter is not None and budget_is_spent:  # then states give way in the middle of a backward
                 session._parts.parameters._enlarge = lambda _size: False
             for number, count in enumerate(micro_batches):
                 for _ in range(count):
