@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from .torch_private import has_global_hooks, without_torch_function
 def shape_of(block: nn.Module) -> Any:
     """Blocks of one shape do the same work, in the same manner."""
     with without_torch_function():
-        return type(block), tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters())
+        tensors = (*block.named_parameters(), *block.named_buffers())
+        modules = tuple((name, type(module)) for name, module in block.named_modules())
+        return modules, tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
 
 
 def identities_of(block: nn.Module) -> list[int]:
@@ -50,6 +53,47 @@ def in_manner(block: nn.Module, manner: tuple[tuple[bool, ...], tuple[bool, ...]
         with without_torch_function():
             for owner, name, value in changed:
                 setattr(owner, name, value)
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What user code may have set for the time of a forward, and what a kernel or a new tensor depends on."""
+    allowed = (getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION)
+    return torch.get_default_dtype(), torch.get_default_device(), *allowed
+
+
+@contextlib.contextmanager
+def in_surroundings(then: tuple[Any, ...]) -> Iterator[None]:
+    """As it was then: backward comes when such a time is over, and in a thread of its own."""
+    now = surroundings()
+    if now == then:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        if now[1] != then[1]:
+            stack.enter_context(then[1])
+        stack.callback(_set, now)
+        _set(then)
+        yield
+
+
+def _set(values: tuple[Any, ...]) -> None:
+    torch.set_default_dtype(values[0])
+    for name, allowed in zip(_ATTENTION, values[2:], strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(allowed)
+
+
+class Untouched:
+    """Tensors that should be as they are when this is made."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        seen = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._seen = [(weakref.ref(tensor), tensor._version) for tensor in seen]
+
+    def __bool__(self) -> bool:
+        return not any((tensor := seen()) is not None and tensor._version != version for seen, version in self._seen)
 
 
 def state_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
