@@ -58,31 +58,51 @@ def in_manner(block: nn.Module, manner: tuple[tuple[bool, ...], tuple[bool, ...]
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 
-def surroundings() -> tuple[Any, ...]:
-    """What user code may have set for the time of a forward, and what a kernel or a new tensor depends on."""
-    allowed = (getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION)
-    return torch.get_default_dtype(), torch.get_default_device(), *allowed
+class Surroundings:
+    """What user code may set for the time of a forward, and kernels or new tensors depend on; and Python's random
+    numbers. As they are when this is made. (numpy's take as long to note as three operations; see `state_of`.)"""
+
+    def __init__(self) -> None:
+        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
+        self._attention = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION]
+        self._random = random.getstate()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """For a second run, which comes when that time is over, and in a thread of its own."""
+        now = Surroundings()
+        with contextlib.ExitStack() as stack:
+            if self._device != now._device:
+                stack.enter_context(self._device)
+            stack.callback(now._set)
+            self._set()
+            yield
+
+    def _set(self) -> None:
+        torch.set_default_dtype(self._dtype)
+        for name, allowed in zip(_ATTENTION, self._attention, strict=True):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(allowed)
+        random.setstate(self._random)
 
 
 @contextlib.contextmanager
-def in_surroundings(then: tuple[Any, ...]) -> Iterator[None]:
-    """As it was then: backward comes when such a time is over, and in a thread of its own."""
-    now = surroundings()
-    if now == then:
+def leaving_nothing(block: nn.Module) -> Iterator[None]:
+    """Tensors that a second run leaves as attributes, an auxiliary loss say, give way to those of the first: else the
+    second one's graph, which nobody runs, would stay with them."""
+    before = [(module, _own_tensors(module)) for module in block.modules()]
+    try:
         yield
-        return
-    with contextlib.ExitStack() as stack:
-        if now[1] != then[1]:
-            stack.enter_context(then[1])
-        stack.callback(_set, now)
-        _set(then)
-        yield
+    finally:
+        for module, tensors in before:
+            vars(module).update(tensors)
 
 
-def _set(values: tuple[Any, ...]) -> None:
-    torch.set_default_dtype(values[0])
-    for name, allowed in zip(_ATTENTION, values[2:], strict=True):
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(allowed)
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and name not in module._parameters  # twins come and go by themselves
+    }
 
 
 class Untouched:

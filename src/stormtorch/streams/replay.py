@@ -106,6 +106,7 @@ class Recording(TorchDispatchMode):
         self._numbers = self.numbering()
         self._passing = Storages() if self._idle and module not in tape.alike else None
         self._flow: list[tuple[int, ...]] = []
+        self._drops_out = False
         self.run: list[Operation] = []  # all operations, or where they may differ from run to run the heavy ones
         self._storages: dict[int, tuple[StorageReference, Operation]] = {}  # of the results
         self.results: dict[Operation, Any] = {}
@@ -128,6 +129,8 @@ class Recording(TorchDispatchMode):
             self._flow.append(self._passing.passing((args, kwargs), result))
         if kind == "writes":
             self._spoil(func, args, kwargs)
+        if kind == "random" and (operation in self._away or operation in self._idle) and _drops_out(func, args, kwargs):
+            self._drops_out = True  # it did not when the tape was made
         if operation in self._away or operation in self._idle:
             self.forms[operation] = tree_map(_form_of, result)
         if operation in self._away and kind != "writes" and all(map(has_plain_storage, _tensors(result))):
@@ -151,7 +154,8 @@ class Recording(TorchDispatchMode):
 
     @property
     def ran_as_expected(self) -> bool:
-        return self.run == (self._tape.operations if self._tape.is_sure else self._tape.heavy)
+        expected = self._tape.operations if self._tape.is_sure else self._tape.heavy
+        return self.run == expected and not self._drops_out
 
     def numbering(self) -> Numbering:
         return Numbering(self._tape.before)

@@ -17,15 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from .activations import ActivationStream
 from .block_call import Call, calling
 from .blocks import (
+    Surroundings,
     filled,
     identities_of,
     in_manner,
-    in_surroundings,
     is_compiled,
     is_plain,
     leaves_of,
+    leaving_nothing,
     manner_of,
-    surroundings,
 )
 from .replay import Listening, Recording, Replaying
 from .tape import Operation, Tape
@@ -49,7 +49,7 @@ class Recipe:
 
     def __init__(self, child: nn.Module, call: Call, made: torch.Tensor) -> None:
         self._child, self._call, self._manner = child, call, manner_of(child)
-        self._trained, self._kind, self._around = made.requires_grad, made.device.type, surroundings()
+        self._trained, self._kind, self._around = made.requires_grad, made.device.type, Surroundings()
 
     def make(self, given: torch.Tensor) -> torch.Tensor:
         """With gradients, as it was made at first, or another kernel might do it; but the graph of that is dropped."""
@@ -58,7 +58,7 @@ class Recipe:
             plainly,
             torch.autocast(self._kind, enabled=False),
             in_manner(self._child, self._manner),
-            in_surroundings(self._around),
+            self._around.again(),
         ):
             made: torch.Tensor = self._call(given)
         return made.detach().requires_grad_(self._trained)
@@ -102,16 +102,22 @@ def recomputed(
     numbers = {id(leaf): number for number, leaf in enumerate(once)}
     which = [numbers[id(leaf)] for leaf in leaves]
     replaying: Replaying | None = None
-    around = surroundings()
+    around, is_second = Surroundings(), False
 
     def run(*given: Any) -> Any:
+        nonlocal is_second
         values = [given[number] for number in which]
         if recipe is not None and led:
             with contextlib.nullcontext() if replaying is None else replaying.paused():
                 value = made.pop() if made else recipe.make(values[led[0]])
             values = [value if place in led else other for place, other in enumerate(values)]
         values = filled(form, iter(values))
-        with in_manner(block, manner), in_surroundings(around):  # backward may come after eval()
+        with contextlib.ExitStack() as stack:
+            if is_second:
+                stack.enter_context(in_manner(block, manner))  # backward may come after eval()
+                stack.enter_context(around.again())
+                stack.enter_context(leaving_nothing(block))
+            is_second = True
             return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     if away and not is_compiled(block):

@@ -110,7 +110,7 @@ class Saving:
         self._profiles: dict[Any, BlockProfile] = {}
         self._rounds: dict[Any, list[int]] = {}  # the passes in which a kind was measured
         self._given: tuple[Any, Untouched] = (None, Untouched(()))  # what the last block was, and its kind
-        self._not_again: set[Any] = set()  # kinds that have shown that they cannot be run again
+        self._not_again: set[Any] = set()  # shapes of blocks that have shown that they cannot be run again
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._tight = False  # whether the device may run out
         self._loose_bytes = 0  # of this pass
@@ -390,14 +390,16 @@ class Saving:
         self._given = None, Untouched(())
 
     def _may_not_run_again(self, kind: Any) -> None:
-        if kind in self._not_again:
+        """Nor may any other kind of the same shape."""
+        shape = kind[0]
+        if shape in self._not_again:
             return
-        self._not_again.add(kind)
+        self._not_again.add(shape)
         self.plan = None
-        if kind in self._measured:
-            self._measured[kind].repeatable = False
-        if kind in self._profiles:
-            self._profiles[kind] = replace(self._profiles[kind], repeatable=False)
+        for measured in (kind for kind in self._measured if kind[0] == shape):
+            self._measured[measured].repeatable = False
+        for known in (kind for kind in self._profiles if kind[0] == shape):
+            self._profiles[known] = replace(self._profiles[known], repeatable=False)
 
     def _may_run_again(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return not is_listened_to(block) and is_plain((*args, *kwargs.values())) and self._can_recompute(block)
@@ -457,7 +459,9 @@ class Saving:
                 measurement.tape.need(tensor)
             measurement.tape.close()
         still = state_of(block, args, kwargs) == before
-        measurement.repeatable = still and kind not in self._not_again and self._may_run_again(block, args, kwargs)
+        if not still:
+            self._may_not_run_again(kind)
+        measurement.repeatable = kind[0] not in self._not_again and self._may_run_again(block, args, kwargs)
         self._measured[kind] = measurement
         self._rounds[kind].append(self.passes)
         return result, 0 if away else measurement.saved_bytes
