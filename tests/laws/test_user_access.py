@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import stormtorch as storm
+from stormtorch.streams.torch_private import FUNCTION_BASE
 
 from .models import (
     CHAIN,
@@ -1173,6 +1174,9 @@ def test_a_session_that_nobody_keeps_streams_on() -> None:
             stream(pair.streamed.model, pair.streamed.optimizer)
         pair.steps(2)
         pair.check()
+    del pair
+    gc.collect()
+    assert "apply" not in vars(FUNCTION_BASE)  # torch is as it was
 
 
 def test_a_session_begun_with_gradients_and_states_keeps_them() -> None:
