@@ -52,6 +52,7 @@ class Tuning:
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
         self._planned_at = Totals()  # when activations were last planned
         self._share_is_fixed = False
+        self._accumulates = True  # as far as is known
         self._steps = 0
         self.meter = meter
         self.peak = peak_meter_on(self.meter)
@@ -81,12 +82,15 @@ class Tuning:
         """Use what was learned."""
         self._recorder.step()
         self._steps += 1
+        began, self._accumulates = gradients.has_added and not self._accumulates, gradients.has_added
         if self.meter is None:
             return  # RAM on either side, and the same cores
         if self._steps in _GROW_AT:
             self._grow(gradients, self.meter)
         if self._adam is not None and self._steps in _SHARE_AT and not self._share_is_fixed:
             self._choose_share()
+        elif began and self._adam is not None and self._adam.there.sets_bytes:
+            self._share(self._adam.there.share_now)  # out of the room that is needed now
 
     # --- the pool
 
@@ -166,12 +170,20 @@ class Tuning:
         kept = sum(home.kept is not None for home in self._adam.homes)
         self.share_reason = f"{kept} of {len(units)} units kept on the device; of the rest {reason}" if kept else reason
         self._share(share)
+        if share and not there.share_now:
+            self.share_reason = f"on the CPU: the pool has no room for states on their way, or it would be {reason}"
 
     def _share(self, share: float) -> None:
         assert self._adam is not None
         there = self._adam.there
-        room = self._pool.capacity_bytes - there.kept_bytes - self._placement.least_bytes
-        there.share(share, room, early=self._mode != "backward")
+        least = self._placement.least_bytes - self._idle_bytes
+        there.share(share, self._pool.capacity_bytes - there.kept_bytes - least, early=self._mode != "backward")
+
+    @property
+    def _idle_bytes(self) -> int:
+        """What of the pool is set aside for those who accumulate, where nobody has. States may pass through it: if
+        somebody begins to, they give way."""
+        return 0 if self._accumulates else self._placement.adding_bytes
 
     # --- activations
 
@@ -200,5 +212,6 @@ class Tuning:
         inside = {id(module) for module in block.modules()}
         units = {unit for entry in self._partition.entries if id(entry.module) in inside for unit in entry.units}
         largest = max(unit.image_bytes for unit in self._partition.units)
-        room = self._pool.capacity_bytes - self._placement.fixed_bytes - self._state_bytes
+        states = max(0, self._state_bytes - self._idle_bytes)  # in idle room they are in nobody's way
+        room = self._pool.capacity_bytes - self._placement.fixed_bytes - states
         return sum(unit.image_bytes + GRAIN for unit in units) + largest <= room

@@ -312,17 +312,46 @@ def test_torch_is_as_it_was_when_the_last_session_has_ended() -> None:
 def test_functional_call_inside_of_a_forward() -> None:
     """Whoever swaps parameters finds the real ones to put back."""
 
-    class Swapping(Fused):
+    class SwappingHead(Fused):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.hidden(x)
             doubled = {"weight": self.head.weight * 2}
             return self.finish(hidden) + torch.as_tensor(torch.func.functional_call(self.head, doubled, (hidden,)))
 
-    with Pair(Case("fused", Swapping, tokens, loss), adamw) as pair:
+    with Pair(Case("fused", SwappingHead, tokens, loss), adamw) as pair:
         known = {name: id(p) for name, p in pair.streamed.model.named_parameters()}
         pair.steps(3)
         pair.check()
         assert {name: id(p) for name, p in pair.streamed.model.named_parameters()} == known
+
+
+class Swapping(ChainBlock):
+    """Calls a part of itself with other weights and with its own, also after a call that failed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled = {name: parameter * 2 for name, parameter in self.norm.named_parameters()}
+        borrowed = torch.as_tensor(torch.func.functional_call(self.norm, doubled, (x,)))
+        with pytest.raises(RuntimeError, match="shape"):
+            torch.func.functional_call(self.norm, {"weight": x.new_ones(3)}, (x,))
+        return super().forward(x) + borrowed * self.norm.weight
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_functional_call_of_a_part_of_a_block(device: str, activations: str) -> None:
+    """The block's own weights are on the device, and stand before the registered ones."""
+
+    def build() -> nn.Module:
+        model = Fused()
+        model.blocks = nn.ModuleList(Swapping(WIDTH) for _ in range(4))
+        return model
+
+    with Pair(Case("fused", build, tokens, loss), adamw, device=device, activations=activations) as pair:
+        pair.steps(3)
+        pair.check()
+        copied = copy.deepcopy(pair.streamed.model)
+    for model in (copied, pair.streamed.model):
+        assert {type(module._parameters) for module in model.modules()} == {dict}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch.compile's own

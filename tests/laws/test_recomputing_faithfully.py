@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
+import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stormtorch.core.errors import StormError
 from stormtorch.core.sizes import MiB
 from stormtorch.offload import OffloadedActivations
 from stormtorch.streams import measurement, saving, tape
@@ -24,7 +28,7 @@ from stormtorch.streams.settings import Trial
 
 from .models import one_thread, same  # noqa: F401  # a fixture
 
-WIDTH, STEPS = 16, 5
+WIDTH, STEPS = 16, 6
 
 
 class Part(nn.Module):
@@ -141,14 +145,20 @@ class TwoParts(Block):
         return x + cast(torch.Tensor, self.third(self.last(x)[:, :WIDTH]))
 
 
-class Dropping(nn.Module):
-    """Begins to drop out when nobody expects it any more."""
+class Timed(nn.Module):
+    """Knows the time, and does otherwise when nobody expects it any more."""
 
-    rate = 0.0
+    step = 0
 
+    @property
+    def is_late(self) -> bool:
+        return self.step >= 3
+
+
+class Dropping(Timed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.square() * 0.1 + x
-        return torch.dropout(y, self.rate, train=True) if self.rate else y
+        return torch.dropout(y, 0.3, train=True) if self.is_late else y
 
 
 class LateDropout(Block):
@@ -195,25 +205,205 @@ class SavesWhatItMakes(Block):
         self.norm = SelfGated()  # type: ignore[assignment]
 
 
-BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    "saves_what_it_makes": SavesWhatItMakes,
-    "root_mean_square": RootMeanSquare,
-    "cast_by_hand": lambda: Block(CastByHand),
-    "cast_by_autocast": lambda: Block(CastByAutocast),
-    "shared_cast": Shared,
-    "autocast_around_the_part": AutocastAroundThePart,
-    "leaving": lambda: Block(Leaving),
-    "raw": lambda: Block(Raw),
-    "in_place": lambda: Block(InPlace),
-    "borrowed": Borrowed,
-    "two_parts": TwoParts,
-    "late_dropout": LateDropout,
-    "gradient_inside": Inquiring,
+class Looking(Part):
+    """Looks at numbers with no operation that torch would show anybody."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.wide(x)
+        return torch.sigmoid(torch.tanh(y) * torch.from_numpy(np.cos(y.detach().cpu().numpy())).to(y.device))
+
+
+class Experts(Part):
+    """Which rows go where is decided by numbers that are lists then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, 64) for _ in range(3))
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        expert = self.router(x).argmax(-1)
+        order = expert.argsort(stable=True)
+        pieces = x[order].split(torch.bincount(expert, minlength=3).tolist())
+        rows = [torch.tanh(layer(piece)) for layer, piece in zip(self.experts, pieces, strict=True)]
+        return torch.sigmoid(x.new_zeros(len(x), 64).index_copy(0, order, torch.cat(rows)))
+
+
+class Crossing(Part):
+    """The same operations for both ways, on other operands."""
+
+    def __init__(self, *, crosses: bool) -> None:
+        super().__init__()
+        self.second, self.crosses = nn.Linear(WIDTH, 64), crosses
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.wide(x), self.second(x)
+        if self.crosses:
+            one, two = two, one
+        return torch.sigmoid(torch.sin(one) + 0.5 * two)  # backward needs what sin is given, and not the other
+
+
+class Tabled(Part):
+    """Makes a table when the length is another one, which backward then finds made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.register_buffer("positions", torch.linspace(0, 1, 8 * WIDTH).view(8, WIDTH))
+        self.register_buffer("spread", torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH))
+        self.register_buffer("shift", torch.zeros(64))
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        if self.length != len(x):
+            self.length = len(x)
+            self.table = nn.functional.linear(self.positions[: len(x)], self.spread, self.shift)  # type: ignore[arg-type,index]
+        return torch.sigmoid(torch.tanh(self.wide(x)) + self.table)
+
+
+class Layerdrop(Part, Timed):
+    """By random numbers of Python's."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 2.0 if self.is_late and random.random() < 0.5 else 0.5
+        return torch.sigmoid(torch.tanh(self.wide(x) * scale))
+
+
+class Attend(torch.autograd.Function):
+    """One operation that drops out by itself, as attention does on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rate: float) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.storm_laws.attend(x, rate)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return gradients[0] * x.cos() * (y != 0), None
+
+
+LIBRARY = torch.library.Library("storm_laws", "DEF")
+LIBRARY.define("attend(Tensor x, float dropout_p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+LIBRARY.impl("attend", lambda x, p: x.sin() * (torch.rand_like(x) > p) if p else x.sin(), "CompositeExplicitAutograd")
+
+
+class Attending(Part, Timed):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        rate = 0.3 if self.is_late else 0.0
+        y: torch.Tensor = Attend.apply(self.wide(x), rate)  # type: ignore[no-untyped-call]
+        return torch.sigmoid(torch.dropout(y, 0.2, train=True))
+
+
+class Sparing(nn.LayerNorm):
+    def forward(self, x: torch.Tensor | None) -> torch.Tensor | None:  # type: ignore[override]
+        return None if x is None else super().forward(x)
+
+
+class LeadsToNothing(Block, Timed):
+    """What leads to a part is also called with nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Sparing(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_late:
+            assert self.norm(None) is None
+        return super().forward(x)
+
+
+class Statistics(Part):
+    """Has buffers, which forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(64, affine=False)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(cast(torch.Tensor, self.batch_norm(torch.tanh(self.wide(x)))))
+
+
+class Unnormed(Statistics):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.Identity()  # type: ignore[assignment]
+
+
+class CallsABlock(Part):
+    """... which is one of the model's, and not its own."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.others = [block]
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.sin(self.wide(cast(torch.Tensor, self.others[0](x)))))
+
+
+class Relu(Part):
+    """Does not save what it is given."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return super().middle(torch.relu(x))
+
+
+class AddsInPlace(nn.Module):
+    """Writes over what a block was given, which that does not mind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Relu() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x += cast(torch.Tensor, block(x))
+        return x
+
+
+def calling_a_block() -> nn.Module:
+    block = Block()
+    return nn.Sequential(block, *(Block(lambda: CallsABlock(block)) for _ in range(3)))
+
+
+def of_each(*makes: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(make() for make in makes))
+
+
+def of_parts(*makes: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(Block(make) for make in makes))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "saves_what_it_makes": of_each(*[SavesWhatItMakes] * 3),
+    "root_mean_square": of_each(*[RootMeanSquare] * 3),
+    "cast_by_hand": of_parts(*[CastByHand] * 3),
+    "cast_by_autocast": of_parts(*[CastByAutocast] * 3),
+    "shared_cast": of_each(*[Shared] * 3),
+    "autocast_around_the_part": of_each(*[AutocastAroundThePart] * 3),
+    "leaving": of_parts(*[Leaving] * 3),
+    "raw": of_parts(*[Raw] * 3),
+    "in_place": of_parts(*[InPlace] * 3),
+    "borrowed": of_each(*[Borrowed] * 3),
+    "two_parts": of_each(*[TwoParts] * 3),
+    "late_dropout": of_each(*[LateDropout] * 3),
+    "gradient_inside": of_each(*[Inquiring] * 3),
+    "looking": of_parts(*[Looking] * 3),
+    "experts": of_parts(*[Experts] * 3),
+    "crossing": of_parts(*(functools.partial(Crossing, crosses=crosses) for crosses in (False, True, False))),
+    "tabled": of_parts(*[Tabled] * 3),
+    "layerdrop": of_parts(*[Layerdrop] * 3),
+    "attending": of_parts(*[Attending] * 3),
+    "leads_to_nothing": of_each(*[LeadsToNothing] * 3),
+    "statistics_of_one": of_parts(Unnormed, Statistics, Unnormed),
+    "calls_a_block": calling_a_block,
+    "adds_in_place": AddsInPlace,
 }
 
 
-def force(monkeypatch: pytest.MonkeyPatch, *, parts: bool, away: bool) -> list[BlockProfile]:
-    """Every block recomputed, with all results; what was known of the blocks."""
+def force(
+    monkeypatch: pytest.MonkeyPatch, *, parts: bool, away: bool, which: slice = slice(None)
+) -> list[BlockProfile]:
+    """Every block recomputed, with all results, or these of them; what was known of the blocks."""
     known: list[BlockProfile] = []
 
     def everything(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
@@ -221,7 +411,7 @@ def force(monkeypatch: pytest.MonkeyPatch, *, parts: bool, away: bool) -> list[B
         blocks = []
         for profile in profiles:
             names = tuple(profile.parts) if parts else ()
-            results = dict.fromkeys(profile.results(names), away)
+            results = dict.fromkeys(sorted(profile.results(names))[which], away)
             plan = BlockPlan(kind="recompute", inputs_away=True, parts=names, led=True, results_away=results)
             blocks.append(plan if profile.repeatable else OFFLOAD)
         return ActivationPlan(blocks=blocks, reason="all", way_bytes=[0] * (len(blocks) + 1))
@@ -239,28 +429,35 @@ def opened(model: nn.Module, device: torch.device) -> OffloadedActivations:
 
 def outcome(model: nn.Module, loss: torch.Tensor) -> Any:
     seen = [module.seen for module in model.modules() if isinstance(module, Leaving)]
-    return [loss.detach(), {name: copy.deepcopy(p.grad) for name, p in model.named_parameters()}, copy.deepcopy(seen)]
+    grads = {name: copy.deepcopy(p.grad) for name, p in model.named_parameters()}
+    return [loss.detach(), grads, copy.deepcopy(seen), copy.deepcopy(dict(model.named_buffers()))]
 
 
-@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
+@pytest.mark.parametrize(
+    ("away", "which"),
+    [(True, slice(None)), (False, slice(None)), (True, slice(0, None, 2)), (True, slice(1, None, 2))],
+    ids=["away", "kept", "one", "another"],
+)
 @pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", MODELS)
 def test_same_gradients(
-    name: str, parts: bool, away: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, parts: bool, away: bool, which: slice, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    force(monkeypatch, parts=parts, away=away)
+    force(monkeypatch, parts=parts, away=away, which=which)
     torch.manual_seed(0)
-    plain = nn.Sequential(*(BLOCKS[name]() for _ in range(3))).to(device)
+    plain = MODELS[name]().to(device)
     model = copy.deepcopy(plain)
     with contextlib.closing(opened(model, device)) as activations:
         for step in range(STEPS):
             results = []
             for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
                 side.zero_grad()
-                for dropping in (module for module in side.modules() if isinstance(module, Dropping)):
-                    dropping.rate = 0.3 if step >= 3 else 0.0
+                for timed in (module for module in side.modules() if isinstance(module, Timed)):
+                    timed.step = step
                 torch.manual_seed(step)
-                x = torch.randn(8, WIDTH, requires_grad=True, device=device) * 1
+                random.seed(step)
+                rows = 5 if step == STEPS - 2 else 8
+                x = torch.randn(rows, WIDTH, requires_grad=True, device=device) * 1
                 with context:
                     loss = side(x).square().mean()
                 loss.backward(retain_graph=True)
@@ -286,12 +483,12 @@ class Watched(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", MODELS)
 def test_nothing_of_a_graph_stays(
     name: str, parts: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = force(monkeypatch, parts=parts, away=True)
-    model = nn.Sequential(*(BLOCKS[name]() for _ in range(3))).to(device)
+    model = MODELS[name]().to(device)
     Watched.nodes.clear()
     with contextlib.closing(opened(model, device)) as activations:
         for _ in range(STEPS):
@@ -304,6 +501,116 @@ def test_nothing_of_a_graph_stays(
     assert [node() for node in Watched.nodes] == [None] * STEPS
     if name == "saves_what_it_makes":
         assert known[0].leads == {"part": "norm"}
+
+
+class Attention(Part):
+    """Takes the kernel that it may, and makes a tensor of the dtype that is the default."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.view(1, -1, 2, WIDTH // 2).transpose(1, 2) * scale for scale in (1, 2, 3))
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        return torch.sigmoid(super().middle(y) + torch.full((64,), 1 / 3, device=x.device).float())
+
+
+@contextlib.contextmanager
+def other_surroundings() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
+def test_a_forward_in_surroundings_of_its_own(
+    parts: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward comes when they are gone."""
+    force(monkeypatch, parts=parts, away=True)
+    plain = of_parts(*[Attention] * 3)().to(device)
+    model = copy.deepcopy(plain)
+    with contextlib.closing(opened(model, device)) as activations:
+        for step in range(STEPS):
+            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+                torch.manual_seed(step)
+                x = torch.randn(8, WIDTH, requires_grad=True, device=device) * 1
+                with context, other_surroundings():
+                    loss = side(x).square().mean()
+                loss.backward()
+            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+class NowAndThen(Part, Timed):
+    """Does not change its buffer while it is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(64))
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().middle(x)
+        if self.is_late:
+            self.mean.lerp_(y.detach().mean(0), 0.1)  # type: ignore[operator]
+        return y
+
+
+def test_a_block_that_changes_buffers_later_is_not_run_twice() -> None:
+    """... without a word; from the next pass on, it is not recomputed."""
+    plain = of_parts(*[NowAndThen] * 3)()
+    model = copy.deepcopy(plain)
+    trial = Trial(activation_room=0, small_bytes=1)
+    with contextlib.closing(OffloadedActivations(model, "recompute", 16 * MiB, "auto", "cpu", trial=trial)) as kept:
+        for step in range(6):
+            for module in (module for side in (plain, model) for module in side.modules()):
+                if isinstance(module, Timed):
+                    module.step = step
+            x = torch.randn(8, WIDTH)
+            if step == 3:
+                state = copy.deepcopy(plain.state_dict())
+                with pytest.raises(StormError, match="has changed its buffers"), kept:
+                    model(x)
+                model.load_state_dict(state)
+            with kept:
+                loss = model(x).square().mean()
+            loss.backward()
+            plain(x).square().mean().backward()
+            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
+            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+
+
+class Auxiliary(Part):
+    """Leaves a loss of its own behind."""
+
+    loss: torch.Tensor
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().middle(Watched.apply(x))  # type: ignore[no-untyped-call]
+        self.loss = y.square().mean()
+        return y
+
+
+@pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
+def test_a_loss_left_behind_keeps_no_graph(parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, parts=parts, away=True)
+    model = of_parts(*[Auxiliary] * 3)()
+    with contextlib.closing(opened(model, torch.device("cpu"))) as activations:
+        for step in range(STEPS):
+            Watched.nodes.clear()
+            with activations:
+                loss = model(torch.randn(8, WIDTH)).square().mean()
+                losses = [module.loss for module in model.modules() if isinstance(module, Auxiliary)]
+                loss = loss + sum(losses)
+            del losses
+            first = len(Watched.nodes)
+            loss.backward()
+            del loss
+            gc.collect()
+            assert [node() for node in Watched.nodes[first:]] == [None] * (len(Watched.nodes) - first), f"step {step}"
+            assert len(Watched.nodes) > first or step < 2, "nothing was run again"
 
 
 def sent_bytes(model: nn.Module, activations: OffloadedActivations) -> list[int]:
@@ -320,7 +627,7 @@ def sent_bytes(model: nn.Module, activations: OffloadedActivations) -> list[int]
 def test_plans_count_what_parts_send(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     known = force(monkeypatch, parts=True, away=True)
     monkeypatch.setattr(tape, "_MOST", 0)  # no results
-    model = nn.Sequential(*(BLOCKS[name]() for _ in range(3)))
+    model = MODELS[name]()
     with contextlib.closing(opened(model, torch.device("cpu"))) as activations:
         sizes = sent_bytes(model, activations)
     assert known[0].leads

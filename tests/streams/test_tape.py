@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from stormtorch.core.errors import StaleGraph
 from stormtorch.memory.stopwatch import Reading
@@ -110,7 +111,7 @@ def test_replayed_bit_for_bit(aside: dict[tuple[str, int], bool]) -> None:
     """Idle operations are not run, and what stands in for their results, NaN, is not looked at."""
     x = given()
     tape = measured(rotated, x)
-    recording = Recording(aside, as_stream(), tape)
+    recording = Recording(aside, as_stream(), tape, nn.Identity())
     with recording:
         expected = rotated(x)
     assert recording.idle() == tape.idle(aside.keys())
@@ -188,7 +189,7 @@ def test_never_idle(block: Block) -> None:
 
 def test_another_way_forward_leaves_nothing_idle() -> None:
     x = given()
-    recording = Recording({(MUL, 0): False}, as_stream(), measured(rotated, x))
+    recording = Recording({(MUL, 0): False}, as_stream(), measured(rotated, x), nn.Identity())
     with recording:
         rotated(torch.exp(x))
     assert not recording.idle()
@@ -197,13 +198,13 @@ def test_another_way_forward_leaves_nothing_idle() -> None:
 def test_another_way_in_backward() -> None:
     """Before anything stood in for a result, all is computed from there on; after that, it is an error."""
     x = given()
-    recording = Recording({(MUL, 0): False}, as_stream(), measured(rotated, x))
+    recording = Recording({(MUL, 0): False}, as_stream(), measured(rotated, x), nn.Identity())
     with recording:
         expected = rotated(x)
     with Replaying(recording, as_stream()):
         torch.cos(x)
         assert torch.equal(rotated(x), expected)
-    recording = Recording({(MUL, 0): False}, as_stream(), measured(rotated, x))
+    recording = Recording({(MUL, 0): False}, as_stream(), measured(rotated, x), nn.Identity())
     with recording:
         rotated(x)
     with (

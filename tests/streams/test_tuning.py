@@ -14,9 +14,12 @@ from stormtorch.api import Session
 from stormtorch.core.records import Copied, Waited
 from stormtorch.core.tags import Tag
 from stormtorch.observe.recorder import Recorder
+from stormtorch.streams.placement import Growth
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.shares import Rates
 from stormtorch.tuning import Tuning
+
+from ..laws.counting import Counting
 
 RATE = 50e9
 
@@ -85,7 +88,7 @@ def test_states_come_in_as_fast_as_they_did_beside_the_cpu(
     tuning._worker, tuning._adam = cast(Any, worker), adam
     tuning._partition = cast(Any, SimpleNamespace(units=[]))
     tuning._pool = cast(Any, SimpleNamespace(capacity_bytes=0))
-    tuning._placement = cast(Any, SimpleNamespace(least_bytes=0))
+    tuning._placement = cast(Any, SimpleNamespace(least_bytes=0, adding_bytes=0))
     for lane, rate in (("load", 50e9), ("aside", states_rate)):
         if rate:
             tuning._recorder(Copied(lane=lane, tag=Tag.OPTIMIZER, bytes=int(rate), start_s=0.0, seconds=1.0))
@@ -119,3 +122,44 @@ def test_blocks_would_like_to_keep_their_inputs(mode: str) -> None:
             optimizer.zero_grad()
             wish = saving.wish_bytes
             assert wish >= 5 * x.nbytes if step < 2 else wish == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "micro_batches"),
+    [("forward", (1,) * 8), ("forward", (2,) * 8), ("forward", (1,) * 5 + (2,) * 3), ("backward", (1,) * 8)],
+    ids=["never", "always", "later", "in_backward"],
+)
+@pytest.mark.parametrize("budget_is_spent", [True, False])
+def test_states_pass_where_nobody_adds_gradients_up(
+    mode: str, micro_batches: tuple[int, ...], budget_is_spent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of the least size has no room for states but what is set aside for accumulating, and they give it back."""
+    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (0.5, "50% on the device: said the test"))
+    monkeypatch.setattr("stormtorch.tuning.growth", lambda *_, **__: Growth(pool_bytes=0, keep=[]))
+    accumulates, passed = [count > 1 for count in micro_batches], []
+
+    def run(meter: Counting | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings = Settings(vram=400_000, device="cpu", step=mode, activations="keep")
+        with Session(model, optimizer, settings, trial=Trial(meter=meter, poison=True)) as session:
+            if meter is not None and budget_is_spent:  # then states give way in the middle of a backward
+                session._parts.parameters._enlarge = lambda _size: False
+            for number, count in enumerate(micro_batches):
+                for _ in range(count):
+                    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).bfloat16()
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if meter is not None:
+                    assert session._parts.adam is not None
+                    passed.append(session._parts.adam.there.sets_bytes > 0)
+            if meter is not None and any(accumulates):
+                assert session.report().share_reason.startswith("on the CPU: ")
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    with Counting() as meter:
+        ours = run(meter)
+    assert all(torch.equal(*pair) for pair in zip(ours, run(None), strict=True))
+    assert passed == [number >= 1 and not any(accumulates[: number + 1]) for number in range(8)]

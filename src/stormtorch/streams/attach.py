@@ -15,6 +15,7 @@ from .home import HomeParameter
 from .parameters import ParameterStream
 from .partition import Entry
 from .real_grad import has_sparse_grad
+from .registered import unwatch, watch
 from .twins import Twins
 from .unit import Unit
 
@@ -33,6 +34,7 @@ class Attachment:
         gradients: GradientStream,
     ) -> None:
         self._model, self._entries, self._units = model, entries, units
+        self._uses = [use for entry in entries for use in entry.uses]
         self._device, self._gradients = device, gradients
         self._moved_buffers: list[tuple[nn.Module, str]] = []
         twins = Twins(parameters, gradients, device)
@@ -54,6 +56,7 @@ class Attachment:
                 parameter.__class__ = HomeParameter
                 parameter._storm = (self.access, place)
         functions.attach(self.access)
+        watch(self._uses)
         wrapped = {id(entry.module): entry for entry in self._entries}
         for entry in self._entries:
             self.calls.wrap(entry.module, entry)
@@ -72,6 +75,7 @@ class Attachment:
             return
         self.calls.closed = self.access.closed = True  # in one line: no Ctrl-C comes in between
         self.calls.unwrap()
+        unwatch(self._uses)
         functions.detach(self.access)
         for unit in self._units:
             for place in unit.places:

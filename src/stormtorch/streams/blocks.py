@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from .torch_private import has_global_hooks, without_torch_function
 def shape_of(block: nn.Module) -> Any:
     """Blocks of one shape do the same work, in the same manner."""
     with without_torch_function():
-        return type(block), tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters())
+        tensors = (*block.named_parameters(), *block.named_buffers())
+        modules = tuple((name, type(module)) for name, module in block.named_modules())
+        return modules, tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
 
 
 def identities_of(block: nn.Module) -> list[int]:
@@ -50,6 +53,67 @@ def in_manner(block: nn.Module, manner: tuple[tuple[bool, ...], tuple[bool, ...]
         with without_torch_function():
             for owner, name, value in changed:
                 setattr(owner, name, value)
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+class Surroundings:
+    """What user code may set for the time of a forward, and kernels or new tensors depend on; and Python's random
+    numbers. As they are when this is made. (numpy's take as long to note as three operations; see `state_of`.)"""
+
+    def __init__(self) -> None:
+        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
+        self._attention = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION]
+        self._random = random.getstate()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """For a second run, which comes when that time is over, and in a thread of its own."""
+        now = Surroundings()
+        with contextlib.ExitStack() as stack:
+            if self._device != now._device:
+                stack.enter_context(self._device)
+            stack.callback(now._set)
+            self._set()
+            yield
+
+    def _set(self) -> None:
+        torch.set_default_dtype(self._dtype)
+        for name, allowed in zip(_ATTENTION, self._attention, strict=True):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(allowed)
+        random.setstate(self._random)
+
+
+@contextlib.contextmanager
+def leaving_nothing(block: nn.Module) -> Iterator[None]:
+    """Tensors that a second run leaves as attributes, an auxiliary loss say, give way to those of the first: else the
+    second one's graph, which nobody runs, would stay with them."""
+    before = [(module, _own_tensors(module)) for module in block.modules()]
+    try:
+        yield
+    finally:
+        for module, tensors in before:
+            vars(module).update(tensors)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and name not in module._parameters  # twins come and go by themselves
+    }
+
+
+class Untouched:
+    """Tensors that should be as they are when this is made."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        seen = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._seen = [(weakref.ref(tensor), tensor._version) for tensor in seen]
+
+    def __bool__(self) -> bool:
+        return not any((tensor := seen()) is not None and tensor._version != version for seen, version in self._seen)
 
 
 def state_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,8 @@
 
 The call of an *entry*, a module whose parameters make up units, is wrapped: its units are brought to the device,
 their twins take the parameters' places as attributes of the instances, and go again when the call ends, however it
-ends. User hooks run inside of that, and see the twins. The registered parameters stay registered all the time.
+ends. User hooks run inside of that, and see the twins. The registered parameters stay registered all the time, unless
+user code puts something else in their place, which then goes before the twins too (registered.py).
 
 The outermost such call is a *pass*: inputs on the CPU are moved to the device, and autograd's saved weights are
 replaced by notes (parameters.py). The model's own call is wrapped too, be it an entry or not, so that it is one."""
@@ -28,6 +29,7 @@ from .home import HomeParameter, HomeView, joined
 from .lock import locked
 from .parameters import ParameterStream, SavedWeight
 from .partition import Entry
+from .registered import take_out
 from .saving import Saving
 from .torch_private import in_backward, in_functorch, outside_of_graphs, saved_tensor_hooks_active
 from .twins import Twins
@@ -259,7 +261,7 @@ class Calls:
     @locked
     def _uninstall(self, installed: Installed) -> None:
         for module, name in installed.names:
-            module.__dict__.pop(name, None)
+            take_out(module, name)
         try:
             # An outer call may have the same parameters installed: a root with parameters of its own, say.
             for outer in self._stack.installed:
@@ -270,7 +272,8 @@ class Calls:
 
     def _reinstall(self, outer: Installed) -> None:
         for use in outer.entry.uses:
-            if use.name not in use.module.__dict__ and (use.module, use.name) in outer.names:
+            is_there = use.module._parameters.get(use.name) is use.parameter
+            if is_there and use.name not in use.module.__dict__ and (use.module, use.name) in outer.names:
                 use.module.__dict__[use.name] = self._another_twin(self._place[id(use.parameter)], outer)
 
     def renew(self, unit: Unit) -> None:

@@ -66,7 +66,6 @@ class DeviceStates:
         States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
         for a store of states. ``room_bytes``: what the pool can spare for them. ``early``: whether sets are filled
         before the step is asked for (`stage_early`); then the first unit is one of those, and forward can begin."""
-        self.share_now = part
         passing = [home for home in self.homes if home.kept is None and home.unit.trained]
         for home in passing:
             self.unstage(home)  # the CPU may be the next to change these states, and chunks may be cut otherwise
@@ -74,6 +73,7 @@ class DeviceStates:
         if part and passing:
             self._open_sets(room_bytes)
         some = bool(self._sets)
+        self.share_now = part if some else 0.0
         due = 1 - part if early else 0.0
         for home in passing:
             due += part

@@ -22,7 +22,7 @@ from .home import Access, HomeParameter, HomeView, for_function
 from .torch_private import FUNCTION_BASE
 
 _sessions: weakref.WeakSet[Access] = weakref.WeakSet()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a session may end in the middle of a call
 
 
 def attach(access: Access) -> None:
@@ -30,13 +30,19 @@ def attach(access: Access) -> None:
     with _lock:
         _sessions.add(access)
         FUNCTION_BASE.apply = _exchanging
+    weakref.finalize(access, _leave).atexit = False
 
 
 def detach(access: Access) -> None:
     """The last one leaves torch as it was."""
     with _lock:
         _sessions.discard(access)
-        if not _sessions and vars(FUNCTION_BASE).get("apply") is _exchanging:
+    _leave()
+
+
+def _leave() -> None:
+    with _lock:
+        if not [*_sessions] and vars(FUNCTION_BASE).get("apply") is _exchanging:
             del FUNCTION_BASE.apply
 
 

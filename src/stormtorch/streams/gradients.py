@@ -64,6 +64,7 @@ class GradientStream:
         self.staying: Callable[[Unit, int], torch.Tensor | None] = lambda _unit, _size: None
         for home in homes:
             home.bring = self._bring_home
+        self.has_added = False  # to a gradient of an earlier pass
         self._ending: set[int] = set()  # passes at whose end something is to be finished
         self.lock = parameters.lock
         self._buckets = Buckets(parameters, lanes, waits, poison=poison)
@@ -244,6 +245,7 @@ class GradientStream:
         in_bucket: Callable[[int], torch.Tensor],
     ) -> None:
         """Fetch what earlier backward passes have left and add the new gradients to it, in the bucket."""
+        self.has_added = True
         lanes, unit = self._lanes, home.unit
         source = home.there if home.there is not None else home.wide if home.is_wide else home.own
         assert source is not None

@@ -19,6 +19,7 @@ class Placement:
     least_bytes: int  # the smallest pool that works
     whole_bytes: int  # the pool that would hold everything
     fixed_bytes: int  # what is not for weights
+    adding_bytes: int = 0  # of that, what only those need who accumulate
     reason: str
 
 
@@ -35,8 +36,9 @@ def place(partition: Partition, ledger: Ledger, *, training: bool, measured: boo
     free = round_down(ledger.free_bytes(Tier.DEVICE) - reserve_bytes, 512)
     budget = ledger.budgets[Tier.DEVICE]
     fixed = 2 * bucket + 512
-    if entry + largest + fixed + adding <= free * 3 // 4:
-        fixed += adding  # else whoever accumulates finds it among the weights, or what activations leave
+    if entry + largest + fixed + adding > free * 3 // 4:
+        adding = 0  # whoever accumulates finds it among the weights, or what activations leave
+    fixed += adding
     least = entry + largest + fixed
     whole = images + fixed
     if least > free:
@@ -53,14 +55,11 @@ def place(partition: Partition, ledger: Ledger, *, training: bool, measured: boo
             if pool == whole
             else f"all that {budget.given} allows; the whole needs {format_bytes(whole)}"
         )
-        return Placement(pool_bytes=pool, least_bytes=least, whole_bytes=whole, fixed_bytes=fixed, reason=why)
-    pool = min(whole, max(least, min(5 * largest + 3 * bucket, free // 4)))
+    else:
+        pool = min(whole, max(least, min(5 * largest + 3 * bucket, free // 4)))
+        why = f"{format_bytes(pool)} until activations have been measured; the whole needs {format_bytes(whole)}"
     return Placement(
-        pool_bytes=pool,
-        least_bytes=least,
-        whole_bytes=whole,
-        fixed_bytes=fixed,
-        reason=f"{format_bytes(pool)} until activations have been measured; the whole needs {format_bytes(whole)}",
+        pool_bytes=pool, least_bytes=least, whole_bytes=whole, fixed_bytes=fixed, adding_bytes=adding, reason=why
     )
 
 

@@ -4,8 +4,9 @@ While a block runs forward under `Recording`, the results of chosen operations a
 checkpointing runs the block again in backward, `Replaying` hands those results out instead of computing them, and what
 is then idle (tape.py) is not computed either: memory without a meaning stands in for its results, which only other idle
 operations look at. An operation is known by its name and by how often that name has come up, which is the same in both
-runs. If the block runs forward otherwise than when the tape was made, nothing counts as idle; if it runs otherwise in
-backward than in forward, everything is computed from there on, and if it is too late for that, it is an error.
+runs. If the block runs forward otherwise than when the tape was made, all of it is computed again; if with the same
+operations, but on other operands, nothing counts as idle. If it runs otherwise in backward than in forward, everything
+is computed from there on, and if it is too late for that, it is an error.
 
 A result that something is done to in place afterwards is not put aside after all. What is missing is simply computed:
 every choice gives the same numbers."""
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import HigherOrderOperator
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -27,10 +30,13 @@ from torch.utils.flop_counter import flop_registry
 from ..core.errors import StaleGraph
 from ..memory.stopwatch import Reading
 from .activations import ActivationStream, Note
-from .tape import Numbering, Operation, Tape
+from .tape import Numbering, Operation, Storages, Tape, numbered_anew
 from .torch_private import StorageReference, VersionProbe, has_plain_storage
 
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+
+
+_LOOKS = frozenset(getattr(torch.Tensor, name) for name in ("numpy", "tolist", "data_ptr", "__array__", "__dlpack__"))
 
 
 @functools.cache
@@ -92,12 +98,16 @@ class Recording(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, away: Mapping[Operation, bool], stream: ActivationStream, tape: Tape) -> None:
+    def __init__(self, away: Mapping[Operation, bool], stream: ActivationStream, tape: Tape, module: nn.Module) -> None:
+        """``module`` runs, and another of its kind may have when ``tape`` was made."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._away, self._stream, self._tape = away, stream, tape
+        self._away, self._stream, self._tape, self._module = away, stream, tape, module
         self._idle = tape.idle(away.keys())
         self._numbers = self.numbering()
-        self.run: list[Operation] = []
+        self._passing = Storages() if self._idle and module not in tape.alike else None
+        self._flow: list[tuple[int, ...]] = []
+        self._drops_out = False
+        self.run: list[Operation] = []  # all operations, or where they may differ from run to run the heavy ones
         self._storages: dict[int, tuple[StorageReference, Operation]] = {}  # of the results
         self.results: dict[Operation, Any] = {}
         self.forms: dict[
@@ -113,9 +123,14 @@ class Recording(TorchDispatchMode):
         if kind == "view":
             return result
         operation = self._numbers.next(func)
-        self.run.append(operation)
+        if self.follows(func):
+            self.run.append(operation)
+        if self._passing is not None:
+            self._flow.append(self._passing.passing((args, kwargs), result))
         if kind == "writes":
             self._spoil(func, args, kwargs)
+        if kind == "random" and (operation in self._away or operation in self._idle) and _drops_out(func, args, kwargs):
+            self._drops_out = True  # it did not when the tape was made
         if operation in self._away or operation in self._idle:
             self.forms[operation] = tree_map(_form_of, result)
         if operation in self._away and kind != "writes" and all(map(has_plain_storage, _tensors(result))):
@@ -126,16 +141,28 @@ class Recording(TorchDispatchMode):
                     self._storages[reference.key] = (reference, operation)
         return result
 
+    def __exit__(self, *about: object) -> None:
+        super().__exit__(*about)  # type: ignore[no-untyped-call]
+        if self._passing is not None and self.ran_as_expected:
+            self._tape.alike[self._module] = numbered_anew(self._flow) == self._tape.flow
+            self._passing = None
+            self._flow.clear()
+
+    def follows(self, func: Any) -> bool:
+        """Whether that operation comes in every run."""
+        return self._tape.is_sure or (not isinstance(func, HigherOrderOperator) and _is_heavy(func))
+
     @property
-    def is_sure(self) -> bool:
-        return self._tape.is_sure
+    def ran_as_expected(self) -> bool:
+        expected = self._tape.operations if self._tape.is_sure else self._tape.heavy
+        return self.run == expected and not self._drops_out
 
     def numbering(self) -> Numbering:
         return Numbering(self._tape.before)
 
     def idle(self) -> frozenset[Operation]:
         """What need not be computed again, with the results that are there."""
-        if self.run != self._tape.operations:
+        if not self.ran_as_expected or not self._tape.alike.get(self._module, True):
             return frozenset()
         return self._idle if self.results.keys() == self._away.keys() else self._tape.idle(self.results.keys())
 
@@ -166,7 +193,7 @@ class Replaying(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._stream = recording, stream
         self._numbers, self._idle = recording.numbering(), frozenset[Operation]()
-        self._position, self._astray, self._stood_in = 0, False, False
+        self._position, self._astray, self._committed = 0, False, False
         self._paused = False
 
     @contextlib.contextmanager
@@ -180,11 +207,13 @@ class Replaying(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         results = self._recording.results
+        if not self._recording.ran_as_expected:
+            results.clear()  # a name may be another operation's then
         for operation in [name for name, saved in results.items() if tree_any(_spoiled, saved)]:
             del results[operation]
         # A graph that is retained is run again.
         self._numbers, self._idle = self._recording.numbering(), self._recording.idle()
-        self._position, self._astray, self._stood_in = 0, False, False
+        self._position, self._astray, self._committed = 0, False, False
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -194,15 +223,16 @@ class Replaying(TorchDispatchMode):
         if self._paused or _kind_of(func) == "view":
             return func(*args, **kwargs)
         operation = self._numbers.next(func)
-        if self._recording.is_sure:
+        if self._recording.follows(func):
             self._follow(operation)
         saved = None if self._astray else self._recording.results.get(operation)
         if saved is not None:
+            self._committed = True
             if tree_any(_is_kept, saved):  # or it would stay until the whole block is through
                 del self._recording.results[operation]
             return tree_map(self._resolved, saved)
         if not self._astray and operation in self._idle:
-            self._stood_in = True
+            self._committed = True
             return tree_map(self._standing_in, self._recording.forms[operation])
         return func(*args, **kwargs)
 
@@ -213,7 +243,7 @@ class Replaying(TorchDispatchMode):
         if self._astray or expected == [operation]:
             return
         self._astray = True
-        if self._stood_in:
+        if self._committed:
             raise StaleGraph(
                 f"Cannot recompute a block: in backward it ran {operation[0]} where forward ran "
                 f"{expected[0][0] if expected else 'nothing any more'}. Make it run alike both times, or set "
@@ -247,6 +277,22 @@ class Listening(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Looking(TorchFunctionMode):
+    """Notices when a block looks at values without an operation, and puts that on ``tape``: a second run that has
+    nothing there to look at would go another way."""
+
+    def __init__(self, tape: Tape, is_foreign: Callable[[], bool]) -> None:
+        super().__init__()
+        self._tape, self._is_foreign = tape, is_foreign
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _LOOKS and not self._is_foreign():
+            self._tape.read(args[0])
+        return func(*args, **(kwargs or {}))
+
+
 class Measuring(TorchDispatchMode):
     """Runs a block once, and puts every operation on ``tape``."""
 
@@ -275,6 +321,8 @@ class Measuring(TorchDispatchMode):
         result, seconds = self._time(lambda: func(*args, **kwargs))
         if kind == "random":
             kind = "fixed" if _drops_out(func, args, kwargs) else "plain"
+        if kind == "plain" and _comes_to_the_host(args, result):
+            kind = "fixed"  # where anybody may look at it
         if func is torch.ops.aten._to_copy.default and has_plain_storage(args[0]) and self._is_weight(args[0]):
             self._tape.is_sure = False  # autocast does that, or finds it done
         heavy = not isinstance(func, HigherOrderOperator) and _is_heavy(func)
@@ -284,6 +332,10 @@ class Measuring(TorchDispatchMode):
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _comes_to_the_host(args: tuple[Any, ...], result: Any) -> bool:
+    return any(leaf.is_cpu for leaf in _tensors(result)) and not all(leaf.is_cpu for leaf in _tensors(args))
 
 
 def _kept(value: Any) -> Any:

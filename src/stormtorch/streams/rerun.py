@@ -16,7 +16,17 @@ from torch.utils.checkpoint import checkpoint
 
 from .activations import ActivationStream
 from .block_call import Call, calling
-from .blocks import filled, identities_of, in_manner, is_compiled, is_plain, leaves_of, manner_of
+from .blocks import (
+    Surroundings,
+    filled,
+    identities_of,
+    in_manner,
+    is_compiled,
+    is_plain,
+    leaves_of,
+    leaving_nothing,
+    manner_of,
+)
 from .replay import Listening, Recording, Replaying
 from .tape import Operation, Tape
 
@@ -39,12 +49,17 @@ class Recipe:
 
     def __init__(self, child: nn.Module, call: Call, made: torch.Tensor) -> None:
         self._child, self._call, self._manner = child, call, manner_of(child)
-        self._trained, self._kind = made.requires_grad, made.device.type
+        self._trained, self._kind, self._around = made.requires_grad, made.device.type, Surroundings()
 
     def make(self, given: torch.Tensor) -> torch.Tensor:
         """With gradients, as it was made at first, or another kernel might do it; but the graph of that is dropped."""
         plainly = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)  # itself would hold its own graph
-        with plainly, torch.autocast(self._kind, enabled=False), in_manner(self._child, self._manner):
+        with (
+            plainly,
+            torch.autocast(self._kind, enabled=False),
+            in_manner(self._child, self._manner),
+            self._around.again(),
+        ):
             made: torch.Tensor = self._call(given)
         return made.detach().requires_grad_(self._trained)
 
@@ -53,7 +68,8 @@ def lead_of(
     child: nn.Module, call: Call, args: Any, kwargs: Any, tape: Tape | None, is_foreign: Callable[[], bool]
 ) -> tuple[Any, Lead | None]:
     """Run a child that should lead to a part; what it gives, and whether it leads: if it ran as on ``tape``."""
-    if kwargs or len(args) != 1 or tape is None or torch.is_autocast_enabled(args[0].device.type):
+    is_one = not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor)
+    if not is_one or tape is None or torch.is_autocast_enabled(args[0].device.type):
         return call(*args, **kwargs), None
     with Listening(is_foreign) as listening:
         made = call(*args)
@@ -86,19 +102,26 @@ def recomputed(
     numbers = {id(leaf): number for number, leaf in enumerate(once)}
     which = [numbers[id(leaf)] for leaf in leaves]
     replaying: Replaying | None = None
+    around, is_second = Surroundings(), False
 
     def run(*given: Any) -> Any:
+        nonlocal is_second
         values = [given[number] for number in which]
         if recipe is not None and led:
             with contextlib.nullcontext() if replaying is None else replaying.paused():
                 value = made.pop() if made else recipe.make(values[led[0]])
             values = [value if place in led else other for place, other in enumerate(values)]
         values = filled(form, iter(values))
-        with in_manner(block, manner):  # backward may come after eval()
+        with contextlib.ExitStack() as stack:
+            if is_second:
+                stack.enter_context(in_manner(block, manner))  # backward may come after eval()
+                stack.enter_context(around.again())
+                stack.enter_context(leaving_nothing(block))
+            is_second = True
             return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     if away and not is_compiled(block):
-        recording = Recording(away, stream, tape)
+        recording = Recording(away, stream, tape, block)
         replaying = Replaying(recording, stream)
         contexts = recording, replaying
         return checkpoint(run, *once, use_reentrant=False, context_fn=lambda: contexts)

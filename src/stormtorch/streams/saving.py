@@ -18,11 +18,13 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..core.errors import StormError
 from ..core.sizes import format_bytes
 from ..memory.stopwatch import timed
 from .activation_plan import (
@@ -40,6 +42,7 @@ from .activation_plan import (
 from .activations import ActivationStream
 from .block_call import BlockCall, Call, calling
 from .blocks import (
+    Untouched,
     attributes_of,
     identities_of,
     is_compiled,
@@ -54,7 +57,7 @@ from .blocks import (
 from .held import Held
 from .levels import UNCOUNTED, Levels, Way
 from .measurement import Measurement
-from .replay import Measuring
+from .replay import Looking, Measuring
 from .rerun import in_parts, recomputed
 from .tape import Tape
 from .torch_private import at_end_of_backward, has_plain_storage, in_backward, in_functorch, innermost_hooks
@@ -91,6 +94,7 @@ class Saving:
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
         self._own = [identities_of(block) for block in blocks]
+        self._buffered = [bool(list(block.buffers())) for block in blocks]
         self._calls: list[tuple[nn.Module, str, Any]] = []
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
@@ -105,6 +109,8 @@ class Saving:
         self._measured: dict[Any, Measurement] = {}  # by kind of block
         self._profiles: dict[Any, BlockProfile] = {}
         self._rounds: dict[Any, list[int]] = {}  # the passes in which a kind was measured
+        self._given: tuple[Any, Untouched] = (None, Untouched(()))  # what the last block was, and its kind
+        self._not_again: set[Any] = set()  # shapes of blocks that have shown that they cannot be run again
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._tight = False  # whether the device may run out
         self._loose_bytes = 0  # of this pass
@@ -132,6 +138,7 @@ class Saving:
         try:
             yield
         finally:
+            self._look_at_inputs()
             self._hooks, self._sending, self._measuring = None, False, None
             if self.passes <= _REPLAN_AT[-1]:
                 self._levels.reach(len(self._held), self._stream.travelling_bytes(), self._stream.window_bytes)
@@ -266,6 +273,9 @@ class Saving:
 
     def call(self, index: int, block: nn.Module, original: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block as the plan says."""
+        if self._in_block:
+            return original(*args, **kwargs)  # it is part of another one
+        self._look_at_inputs()
         leaves = tensors_in(args, kwargs)
         kind = (self._shapes[index], manner_of(block), tuple(leaf.requires_grad for leaf in leaves))
         size = sum(leaf.nbytes for leaf in leaves if has_plain_storage(leaf))
@@ -292,7 +302,15 @@ class Saving:
             way = plan.way(known.parts)
             if self.plan is None and plan.inputs_away:
                 self._input_bytes += known.input_bytes
+            buffers = Untouched(block.buffers() if self._buffered[index] and plan.kind == "recompute" else ())
             result = self._run(plan, known, block, original, args, kwargs)
+            if not buffers:
+                self._may_not_run_again(kind)
+                raise StormError(
+                    f"A {type(block).__name__} has changed its buffers, which it did not when it was measured, and "
+                    'would change them again in backward. Set activations="offload".'
+                )
+        self._given = kind, Untouched(leaves)
         if self._is_last():
             self._sending = False  # what comes now is what backward begins with
         self._held.append(held)
@@ -364,6 +382,25 @@ class Saving:
                 leaf.register_hook(reached)
                 return
 
+    def _look_at_inputs(self) -> None:
+        """What the last block was given may have been written over since: it cannot be run again then."""
+        kind, given = self._given
+        if not given:
+            self._may_not_run_again(kind)
+        self._given = None, Untouched(())
+
+    def _may_not_run_again(self, kind: Any) -> None:
+        """Nor may any other kind of the same shape."""
+        shape = kind[0]
+        if shape in self._not_again:
+            return
+        self._not_again.add(shape)
+        self.plan = None
+        for measured in (kind for kind in self._measured if kind[0] == shape):
+            self._measured[measured].repeatable = False
+        for known in (kind for kind in self._profiles if kind[0] == shape):
+            self._profiles[known] = replace(self._profiles[known], repeatable=False)
+
     def _may_run_again(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return not is_listened_to(block) and is_plain((*args, *kwargs.values())) and self._can_recompute(block)
 
@@ -411,6 +448,7 @@ class Saving:
         else:
             mode = contextlib.ExitStack()
             mode.enter_context(timing)
+            mode.enter_context(Looking(tape, lambda: self._is_packing))
             mode.enter_context(calling(block.named_children(), self._see_part))
         try:
             with self._set(sending=away), mode:
@@ -421,7 +459,9 @@ class Saving:
                 measurement.tape.need(tensor)
             measurement.tape.close()
         still = state_of(block, args, kwargs) == before
-        measurement.repeatable = still and self._may_run_again(block, args, kwargs)
+        if not still:
+            self._may_not_run_again(kind)
+        measurement.repeatable = kind[0] not in self._not_again and self._may_run_again(block, args, kwargs)
         self._measured[kind] = measurement
         self._rounds[kind].append(self.passes)
         return result, 0 if away else measurement.saved_bytes

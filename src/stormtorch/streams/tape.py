@@ -15,14 +15,16 @@ no cast can be taken for."""
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..memory.stopwatch import Reading
@@ -50,6 +52,37 @@ class Numbering:
         return name, self._seen[name] - 1
 
 
+class Storages:
+    """Numbers storages as they come up."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # by address
+        self._known: list[StorageReference] = []  # while these are there, no other has their addresses
+
+    def number(self, tensor: torch.Tensor) -> int:
+        if not has_plain_storage(tensor):
+            return -1
+        address = _address(tensor)
+        if address not in self._numbers:
+            self._numbers[address] = len(self._known)
+            self._known.append(StorageReference(tensor.untyped_storage()))
+        return self._numbers[address]
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        """Its number if it has come up."""
+        return self._numbers.get(_address(tensor)) if has_plain_storage(tensor) else None
+
+    def passing(self, args: Any, result: Any) -> tuple[int, ...]:
+        """What an operation was given, and gave."""
+        return tuple(map(self.number, (*_tensors(args), *_tensors(result))))
+
+
+def numbered_anew(flow: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same for any two runs in which the same storages pass from operation to operation."""
+    numbers = {-1: -1}
+    return [tuple(numbers.setdefault(number, len(numbers) - 1) for number in step) for step in flow]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """``size``: bytes of its results, if they may be put aside; else 0. Storages are numbered."""
@@ -69,6 +102,7 @@ class _Opened:
 
     part: str
     first_operation: int
+    first_heavy: int
     first_step: int
     saved: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)  # into, by itself
@@ -83,6 +117,10 @@ class Tape:
 
     is_sure: bool = True  # whether the same operations come whenever a block of this kind runs
     operations: list[Operation] = field(default_factory=list)  # all of them, also those that compute nothing
+    heavy: list[Operation] = field(default_factory=list)  # matrix products, attention
+    flow: list[tuple[int, ...]] = field(default_factory=list)  # storages that passed through each of the operations
+    # Modules that have run the same operations since: whether with the same flow, which an attribute may decide.
+    alike: weakref.WeakKeyDictionary[nn.Module, bool] = field(default_factory=weakref.WeakKeyDictionary)
     steps: list[Step] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)  # into, after they were made
@@ -91,12 +129,13 @@ class Tape:
     written_by: dict[str, set[int]] = field(default_factory=dict)  # parts
     _opened: list[_Opened] = field(default_factory=list)
     _empty: set[int] = field(default_factory=set)  # storages that nobody has been seen to fill
-    _numbers: dict[int, int] = field(default_factory=dict)  # of storages, by address
-    _known: list[StorageReference] = field(default_factory=list)  # while these are there, no other has their addresses
+    _storages: Storages = field(default_factory=Storages)
 
     def add(self, operation: Operation, args: Any, result: Any, *, kind: str, heavy: bool, seconds: Reading) -> None:
         """``kind``: "writes" into its arguments; "fixed" must run; "empty" is yet to be filled; "plain"."""
         self.operations.append(operation)
+        self.heavy += [operation] * heavy
+        self.flow.append(self._storages.passing(args, result))
         given, made = _tensors(args), _tensors(result)
         reads = frozenset(self.number(tensor) for tensor in given)
         if kind == "writes":
@@ -136,16 +175,28 @@ class Tape:
             saved.add(number)
         return number
 
+    def read(self, tensor: torch.Tensor) -> None:
+        """The block looks at the values of ``tensor`` itself, and no operation shows it."""
+        for saved in (self.saved, *(opened.saved for opened in self._opened)):
+            saved.add(self.number(tensor))
+
     def need(self, tensor: torch.Tensor) -> None:
         """Somebody keeps ``tensor``, and will find there what the block leaves when it runs again."""
-        number = self._numbers.get(_address(tensor)) if has_plain_storage(tensor) else None
+        number = self._storages.known(tensor)
         if number is not None:
             for tape in filter(None, (self, *self.parts.values())):
                 tape.saved.add(number)
 
     def begin(self, part: str) -> None:
         """What comes now is ``part``'s, until `end`."""
-        self._opened.append(_Opened(part=part, first_operation=len(self.operations), first_step=len(self.steps)))
+        self._opened.append(
+            _Opened(
+                part=part,
+                first_operation=len(self.operations),
+                first_heavy=len(self.heavy),
+                first_step=len(self.steps),
+            )
+        )
 
     def end(self) -> None:
         opened = self._opened.pop()
@@ -158,6 +209,8 @@ class Tape:
         return Tape(
             is_sure=self.is_sure,
             operations=self.operations[opened.first_operation :],
+            heavy=self.heavy[opened.first_heavy :],
+            flow=numbered_anew(self.flow[opened.first_operation :]),
             steps=self.steps[opened.first_step :],
             saved=opened.saved,
             written=self.written,
@@ -168,18 +221,11 @@ class Tape:
         """The block is through: nothing is added any more."""
         for part in filter(None, self.parts.values()):
             part.is_sure = self.is_sure
-        self._numbers.clear()
-        self._known.clear()
+        self.flow, self._storages = numbered_anew(self.flow), Storages()
 
     def number(self, tensor: torch.Tensor) -> int:
         """Of its storage."""
-        if not has_plain_storage(tensor):
-            return -1
-        address = _address(tensor)
-        if address not in self._numbers:
-            self._numbers[address] = len(self._known)
-            self._known.append(StorageReference(tensor.untyped_storage()))
-        return self._numbers[address]
+        return self._storages.number(tensor)
 
     def idle(self, aside: AbstractSet[Operation]) -> frozenset[Operation]:
         """The operations that need not run again if the results of ``aside`` are at hand; those not among them."""
