@@ -13,7 +13,7 @@ python3 setup.py -q build_ext --inplace --force > "$out/build.log" 2>&1 || tail 
 # Where pytest-xdist is at hand: several processes, which must not compete for cores, nor meet a plugin that objects.
 parallel=
 if python3 -c 'import xdist' 2> /dev/null; then
-  parallel="-n 8 --dist worksteal"
+  parallel="-n $(($(nproc) * 3 / 4)) --dist worksteal"
   export PYTEST_ADDOPTS="-p no:benchmark" OMP_NUM_THREADS=2
 fi
 pytest="python3 -m pytest -v $parallel -p no:cacheprovider -o timeout_method=thread --durations=10"

@@ -141,6 +141,7 @@ def _open(
             mode=mode,
         )
         endings.before_others(taken.release)
+        taken.before_update = functools.partial(tuning.before_step, gradients)
         taken.on_step = functools.partial(tuning.after_step, gradients)
         _make_known(taken, access, parameters, gradients)
     access.durable = durable = Durable(

@@ -51,7 +51,7 @@ class Tuning:
         self._worker: Worker | None = None
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
         self._planned_at = Totals()  # when activations were last planned
-        self._share_is_fixed = False
+        self._share_is_fixed = self._is_share_due = False
         self._accumulates = True  # as far as is known
         self._steps = 0
         self.meter = meter
@@ -78,19 +78,25 @@ class Tuning:
         if fixed_share:
             self._share(fixed_share)
 
+    def before_step(self, gradients: GradientStream) -> None:
+        """Divide the update that comes as was learned. Not after a step: what that left to the device would have to be
+        done at once, on the CPU, if the device has no part in it any more."""
+        began, self._accumulates = gradients.has_added and not self._accumulates, gradients.has_added
+        is_due, self._is_share_due = self._is_share_due, False
+        if self._adam is None or self.meter is None:
+            return  # RAM on either side, and the same cores
+        if is_due and not self._share_is_fixed:
+            self._choose_share()
+        elif began and self._adam.there.sets_bytes:
+            self._share(self._adam.there.share_now)  # out of the room that is needed now
+
     def after_step(self, gradients: GradientStream) -> None:
         """Use what was learned."""
         self._recorder.step()
         self._steps += 1
-        began, self._accumulates = gradients.has_added and not self._accumulates, gradients.has_added
-        if self.meter is None:
-            return  # RAM on either side, and the same cores
-        if self._steps in _GROW_AT:
+        self._is_share_due = self._steps in _SHARE_AT
+        if self.meter is not None and self._steps in _GROW_AT:
             self._grow(gradients, self.meter)
-        if self._adam is not None and self._steps in _SHARE_AT and not self._share_is_fixed:
-            self._choose_share()
-        elif began and self._adam is not None and self._adam.there.sets_bytes:
-            self._share(self._adam.there.share_now)  # out of the room that is needed now
 
     # --- the pool
 

@@ -346,7 +346,7 @@ def test_functional_call_of_a_part_of_a_block(device: str, activations: str) -> 
         model.blocks = nn.ModuleList(Swapping(WIDTH) for _ in range(4))
         return model
 
-    with Pair(Case("fused", build, tokens, loss), adamw, device=device, activations=activations) as pair:
+    with pair_on(device, Case("fused", build, tokens, loss), activations=activations) as pair:
         pair.steps(3)
         pair.check()
         copied = copy.deepcopy(pair.streamed.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,16 @@ def test_no_host_wait_where_all_of_it_fits(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["forward", "forward-clipped", "forward-trainer", "forward-accumulated", "backward"])
 def test_no_host_wait_in_the_steady_loop(tmp_path: Path, mode: str, recompute: bool, dtype: torch.dtype) -> None:
     check("32MiB", tmp_path, mode, recompute=recompute, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_no_host_wait_when_the_share_changes(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device was to update is not left to the host, who would do it at once."""
+    shares = itertools.cycle([1.0, 0.5, 0.0])
+    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (next(shares), "said the test"))
+    check("32MiB", tmp_path, "forward-clipped", recompute=False, dtype=dtype)
 
 
 def check(vram: str, folder: Path, mode: str, *, recompute: bool, dtype: torch.dtype) -> None:

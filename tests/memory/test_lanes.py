@@ -210,6 +210,24 @@ def test_shapes_may_differ_and_modes_do_not_matter(opened: OpenLanes, lane_devic
     assert there.tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
+def test_host_memory_is_filled_behind_what_the_lane_waits_for(
+    opened: OpenLanes, lane_device: torch.device, kind: str, ledger: Ledger
+) -> None:
+    lanes = opened()
+    flags = Flags(1, ledger=ledger, device=lane_device, page_lock=page_lock_for(lane_device))
+    home, there = at_home(kind, torch.ones(MiB)), torch.zeros(MiB, device=lane_device)
+    lanes.load.wait(lanes.compute.record())
+    lanes.load.wait_flag(flags[0], 1)
+    lanes.load.copy(there, home, Tag.DATA)
+    lanes.store.wait(lanes.load.record())
+    lanes.store.fill(home, 0xFF)
+    flags[0].set(1)
+    lanes.synchronize()
+    assert there.eq(1).all()
+    assert home.isnan().all()
+    flags.close()
+
+
 def test_a_failed_writer_frees_the_lane_that_waits_for_its_flag(ledger: Ledger) -> None:
     lanes = open_lanes(torch.device("cpu"))
     flags = Flags(1, ledger=ledger, device=lanes.device)

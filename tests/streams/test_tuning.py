@@ -14,6 +14,8 @@ from stormtorch.api import Session
 from stormtorch.core.records import Copied, Waited
 from stormtorch.core.tags import Tag
 from stormtorch.observe.recorder import Recorder
+from stormtorch.streams.adam import AdamStream
+from stormtorch.streams.adam_home import AdamHome, Waiting
 from stormtorch.streams.placement import Growth
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.shares import Rates
@@ -162,4 +164,34 @@ def test_states_pass_where_nobody_adds_gradients_up(
     with Counting() as meter:
         ours = run(meter)
     assert all(torch.equal(*pair) for pair in zip(ours, run(None), strict=True))
-    assert passed == [number >= 1 and not any(accumulates[: number + 1]) for number in range(8)]
+    assert passed == [number >= 2 and not any(accumulates[: number + 1]) for number in range(8)]
+
+
+@pytest.mark.parametrize("mode", ["forward", "serial"])
+def test_a_new_share_leaves_no_update_to_the_host(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device was to update, it updates: the CPU would have to do it at once, with everybody waiting."""
+    shares, late = iter([0.5, 0.0, 1.0, 0.25]), []
+    update_at_home = AdamStream._update_at_home
+
+    def note(self: AdamStream, home: AdamHome, waiting: Waiting) -> None:
+        late.append(home.unit.index)
+        update_at_home(self, home, waiting)
+
+    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (next(shares), "said the test"))
+    monkeypatch.setattr("stormtorch.tuning.growth", lambda *_, **__: Growth(pool_bytes=0, keep=[]))
+    monkeypatch.setattr(AdamStream, "_update_at_home", note)
+    seen = []
+    with Counting() as meter:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings = Settings(vram=400_000, device="cpu", step=mode, activations="keep")
+        with Session(model, optimizer, settings, trial=Trial(meter=meter, poison=True)) as session:
+            for _ in range(10):
+                model(torch.randn(4, 64).bfloat16()).square().mean().backward()
+                session.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert session._parts.adam is not None
+                seen.append(session._parts.adam.there.share_now)
+    assert not late
+    assert seen == [0.0] * 2 + [0.5] + [0.0] * 2 + [1.0] * 3 + [0.25] * 2

@@ -13,6 +13,7 @@ import torch
 
 from ..core.errors import LaneError, SettingError
 from ..core.records import Copied, Sink
+from ..core.sizes import MiB
 from ..core.tags import Tag
 from .cuda_driver import Driver, device_index, driver
 from .flags import Flag
@@ -74,8 +75,17 @@ class CudaLane(Lane):
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
         self._wait_out_delay()
-        with torch.cuda.stream(self.stream):
-            as_bytes(target).fill_(byte)
+        stream, target = self.stream, as_bytes(target)
+        with torch.cuda.stream(stream):
+            if target.is_cuda:
+                target.fill_(byte)
+                return
+            # The host would do it at once, before what this lane waits for.
+            source = torch.full((min(target.nbytes, MiB),), byte, dtype=torch.uint8, device=stream.device)
+            for part in target.split(MiB):
+                self._driver.copy(
+                    self.device_index, stream.cuda_stream, part.data_ptr(), source.data_ptr(), part.nbytes
+                )
 
     def record(self) -> Event:
         event = CudaEvent()

@@ -66,6 +66,7 @@ class OptimizerStream:
         self.lock = parameters.lock
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
+        self.before_update: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
         self.masters, self.has_masters = Masters(adam, self.torch_step), masters
         self._not_written: set[int] = set()  # parameters, when a state dict is about to be loaded
@@ -123,6 +124,7 @@ class OptimizerStream:
                     loss = closure()
             if self._mode != "backward":
                 self.before_change(None)  # here, where Ctrl-C ends the wait
+            self.before_update()
             self._update_all()
             self._unstepped = False
         self._sort_state()
