@@ -79,16 +79,10 @@ class Tuning:
             self._share(fixed_share)
 
     def before_step(self, gradients: GradientStream) -> None:
-        """Divide the update that comes as was learned. Not after a step: what that left to the device would have to be
-        done at once, on the CPU, if the device has no part in it any more."""
-        began, self._accumulates = gradients.has_added and not self._accumulates, gradients.has_added
-        is_due, self._is_share_due = self._is_share_due, False
-        if self._adam is None or self.meter is None:
-            return  # RAM on either side, and the same cores
-        if is_due and not self._share_is_fixed:
-            self._choose_share()
-        elif began and self._adam.there.sets_bytes:
-            self._share(self._adam.there.share_now)  # out of the room that is needed now
+        """Divide the update that comes as was learned, unless backward has done it. Not after the step: what that left
+        to the device would have to be done at once, on the CPU, if the device has no part in it any more."""
+        if self._mode != "backward":
+            self._divide(gradients)
 
     def after_step(self, gradients: GradientStream) -> None:
         """Use what was learned."""
@@ -97,6 +91,18 @@ class Tuning:
         self._is_share_due = self._steps in _SHARE_AT
         if self.meter is not None and self._steps in _GROW_AT:
             self._grow(gradients, self.meter)
+        if self._mode == "backward":
+            self._divide(gradients)
+
+    def _divide(self, gradients: GradientStream) -> None:
+        began, self._accumulates = gradients.has_added and not self._accumulates, gradients.has_added
+        is_due, self._is_share_due = self._is_share_due, False
+        if self._adam is None or self.meter is None:
+            return  # RAM on either side, and the same cores
+        if is_due and not self._share_is_fixed:
+            self._choose_share()
+        elif began and self._adam.there.sets_bytes:
+            self._share(self._adam.there.share_now)  # out of the room that is needed now
 
     # --- the pool
 

@@ -376,6 +376,7 @@ def test_an_arena_that_could_not_be_locked_is_served_through_a_ring(ledger: Ledg
     assert lanes.ring is not None
     assert lanes.ring.pinned
     data, there = home.tensor((MiB,), torch.uint8).fill_(7), torch.zeros(MiB, dtype=torch.uint8, device=device)
+    lanes.load.wait(lanes.compute.record())  # which made the zeros
     lanes.load.copy(there, data, Tag.DATA)
     lanes.synchronize()
     assert bool((there == 7).all())
