@@ -101,8 +101,8 @@ def test_all_methods_of_the_groups_exist() -> None:
     assert {one.case.size for one in planned} | {tiny(one).case.size for one in planned} == set(SIZES)
 
 
-@pytest.mark.parametrize("group", ["forward_backward", "long", "fp32", "wide"])
-def test_storm_runs_in_every_group(group: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", ["forward_backward", "fp32"])  # "long" and "wide" differ in sizes, which are tiny here
+def test_storm_runs(group: str, tmp_path: Path) -> None:
     methods = {one.case.method for one in GROUPS[group] if one.case.method.startswith("storm")}
     first = ["resident", "checkpoint"] if group == "forward_backward" else ["resident"]
     done = activations(group, "--methods", *first, *sorted(methods), "--out", str(tmp_path))

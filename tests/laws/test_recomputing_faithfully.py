@@ -497,7 +497,7 @@ def test_nothing_of_a_graph_stays(
                 loss = model(x).square().mean()
             loss.backward()
             del x, loss
-            gc.collect()
+    gc.collect()
     assert [node() for node in Watched.nodes] == [None] * STEPS
     if name == "saves_what_it_makes":
         assert known[0].leads == {"part": "norm"}

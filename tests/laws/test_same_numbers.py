@@ -639,17 +639,17 @@ def test_cuda_step_by_step(case: Case, step: str) -> None:
 def test_cuda_running_free(case: Case, step: str, accumulate: int, clip: str, seed: int) -> None:
     """Nothing is read on the way: bit for bit a plain CUDA model whose weights are updated by torch on the CPU."""
     device = torch.device("cuda", 0)
-    model = case.build()
+    model, steps = case.build(), STEPS // accumulate
     optimizer = adamw(model, fused=True)
     with stream(model, optimizer, device=device, step=step, seed=seed) as session:
         streamed = train(
-            case, model, optimizer, steps=STEPS, accumulate=accumulate, clip=clip, device=device, session=session
+            case, model, optimizer, steps=steps, accumulate=accumulate, clip=clip, device=device, session=session
         )
     twin, home = case.build().to(device), case.build()
     pairs = [pair for pair in zip(twin.parameters(), home.parameters(), strict=True) if pair[0].requires_grad]
     home_optimizer = adamw(home, fused=True)
     losses = []
-    for number in range(STEPS):
+    for number in range(steps):
         for part in range(accumulate):
             torch.manual_seed(number * accumulate + part)
             loss = case.loss(twin, on(case.batch(number * accumulate + part), device))
