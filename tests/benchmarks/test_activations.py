@@ -101,7 +101,7 @@ def test_all_methods_of_the_groups_exist() -> None:
     assert {one.case.size for one in planned} | {tiny(one).case.size for one in planned} == set(SIZES)
 
 
-@pytest.mark.parametrize("group", ["forward_backward", "fp32"])  # "long" and "wide" differ in sizes, which are tiny here
+@pytest.mark.parametrize("group", ["forward_backward", "fp32"])  # the others differ in sizes, which are tiny here
 def test_storm_runs(group: str, tmp_path: Path) -> None:
     methods = {one.case.method for one in GROUPS[group] if one.case.method.startswith("storm")}
     first = ["resident", "checkpoint"] if group == "forward_backward" else ["resident"]
