@@ -209,7 +209,7 @@ class ActivationStream:
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd: a note of ``tensor``, or ``Held`` if it stays."""
         self._sweep()
-        return self.send(tensor) if not self._closed and self._travels(tensor) else Held(tensor)
+        return self.send(tensor) if not self._closed and self.travels(tensor) else Held(tensor)
 
     def send(self, tensor: torch.Tensor) -> Note:
         """A note of ``tensor``, which is on its way to RAM, or was sent before."""
@@ -226,7 +226,7 @@ class ActivationStream:
             self._send_or_keep(parcel)
         return Note(parcel, tensor)
 
-    def _travels(self, tensor: torch.Tensor) -> bool:
+    def travels(self, tensor: torch.Tensor) -> bool:
         """Whether it is worth moving, and can be moved by its bytes."""
         if tensor.device != self._lanes.device or type(tensor) is not torch.Tensor or not has_plain_storage(tensor):
             return False

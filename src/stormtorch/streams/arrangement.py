@@ -30,6 +30,7 @@ _WAY = 16  # a part of so many of the budget is on its way out, and as much on i
 _SPARED = 200  # a part of so many of the budget is left alone: levels are noted to the byte, but not all are alike
 _ROUNDED = 8 * MiB  # at least so much, or of small budgets a part: torch rounds large tensors up by as much as 1 MiB
 _ROUNDED_PART = 50
+_NEARLY = 8  # nearly full: less than such a part of the budget is left
 _TIGHT = 8  # a process that has more than such a part of the budget may run out of it
 
 
@@ -99,9 +100,16 @@ def open_saving(
             return trial.activation_room <= 0
         return meter is not None and meter.allocated() - around.foreign_bytes > limit // _TIGHT
 
+    def is_nearly_full() -> bool:
+        return room() < usable // _NEARLY
+
     levels = Levels(
         meter.allocated if meter is not None else lambda: 0, around.peak.seen_bytes, lambda: around.peak.grown_bytes
     )
+
+    def is_over() -> bool:
+        top = levels.last_top()
+        return top is not None and top > usable
 
     def has_held() -> bool:
         top = levels.proven_top()
@@ -142,6 +150,8 @@ def open_saving(
         levels=levels,
         room=room,
         is_tight=is_tight,
+        is_nearly_full=is_nearly_full,
+        is_over=is_over,
         has_held=has_held,
         means=means,
         can_recompute=around.can_recompute,

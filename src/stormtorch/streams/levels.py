@@ -102,6 +102,10 @@ class Levels:
         there were too few: those of one step differ, where gradients stay from one to the next."""
         return max(self._tops) + self._grown() if len(self._tops) >= _PROVEN else None
 
+    def last_top(self) -> int | None:
+        """What the last pass took at the most; None if it is not known."""
+        return self._tops[-1] + self._grown() if self._tops else None
+
     def end(self) -> None:
         """Backward is through, and the user may do as they like with the peak."""
         self._close_last(0)
@@ -161,10 +165,11 @@ class Levels:
         Where nothing is known, the peak less all of ``held`` stands in."""
         careful = limit_bytes - self._peak() + sum(held)
         rooms = [
-            limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count + 1)
+            limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count)
         ]
-        rooms[-1] -= self._end.rise if count in self.bases and self._end is not None else 0
-        return rooms
+        is_known = count in self.bases and self._end is not None
+        end = limit_bytes - self.bases[count] - self._end.rise if is_known else careful
+        return [*rooms, end]
 
     def rises(
         self, kind: Hashable, *, saved_bytes: int, part_bytes: Sequence[int] = (), others: Sequence[Rises] = ()
