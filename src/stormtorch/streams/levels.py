@@ -164,12 +164,10 @@ class Levels:
 
         Where nothing is known, the peak less all of ``held`` stands in."""
         careful = limit_bytes - self._peak() + sum(held)
-        rooms = [
-            limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count)
-        ]
-        is_known = count in self.bases and self._end is not None
-        end = limit_bytes - self.bases[count] - self._end.rise if is_known else careful
-        return [*rooms, end]
+        rooms = [limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count)]
+        if count not in self.bases or self._end is None:
+            return [*rooms, careful]
+        return [*rooms, limit_bytes - self.bases[count] - self._end.rise]
 
     def rises(
         self, kind: Hashable, *, saved_bytes: int, part_bytes: Sequence[int] = (), others: Sequence[Rises] = ()
