@@ -13,7 +13,7 @@ import torch
 
 from stormtorch import tuning
 from stormtorch.api import Session
-from stormtorch.core.sizes import MiB
+from stormtorch.core.sizes import MiB, format_bytes
 from stormtorch.streams import placement
 from stormtorch.streams.settings import Settings, Trial
 
@@ -97,3 +97,18 @@ def test_a_loop_that_checkpoints_by_itself_may_need_more_than_there_is(
     shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
     assert max(peaks) <= limit * 1.01, f"{shown} of {limit / MiB:.2f} MiB; {reason}"
     assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True))
+
+
+def test_who_goes_over_the_budget_is_told(
+    small_scale: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss that takes more than there is cannot leave."""
+    small_scale(2e8)
+    size: Any = {"blocks": 2, "rows": (8, 48)}
+    peaks, _, _ = train(2048, 64 * MiB, mode="auto", step="forward", **size)
+    assert not caplog.messages
+    limit = round(max(peaks) * 0.6)
+    peaks, _, _ = train(2048, limit, mode="auto", step="forward", **size)
+    assert len(caplog.messages) == 1
+    assert f"has taken {format_bytes(peaks[6])} of the device" in caplog.text
+    assert f"allows {format_bytes(limit)}" in caplog.text

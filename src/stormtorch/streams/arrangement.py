@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..core.notices import say_once
-from ..core.sizes import MiB
-from ..core.tags import Tag
+from ..core.sizes import MiB, format_bytes
+from ..core.tags import Tag, Tier
 from ..memory.device_meter import DeviceMeter
 from ..memory.lanes import Lanes
 from ..memory.ledger import Ledger
@@ -107,9 +107,16 @@ def open_saving(
         meter.allocated if meter is not None else lambda: 0, around.peak.seen_bytes, lambda: around.peak.grown_bytes
     )
 
-    def is_over() -> bool:
+    def over() -> str:
         top = levels.last_top()
-        return top is not None and top > usable
+        if top is None or top <= limit + around.foreign_bytes:
+            return ""
+        return (
+            f"A pass has taken {format_bytes(top - around.foreign_bytes)} of the device, and "
+            f"{around.ledger.budgets[Tier.DEVICE].given} allows {format_bytes(limit)}: what is saved after the last "
+            'block cannot leave. Take a smaller batch, let activations="auto" see to blocks instead of checkpoints of '
+            "your own, or use storm.linear_cross_entropy for the loss of a large vocabulary."
+        )
 
     def has_held() -> bool:
         top = levels.proven_top()
@@ -151,7 +158,7 @@ def open_saving(
         room=room,
         is_tight=is_tight,
         is_nearly_full=is_nearly_full,
-        is_over=is_over,
+        over=over,
         has_held=has_held,
         means=means,
         can_recompute=around.can_recompute,

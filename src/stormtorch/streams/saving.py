@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ..core.errors import StormError
+from ..core.notices import say_once
 from ..core.sizes import format_bytes
 from ..memory.stopwatch import timed
 from .activation_plan import (
@@ -80,19 +81,19 @@ class Saving:
         room: Callable[[], int],
         is_tight: Callable[[], bool],
         is_nearly_full: Callable[[], bool],
-        is_over: Callable[[], bool],
+        over: Callable[[], str],
         has_held: Callable[[], bool],
         means: Callable[[list[Any], list[BlockProfile], list[int]], Means],
         can_recompute: Callable[[nn.Module], bool],
     ) -> None:
         """``room``: bytes of VRAM that are free of the budget just now; ``is_tight``: whether they may run out;
-        ``is_nearly_full``: whether they nearly have; ``is_over``: whether they have, in the last pass;
+        ``is_nearly_full``: whether they nearly have; ``over``: what to say if they have, in the last pass, or nothing;
         ``has_held``: whether the present plan is known to hold the budget.
         ``means``: what blocks of these kinds have to use, given what each one held in the last pass.
         ``can_recompute``: whether a block's weights may be on the device all at once, as when it is recomputed."""
         self.mode, self._stream, self._device, self._levels = mode, stream, device, levels
         self._room, self._is_tight, self._has_held = room, is_tight, has_held
-        self._is_nearly_full, self._is_over = is_nearly_full, is_over
+        self._is_nearly_full, self._over = is_nearly_full, over
         self._means, self._can_recompute = means, can_recompute
         self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
         self._loose_way_bytes = self._way_bytes  # and where there are no blocks to plan for
@@ -235,6 +236,8 @@ class Saving:
 
     def _look_back(self) -> None:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
+        if self.passes == _REPLAN_AT[-1] and self._over():
+            say_once(self._over(), key="over the budget")
         if self.mode not in ("auto", "recompute"):
             return
         self._tight = self._tight or self._is_tight()
@@ -267,7 +270,7 @@ class Saving:
 
     def _plan_loose(self) -> None:
         """What is loose stays if there is room beside the blocks; if there are none, as much of it as there is room."""
-        if not self._loose_leave and not self._is_over():
+        if not self._loose_leave and not self._over():
             return
         if self.plan is not None:
             self._loose_leave = self._loose_bytes > self.plan.spare_bytes
