@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .checkpoint.saver import Saver
-from .core.errors import StormError
+from .core.errors import SettingError, StormError
 from .observe.report import Report, make_report
 from .parts import open_parts
 from .streams.settings import Settings, Trial
@@ -43,6 +43,11 @@ def stream(
 
     Without an optimizer, for inference or for an optimizer of your own. ``close()`` makes the model ordinary again.
     """
+    if isinstance(optimizer, str):
+        raise SettingError(
+            f"optimizer={optimizer!r} is a name. Accepted: an optimizer, such as "
+            "torch.optim.AdamW(model.parameters(), lr=1e-5), or None."
+        )
     settings = Settings(
         vram=vram,
         ram=ram,

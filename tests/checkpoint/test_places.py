@@ -115,6 +115,11 @@ def test_a_name_that_is_too_long(tmp_path: Path, run: Run) -> None:
     assert names(tmp_path) == []
 
 
+def test_a_place_that_takes_no_folders_is_named_as_the_user_did(run: Run) -> None:
+    with pytest.raises(StorageError, match=r"^Cannot create /proc/x: no folders can be made there \[ENOENT\]"):
+        run.session.save("/proc/x")
+
+
 # ----------------------------------------------------------------------------------------------------- file systems
 
 

@@ -120,7 +120,7 @@ def test_a_full_disk_names_this_way_out(tmp_path: Path, monkeypatch: pytest.Monk
     run.steps(1)
     calls = dataclasses.replace(DiskCalls(), free_bytes=lambda _folder: 5000)
     monkeypatch.setattr(disk, "CALLS", calls)
-    with pytest.raises(StorageError, match=r"save\(\.\.\., optimizer=False\), need [\d.]+ KiB"):
+    with pytest.raises(StorageError, match=r"alone need [\d.]+ KiB: save\(\.\.\., optimizer=False\), or storm"):
         run.session.save(tmp_path / "one")
     with pytest.raises(StorageError, match=r"another disk\.$"):
         run.save(tmp_path / "one")
@@ -129,7 +129,7 @@ def test_a_full_disk_names_this_way_out(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk, "CALLS", DiskCalls(write=full))
-    with pytest.raises(StorageError, match=r"optimizer=False\), need") as caught:
+    with pytest.raises(StorageError, match="--no-save-optimizer; the optimizer then begins anew") as caught:
         run.session.save(tmp_path / "one")
     assert caught.value.errno == 28
     run.session.close()

@@ -64,7 +64,9 @@ def test_text_becomes_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (data / "9.jsonl").rename(tmp_path / "9.jsonl")
     out = tmp_path / "out"
     assert main(["data", "pack", str(data), "--out", str(out), "--tokenizer", str(name)]) == 0
-    assert "2 documents, 6 tokens." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 documents, 6 tokens." in said
+    assert f"Read it with storm.DataLoader(storm.data.tokens({str(out)!r}, sequence=2048), ...)." in said
     assert np.fromfile(out / "00000-0.bin", np.uint16).tolist() == [1, 2, 4, 3, 0, 4]
     assert tokens(out, sequence=2).rows == 2
 

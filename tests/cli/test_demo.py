@@ -22,6 +22,9 @@ def test_it_trains_within_its_budget_and_compares(capsys: pytest.CaptureFixture[
     assert "13.9 MiB of weights, device budget 6.9 MiB, 3 steps" in out
     assert "storm train ... --vram 7111KiB" in out
     assert f"keep it: storm train --model {DATA} --data {DATA / 'corpus.jsonl'} --output my-run --vram 7111KiB" in out
+    assert "The trained model is" not in out  # it is gone when the demo ends
+    assert "Open it" not in out
+    assert "not a comparison of speed" in out
     assert "The loss falls." in out
     assert "The budget held: 6.9 MiB of 6.9 MiB." in out
     assert "equals plain PyTorch's, bit for bit" in out or "Losses differ from plain PyTorch's by at most" in out

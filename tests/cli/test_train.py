@@ -96,6 +96,9 @@ def test_settings_are_read_without_torch() -> None:
         (["--model", "nowhere"], "--model nowhere"),
         (["--data", "absent.jsonl"], "absent.jsonl does not exist"),
         (["--vram", "10KiB"], "Raise it"),
+        (["--vram", "8"], "The limit is vram='8'. Did you mean '8GiB'? Raise it"),
+        (["--vram", "-1GiB"], "vram='-1GiB' is not a byte size"),
+        (["--output", "/proc/storm"], "Cannot create /proc/storm: no folders can be made there"),
     ],
 )
 def test_mistakes_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
@@ -115,8 +118,9 @@ def test_a_run_is_told_from_beginning_to_end(tmp_path: Path, capsys: pytest.Capt
         "LlamaForCausalLM: ",
         "random, seed 0",
         "3 steps of 2 rows (64 tokens)",
-        "(vram='600KiB')",
+        "cpu, whose memory is RAM as well, at most 600.0 KiB of it (vram='600KiB')",
         "step 1/3",
+        "device 600.0/600.0 KiB",
         "step 3/3",
         "peaks: device",
         "The trained model is ",
@@ -209,6 +213,19 @@ def test_the_last_state_of_the_line_stays(monkeypatch: pytest.MonkeyPatch) -> No
     live.say("said")
     assert out.getvalue() == f"\r{status_line(done)}\x1b[K\nsaid\n"
     assert status_line(done).endswith("RAM 5.0 MiB/16.0 GiB")
+
+
+def test_what_does_not_fit_on_the_terminal_is_left_out_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = status_line(STATUS)
+    for width in (len(line), 80, 60, 10):
+        monkeypatch.setenv("COLUMNS", str(width + 1))
+        out = Terminal()
+        Live(out=out, errors=out).show(STATUS)
+        shown = out.getvalue().removeprefix("\r").removesuffix("\x1b[K")
+        assert len(shown) <= width
+        assert line == shown or line.startswith(f"{shown}  ") or width == 10
+    assert "VRAM 3.0/8.0 GiB" in status_line(STATUS, 79)
+    assert "device 3.0/8.0 GiB" in status_line(dataclasses.replace(STATUS, on_gpu=False))
 
 
 def test_elsewhere_only_logged_steps_get_a_line() -> None:

@@ -42,7 +42,8 @@ def test_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"{broken", "no JSON"),
+        (b"{broken", "no JSON (Expecting property name enclosed in double quotes at column 2)"),
+        (b'{"text": "a', "no JSON (Unterminated string starting at column 10)"),
         (b'"text"', "a JSON str and no object"),
         (b'{"other": 1, "more": 2}', "no field 'text' among 'other', 'more'"),
         (b'{"text": 7}', "neither a text nor a list of whole numbers but int"),

@@ -63,6 +63,18 @@ def test_sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     peft.PeftModel.from_pretrained(llama(), "run")
 
 
+def test_the_loop_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is printed, in a folder that has the demo's config where a clone has it."""
+    (tmp_path / "src").symlink_to(EXAMPLES.parent / "src")
+    section = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").partition("## Your own loop\n")[2]
+    block = section.partition("```python\n")[2].partition("```\n")[0]
+    left: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), left)
+    assert left["loss"] < 7.0
+    assert "steps 20, " in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained("checkpoints/step-20")
+
+
 def test_fabric(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What it saves is what the same script saves without STORM, bit for bit."""
     pytest.importorskip("lightning_fabric", reason="needs lightning-fabric")

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+import stormtorch as storm
+from stormtorch.core.errors import SettingError
 from stormtorch.streams.takeover import users_own
 
 from .models import (
@@ -34,6 +36,11 @@ from .models import (
 )
 
 optim = torch.optim
+
+
+def test_a_name_is_no_optimizer() -> None:
+    with pytest.raises(SettingError, match=r"optimizer='adamw' is a name\. Accepted: an optimizer, such as torch\.opt"):
+        storm.stream(nn.Linear(2, 2), "adamw")  # type: ignore[arg-type]  # what users try
 
 
 # --- methods that are the user's

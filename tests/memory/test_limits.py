@@ -5,7 +5,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from stormtorch.core.errors import SettingError
 from stormtorch.core.sizes import GiB
 from stormtorch.memory import limits
 
@@ -91,3 +93,17 @@ def test_mounts_with_blanks_and_letters_beyond_ascii(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(limits, "_read_text", lambda _: table)
     assert limits.filesystem_type(Path("/m \u00fc/file")) == "tmpfs"
     assert limits.filesystem_type(Path("/elsewhere")) == "ext4"
+
+
+@pytest.mark.parametrize(
+    ("built_for", "words"), [(None, "was built without CUDA"), ("12.8", "torch sees no CUDA device")]
+)
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, built_for: str | None, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    with pytest.raises(SettingError, match=rf"^device='cuda' cannot be used here: .*{words}.*\. Accepted: cpu\.$"):
+        limits.usable_device("cuda")
+    with pytest.raises(SettingError, match=r"^device='tpu' cannot be used here\. Accepted: cpu\.$"):
+        limits.usable_device("tpu")

@@ -64,7 +64,7 @@ def train(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_share_gives_the_same_bits(step: str, clip: bool, micro: int, dtype: torch.dtype) -> None:
-    model = nn.Sequential(*(Block() for _ in range(10))).to(dtype)
+    model = nn.Sequential(*(Block() for _ in range(6))).to(dtype)
     results = {share: train(copy.deepcopy(model), share, step, clip=clip, micro=micro) for share in (0.0, 0.5, 1.0)}
     for share in (0.5, 1.0):
         for ours, theirs in zip(results[share], results[0.0], strict=True):
@@ -80,7 +80,7 @@ def test_states_that_are_kept_on_the_device_give_the_same_bits(
     step: str, clip: bool, micro: int, dtype: torch.dtype
 ) -> None:
     """All of them, or some, with the rest divided between the CPU and the device."""
-    model = nn.Sequential(*(Block() for _ in range(10))).to(dtype)
+    model = nn.Sequential(*(Block() for _ in range(6))).to(dtype)
     expected = train(copy.deepcopy(model), 0.0, step, clip=clip, micro=micro)
     for kept, share in ((99, 0.0), (2, 0.0), (2, 0.5)):
         streamed = train(copy.deepcopy(model), share, step, clip=clip, micro=micro, kept=kept)

@@ -51,6 +51,15 @@ def test_no_more_than_the_device_has() -> None:
     assert grown(pool=WHOLE, limit=64 * GiB, peak=13 * GiB, free=4 * GiB) == Growth(pool_bytes=3 * GiB, keep=[0])
 
 
+@pytest.mark.parametrize(
+    ("vram", "words"), [(8, "vram=8. Did you mean '8GiB'? Raise it"), ("8KiB", "'8KiB'. Raise it"), (0, "=0. Raise it")]
+)
+def test_a_number_without_a_unit_is_asked_about(vram: object, words: str) -> None:
+    with pytest.raises(OutOfBudget) as caught:
+        Session(nn.Linear(64, 64), None, Settings(vram=vram, device="cpu"))
+    assert words in str(caught.value)
+
+
 def test_a_pool_that_is_too_small_is_enlarged_within_the_budget() -> None:
     """Whoever holds more of the device than was planned, with views in graphs, say, gets what the budget has left."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))

@@ -190,6 +190,9 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     (model / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
     assert "Say --tokenizer PATH" in refused(tmp_path, model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    assert f"--model {model} has no tokenizer with it. Say --tokenizer PATH" in refused(tmp_path, model)
 
 
 def test_adapters_go_on_with_their_own_model_alone(tmp_path: Path) -> None:

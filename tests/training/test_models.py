@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,6 +204,7 @@ def test_models_of_the_users_own(tmp_path: Path, own_module: str) -> None:
     ("model", "words"),
     [
         ("nowhere", "nowhere does not exist"),
+        ("some/model", "Is it a name on the Hub? Fetch it first: hf download some/model --local-dir FOLDER."),
         ("empty", "empty has no config.json"),
         ("no_such_module:make", "cannot import no_such_module"),
         ("own_module_of_a_test:absent", "has no callable 'absent'"),
@@ -218,6 +220,26 @@ def test_models_that_cannot_be_used(tmp_path: Path, own_module: str, model: str,
         run(settings(tmp_path, model=model, tokenizer=tokenizer, steps=1))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "own_module_of_a_test:absent"},
+        {"model": "own_module_of_a_test:Own", "loss": "own_module_of_a_test:absent"},
+        {"optimizer": "adamx"},
+        {"optimizer": "sgd", "eps": 1e-8},
+    ],
+)
+def test_names_of_nothing_are_found_before_the_data_is_read(
+    tmp_path: Path, own_module: str, changes: dict[str, Any]
+) -> None:
+    assert own_module
+    chosen = settings(tmp_path, **changes, tokenizer=str(write_model(tmp_path / "model")))
+    watcher = Quiet()
+    with pytest.raises(SettingError):
+        run(chosen, watcher)
+    assert watcher.said == []
 
 
 def test_a_damaged_file_of_weights_is_named(tmp_path: Path) -> None:

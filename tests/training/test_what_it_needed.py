@@ -100,8 +100,12 @@ def test_the_last_one_is_saved_without_states_where_they_do_not_fit(
     assert all(mine[name].equal(theirs[name]) for name in theirs)
     monkeypatch.undo()
     watcher = Quiet()
-    assert run(chosen, watcher) == 0  # it is the trained model, and nothing is left to do
+    assert run(chosen, watcher) == 1  # nothing is left to do, and it is as incomplete as before
     assert any("nothing is left to train" in line for line in watcher.said)
+    assert f"{checkpoint(chosen, 8)} is not complete: it holds the weights alone" in watcher.warned[-1]
+    enough = Quiet()
+    assert run(settings(tmp_path, save_every=4, schedule="constant", save_optimizer=False), enough) == 0
+    assert not any("not complete" in line for line in enough.warned)
     more = settings(tmp_path, save_every=4, steps=12, schedule="constant")
     with pytest.raises(SettingError, match=r"step-00000008 holds the weights alone.*--no-save-optimizer"):
         run(more)

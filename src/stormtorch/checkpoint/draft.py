@@ -13,7 +13,7 @@ from ..core.errors import SettingError, StorageError
 from ..memory.file_calls import storage_error
 from . import disk
 from .disk import Record
-from .folder import MANIFEST, OURS, STORM, Manifest, beside, lock, remove
+from .folder import MANIFEST, OURS, STORM, Manifest, beside, lock, not_created, remove
 
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
@@ -49,7 +49,7 @@ class Draft:
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise storage_error(f"create {self.path}", error) from error
+                raise not_created(self.directory, error) from error
             raise
 
     def publish(self, step: int, records: Mapping[str, Record], versions: dict[str, str]) -> None:

@@ -65,6 +65,15 @@ class Manifest:
         return json.dumps(content, indent=1) + "\n"
 
 
+def not_created(folder: Path, error: OSError) -> StorageError:
+    """For a folder whose parents were made first, if need be: that something is missing then means another thing."""
+    if error.errno != errno.ENOENT:
+        return storage_error(f"create {folder}", error)
+    found = StorageError(f"Cannot create {folder}: no folders can be made there [ENOENT]. Name a directory on a disk.")
+    found.errno = error.errno
+    return found
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint. Raises CheckpointError, with what the folder is instead, if there is none."""
     path = directory / STORM / MANIFEST

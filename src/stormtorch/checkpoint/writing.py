@@ -145,7 +145,10 @@ def _way_out(content: Content) -> str:
     if not states:
         return ""
     rest = content.size - states
-    return f" The weights alone, save(..., optimizer=False), need {format_bytes(rest)}; the optimizer then begins anew."
+    return (
+        f" The weights alone need {format_bytes(rest)}: save(..., optimizer=False), or storm train "
+        "--no-save-optimizer; the optimizer then begins anew."
+    )
 
 
 def _with_a_way_out(error: BaseException, content: Content) -> BaseException:

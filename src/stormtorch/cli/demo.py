@@ -76,7 +76,6 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     streamed, peak = _train_streamed(settings)
     if streamed is None:
         return 1
-    print()
     print("plain    torch, transformers and a loop ...", flush=True)
     plain = _train_plain(settings, device)
     status = _compare(plain, streamed, peak, vram)
@@ -103,6 +102,7 @@ def _compare(plain: _Run, streamed: _Run, peak_bytes: int, vram_bytes: int) -> i
     print(
         f"streamed loss {streamed.losses[0]:.3f} -> {streamed.losses[-1]:.3f} in {streamed.seconds:.1f} s, all in all"
     )
+    print("         (one run of each, whatever else the machine does: not a comparison of speed)")
     print(f"The loss {'falls' if falls else 'does not fall'}.")
     print(f"The budget {'held' if held else 'was broken'}: {format_bytes(peak_bytes)} of {format_bytes(vram_bytes)}.")
     if plain.losses == streamed.losses and same:
@@ -208,6 +208,10 @@ def _train_streamed(settings: TrainSettings) -> tuple[_Run | None, int]:
 
     class Watching(Live):
         peak_bytes = 0
+
+        def say(self, line: str) -> None:
+            if settings.output not in line:  # where the trained model is, which goes with the demo's other files
+                super().say(line)
 
         def show(self, status: Status) -> None:
             self.peak_bytes = max(self.peak_bytes, status.vram_bytes - before)

@@ -65,7 +65,7 @@ class Live:
         now = self._clock()
         if self._terminal and (now - self._drawn_s >= _REDRAW_S or status.step == status.total):
             width = shutil.get_terminal_size().columns
-            self._print(f"\r{status_line(status)[: width - 1]}\x1b[K", end="")
+            self._print(f"\r{status_line(status, width - 1)}\x1b[K", end="")
             self._drawn_s, self._drawn, self._final = now, True, status.step == status.total
 
     def log(self, status: Status) -> None:
@@ -109,15 +109,23 @@ def _stream(given: TextIO | None, usual: TextIO | None) -> TextIO:
     return given or usual or io.StringIO()
 
 
-def status_line(status: Status) -> str:
-    """Progress, time left, loss, speed, memory against its budgets."""
+def status_line(status: Status, width: int | None = None) -> str:
+    """Progress, time left, loss, speed, memory against its budgets: as many of them as fit in ``width``, none cut."""
     loss = f"{status.loss:.4f}" if status.loss is not None else "-"
     speed = f"{status.tokens_per_s:,.0f}" if status.tokens_per_s is not None else "-"
-    return (
-        f"step {status.step}/{status.total}  ETA {_time(status.left_s)}  loss {loss}  {speed} tokens/s  "
-        f"VRAM {_share(status.vram_bytes, status.vram_limit_bytes)}  "
-        f"RAM {_share(status.ram_bytes, status.ram_limit_bytes)}"
+    line, *more = (
+        f"step {status.step}/{status.total}",
+        f"ETA {_time(status.left_s)}",
+        f"loss {loss}",
+        f"{speed} tokens/s",
+        f"{'VRAM' if status.on_gpu else 'device'} {_share(status.vram_bytes, status.vram_limit_bytes)}",
+        f"RAM {_share(status.ram_bytes, status.ram_limit_bytes)}",
     )
+    for part in more:
+        if width is not None and len(line) + 2 + len(part) > width:
+            break
+        line += f"  {part}"
+    return line[:width]
 
 
 def _share(used: int, limit: int) -> str:

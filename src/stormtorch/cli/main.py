@@ -9,6 +9,7 @@ import argparse
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ COMMANDS = {
     "doctor": "say what this machine offers STORM and what is missing",
     "train": "fine-tune a language model that does not fit in VRAM, with checkpoints that survive anything",
 }
+_NEGATIVE = re.compile(r"-\.?\d+\.?\d*[A-Za-z]+$")  # plain numbers argparse knows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,6 +35,17 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def _with_values(arguments: Sequence[str]) -> list[str]:
+    """``--vram -1GiB`` as ``--vram=-1GiB``: argparse would take the value for a flag, and say that there is none."""
+    joined: list[str] = []
+    for word in arguments:
+        if joined and _NEGATIVE.match(word) and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors meant for users become one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
@@ -40,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows less, and is no error
     name = "storm"
     try:
-        options = parser().parse_args(arguments)
+        options = parser().parse_args(_with_values(sys.argv[1:] if arguments is None else arguments))
         name = f"storm {options.command}"
         return int(importlib.import_module(f".{options.command}", __package__).run(options))
     except StormError as error:

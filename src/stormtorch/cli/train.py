@@ -1,7 +1,8 @@
 """``storm train``: fine-tunes a model that does not fit, with checkpoints that survive anything.
 
-Its flags are the fields of `TrainSettings`. Exit status: 0 trained, 1 an error, 2 flags that argparse refuses, 3 a loss
-that is not finite, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM, with a checkpoint.
+Its flags are the fields of `TrainSettings`. Exit status: 0 trained, 1 an error, 2 flags that argparse refuses (unknown
+ones, or without a value), 3 a loss that is not finite, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM, with a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from ..training.settings import TrainSettings, check_required
 from ..training.values import Kind
 
 _EPILOG = """\
-exit status: 0 trained; 1 an error, in one line; 2 flags that do not exist; 3 a loss that is not finite; 129, 130, 143
-stopped by a terminal that went, Ctrl-C or SIGTERM, with a checkpoint. The same command goes on from the last one.
+exit status: 0 trained; 1 an error, in one line; 2 a flag that does not exist or lacks its value; 3 a loss that is not
+finite; 129, 130, 143 stopped by a terminal that went, Ctrl-C or SIGTERM, with a checkpoint. The same command goes on
+from the last one.
 """
 _ERROR_FILE = "error.txt"
 

@@ -52,6 +52,13 @@ def document_files(path: Path) -> list[Path]:
     )
 
 
+def json_problem(error: Exception) -> str:
+    """What is wrong with a line, and in which column: the number of the line is the file's, which json cannot know."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    return str(error)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Document:
     """``content`` is to be learnt; ``prompt`` comes before it and is not. Texts, or tokens already."""
@@ -135,9 +142,9 @@ class DocumentReader:
         if not as_json:
             return Document(content=text.rstrip("\r\n"))
         try:
-            found = json.loads(text)
+            found = json.loads(text.rstrip("\r\n"))  # a quote that is not closed is then said to be one
         except ValueError as error:
-            raise ValueError(f"no JSON ({error})") from error
+            raise ValueError(f"no JSON ({json_problem(error)})") from error
         if not isinstance(found, dict):
             raise ValueError(f"a JSON {type(found).__name__} and no object")
         return self._document(found)

@@ -196,7 +196,7 @@ def open_ledger(
             free=free,
             total=total,
             headroom=max(512 * MiB, total // 50),
-            kept_for="the driver, cuBLAS and fragmentation",
+            kept_for="the driver, cuBLAS and fragmentation" if device.type == "cuda" else "fragmentation",
         ),
         _budget(
             Tier.HOST,

@@ -112,8 +112,17 @@ def usable_device(device: torch.device | str) -> torch.device:
     if name == "cuda" and len(accepted) > 1:
         name = f"cuda:{torch.cuda.current_device()}"
     if name not in accepted:
-        raise SettingError(f"device={name!r} cannot be used here. Accepted: {', '.join(accepted)}.")
+        raise SettingError(f"device={name!r} cannot be used here{_why_not(name)}. Accepted: {', '.join(accepted)}.")
     return torch.device(name)
+
+
+def _why_not(name: str) -> str:
+    """Why torch has no CUDA device, for whoever asked for one; empty where that is not the reason."""
+    if not name.startswith("cuda") or torch.cuda.device_count():
+        return ""
+    if torch.version.cuda is None:
+        return f": torch {torch.__version__} was built without CUDA"
+    return ": torch sees no CUDA device (storm doctor, nvidia-smi)"
 
 
 def device_memory_bytes(device: torch.device) -> tuple[int, int]:

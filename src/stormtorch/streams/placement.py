@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.errors import OutOfBudget
-from ..core.sizes import GiB, MiB, format_bytes, round_down
+from ..core.sizes import GiB, KiB, MiB, format_bytes, round_down
 from ..core.tags import Tier
 from ..memory.ledger import Ledger
 from .partition import Partition
@@ -45,7 +45,7 @@ def place(partition: Partition, ledger: Ledger, *, training: bool, measured: boo
         raise OutOfBudget(
             f"Cannot stream this model through {format_bytes(budget.limit_bytes)} of device memory for PARAMETERS",
             f"the largest block and the one after it, with their gradients, need {format_bytes(least)}",
-            f"The limit is {budget.given}.",
+            f"The limit is {budget.given}.{_meant(budget.limit_bytes)}",
             "Raise it, or split the largest layer.",
         )
     if not measured or whole <= free // 8:
@@ -61,6 +61,11 @@ def place(partition: Partition, ledger: Ledger, *, training: bool, measured: boo
     return Placement(
         pool_bytes=pool, least_bytes=least, whole_bytes=whole, fixed_bytes=fixed, adding_bytes=adding, reason=why
     )
+
+
+def _meant(limit_bytes: int) -> str:
+    """A number without a unit is one of bytes, which hardly anybody means who writes 8."""
+    return f" Did you mean '{limit_bytes}GiB'?" if 0 < limit_bytes < KiB else ""
 
 
 def headroom(limit_bytes: int) -> int:

@@ -98,8 +98,8 @@ class Checkpoints:
         return True
 
     def _say_failed(self, path: Path, error: StorageError, *, goes_on: bool) -> None:
-        good = f"the last good one is {self.last}" if self.last is not None else "there is none yet"
-        self._warn(f"{path.name} was not saved: {error} {f'Training goes on; {good}' if goes_on else good}.")
+        good = f"The last good one is {self.last}." if self.last is not None else "There is no checkpoint yet."
+        self._warn(f"{path.name} was not saved: {error} {'Training goes on. ' if goes_on else ''}{good}")
 
     def _write(self, path: Path, step: int, also: dict[str, Any], *, wait: bool, optimizer: bool) -> None:
         try:

@@ -47,8 +47,8 @@ def describe_placement(session: Session) -> list[str]:
     placement = session.placement
     device, host = budgets[Tier.DEVICE], budgets[Tier.HOST]
     lines.append(
-        f"device     {session.device}, {_limit(device)}: {format_bytes(placement.pool_bytes)} for weights and "
-        f"gradients on their way ({placement.reason})"
+        f"device     {session.device}, {_device_limit(session, device)}: {format_bytes(placement.pool_bytes)} for "
+        f"weights and gradients on their way ({placement.reason})"
     )
     held = ", ".join(
         f"{line.tag.value} {format_bytes(line.used_bytes)}"
@@ -60,6 +60,13 @@ def describe_placement(session: Session) -> list[str]:
     if reason:
         lines.append(f"activations {reason}")
     return lines
+
+
+def _device_limit(session: Session, budget: Budget) -> str:
+    """On the CPU there is no driver to leave room for, and what is free is the RAM of the other budget."""
+    if session.device.type != "cpu":
+        return _limit(budget)
+    return f"whose memory is RAM as well, at most {format_bytes(budget.limit_bytes)} of it ({budget.given})"
 
 
 def _limit(budget: Budget) -> str:

@@ -46,7 +46,7 @@ def read_config(path: Path) -> Any:
             what = "holds adapters and no model (peft's merge_and_unload makes one of both)"
         raise SettingError(
             f"--model {path} {what}. Accepted: a model's directory, on this machine; a config's JSON file; "
-            "module:callable."
+            f"module:callable.{_download(path)}"
         )
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
@@ -58,6 +58,14 @@ def read_config(path: Path) -> Any:
     if getattr(config, "quantization_config", None):
         raise SettingError(f"--model {path} is quantised, and such weights cannot be trained here. Name the original.")
     return config
+
+
+def _download(path: Path) -> str:
+    """What to do for what may be a name on the Hub: they are not looked up."""
+    name = str(path)
+    if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        return ""
+    return f" Is it a name on the Hub? Fetch it first: hf download {name} --local-dir FOLDER."
 
 
 def vocabulary(config: Any) -> int | None:

@@ -247,6 +247,7 @@ class Loop:
             vram_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes,
             ram_bytes=ledger.used_bytes(Tier.HOST),
             ram_limit_bytes=ledger.budgets[Tier.HOST].limit_bytes,
+            on_gpu=device.type == "cuda",
         )
 
 

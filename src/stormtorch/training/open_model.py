@@ -15,9 +15,10 @@ from ..checkpoint import load_weights
 from .build import Built, build
 from .describe import describe_model, describe_placement, describe_schedule
 from .ending import Spent
-from .optimizer import make_optimizer
+from .optimizer import make_optimizer, optimizer_and_options
+from .own_model import check_callables
 from .sampling import check_can_sample
-from .settings import TrainSettings
+from .settings import TrainSettings, is_callable_name
 from .text_data import TextData
 from .watch import Watcher
 
@@ -32,13 +33,25 @@ class Opened:
     load: Spent | None
 
 
+def check_names(settings: TrainSettings) -> None:
+    """Refuse names of nothing before hours go into the data: the optimizer's, the model's and the loss's."""
+    optimizer_and_options(settings)
+    _seed(settings)  # a module of the user's own may draw numbers as it is imported
+    if is_callable_name(settings.model):
+        check_callables(str(settings.model), settings.loss)
+
+
+def _seed(settings: TrainSettings) -> None:
+    random.seed(settings.seed)
+    np.random.seed(settings.seed % (1 << 32))
+    torch.manual_seed(settings.seed)
+
+
 def open_model(
     settings: TrainSettings, device: torch.device, data: TextData, watcher: Watcher, ends: ExitStack, *, values: bool
 ) -> Opened:
     """Without ``values`` a checkpoint follows, which brings them. The session is closed with ``ends``."""
-    random.seed(settings.seed)
-    np.random.seed(settings.seed % (1 << 32))
-    torch.manual_seed(settings.seed)
+    _seed(settings)
     began_s = time.perf_counter()
     built = build(settings, values=values)
     built_s = time.perf_counter() - began_s

@@ -40,6 +40,13 @@ def find_callable(name: str, *, setting: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]  # callable() has told so
 
 
+def check_callables(model: str, loss: str | None) -> None:
+    """Raises SettingError where one of the two names nothing that can be called."""
+    find_callable(model, setting="--model")
+    if loss is not None:
+        find_callable(loss, setting="--loss")
+
+
 def make_model(name: str, dtype: torch.dtype | None) -> nn.Module:
     """Calls what ``name`` names, without arguments; ``dtype`` None leaves the model as it was built."""
     make = find_callable(name, setting="--model")

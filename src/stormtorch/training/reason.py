@@ -13,7 +13,7 @@ def reason(error: BaseException) -> str:
     """The first line of the message, the second too where the first only announces it; the type's name if empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     announced = lines[0].endswith(":") and len(lines) > 1
-    return (f"{lines[0]} {lines[1]}" if announced else lines[0]).rstrip(" .:")
+    return (f"{lines[0]} {lines[1]}" if announced else lines[0]).rstrip(" .:,")
 
 
 def reason_and_place(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from .ending import Spent, Times, peak_rss_bytes
 from .identity import RunRecord, identity, write_run_file
 from .loop import Loop
 from .metrics import check_tensorboard, open_metrics
-from .open_model import open_model
+from .open_model import check_names, open_model
 from .resume import candidates, go_on, same_run
 from .run_folder import RunFolder
 from .settings import TrainSettings, check_required, is_callable_name
@@ -34,6 +34,7 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
         device = usable_device(_device(settings.device))
         settings = _with_dtype(settings, device)
         check_tensorboard(settings)
+        check_names(settings)
         data = read_text(settings, folder.data, watcher)
         made_with = identity(settings, total=data.total, data=data.rows.fingerprint)
         found = same_run(found, made_with, settings, data.total, watcher.warn)
@@ -53,7 +54,15 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
                 watcher.say(f"damaged    {moved}: moved there")
             if done >= data.total:
                 watcher.say("All steps are done: nothing is left to train.")
-                return _say_result(built, resumed.path, watcher)
+                status = _say_result(built, resumed.path, watcher)
+                if resumed.record.optimizer or not settings.save_optimizer:
+                    return status
+                watcher.warn(
+                    f"{resumed.path} is not complete: it holds the weights alone, without the optimizer's states. "
+                    "Say --no-save-optimizer if that is enough; or free space and delete it: the same command then "
+                    "trains again, from the checkpoint before it or from the beginning."
+                )
+                return 1  # as the run ended that made it
 
         def write_files(into: Path, step: int, optimizer: bool) -> None:
             built.copy_files(into)
@@ -122,7 +131,8 @@ def _ending(loop: Loop, saved: bool, built: Built, times: Times, watcher: Watche
     last, weights = loop.checkpoints.last, loop.checkpoints.weights_alone
     if not saved:
         kept = f"The weights alone are in {weights}" if weights is not None else "The last step is not saved"
-        watcher.warn(f"{kept}. The last complete checkpoint is {last or 'none'}. Free space, or use another disk.")
+        good = f"The last complete checkpoint is {last}" if last is not None else "There is no complete checkpoint"
+        watcher.warn(f"{kept}. {good}. Free space, or use another disk.")
         return loop.stopping.status or 1
     if loop.stopping.signal is not None:
         where = f"saved in {last}" if last is not None else "nothing to save"

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from ..checkpoint.folder import sweep
-from ..core.errors import SettingError
+from ..checkpoint.folder import not_created, sweep
+from ..core.errors import SettingError, StorageError
 from ..memory.file_calls import storage_error
 
 
@@ -28,7 +28,7 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._make()
             self._lock = (self.path / ".lock").open("w", encoding="utf-8")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -36,6 +36,8 @@ class RunFolder:
             raise SettingError(
                 f"Another storm train is running in {self.path}. Wait for it, or use --output."
             ) from None
+        except StorageError:
+            raise
         except OSError as error:
             self._unlock()
             raise storage_error(f"write to --output {self.path}", error) from error
@@ -52,6 +54,12 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._unlock()
+
+    def _make(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:
+            raise not_created(self.path, error) from error
 
     def _unlock(self) -> None:
         if self._lock is not None:

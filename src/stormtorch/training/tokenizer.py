@@ -18,8 +18,11 @@ def load_tokenizer(settings: TrainSettings) -> Any:
     assert given is not None
     path = Path(given)
     transformers = require("transformers", extra="hf", why="Reading text")
-    if settings.tokenizer is None and not path.is_dir():
-        raise SettingError(f"--model {given} has no tokenizer with it. Say --tokenizer PATH.")
+    if settings.tokenizer is None and not _may_hold_tokenizer(path):
+        raise SettingError(
+            f"--model {given} has no tokenizer with it. Say --tokenizer PATH, a tokenizer's directory or a "
+            "tokenizer.json."
+        )
     if not path.exists():
         raise SettingError(f"--tokenizer {given} does not exist. Name a tokenizer's directory, or a tokenizer.json.")
     try:
@@ -31,6 +34,12 @@ def load_tokenizer(settings: TrainSettings) -> Any:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
         raise SettingError(f"No tokenizer can be read from {path}: {reason(error)}. Say --tokenizer PATH.") from error
+
+
+def _may_hold_tokenizer(folder: Path) -> bool:
+    """Whether it has a file of any kind that tokenizers come in. transformers' own complaint is a list of guesses."""
+    kinds = ("*token*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "*.tiktoken")
+    return folder.is_dir() and any(next(folder.glob(kind), None) is not None for kind in kinds)
 
 
 def _bare(transformers: Any, file: Path) -> Any:

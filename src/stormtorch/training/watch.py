@@ -20,6 +20,7 @@ class Status:
     vram_limit_bytes: int
     ram_bytes: int
     ram_limit_bytes: int
+    on_gpu: bool = True  # the CPU device has no VRAM
 
 
 class Watcher(Protocol):

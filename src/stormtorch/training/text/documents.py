@@ -140,6 +140,11 @@ def _content(record: Record, found: dict[str, Any], name: str, *, empty: bool = 
         return value
     if name not in found:
         raise _missing(record, found, name)
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        raise StorageError(
+            f"{record.place}: field {name!r} is a list of messages, and no text. Put all turns of the conversation "
+            'into one list: {"messages": [...]}.'
+        )
     raise StorageError(
         f"{record.place}: field {name!r} is neither a text nor a list of token numbers but {type(value).__name__}. "
         "Correct it."

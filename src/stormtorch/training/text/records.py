@@ -14,6 +14,7 @@ from typing import Any
 
 from ...core.errors import SettingError, StorageError, StormError
 from ...core.sizes import MiB, format_bytes
+from ...data.documents import json_problem
 from ...data.paths import file_size, natural_order
 from ...memory.file_calls import storage_error
 
@@ -79,9 +80,11 @@ def _objects(path: Path, progress: Progress | None) -> Iterator[Record]:
                 f"{place}: a JSON array and no object. Each line is one JSON object: jq -c '.[]' {path} > data.jsonl."
             )
         try:
-            found = json.loads(line)
+            found = json.loads(line.rstrip("\r\n"))  # a quote that is not closed is then said to be one
         except (ValueError, RecursionError) as error:
-            raise StorageError(f"{place}: no JSON ({error}). Each line is one JSON object; correct it.") from error
+            raise StorageError(
+                f"{place}: no JSON ({json_problem(error)}). Each line is one JSON object; correct it."
+            ) from error
         if not isinstance(found, dict):
             raise StorageError(f"{place}: a JSON {_kind(found)} and no object. Each line is one JSON object.")
         yield Record(place=place, content=found)
