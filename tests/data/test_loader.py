@@ -227,6 +227,25 @@ def test_what_counts_as_used_does_not_depend_on_a_debugger() -> None:
     assert done.stdout.strip() == "True"
 
 
+@pytest.mark.parametrize("kind", ["rows", "items"])
+def test_a_script_may_end_in_the_middle_of_a_loop(tmp_path: Path, kind: str) -> None:
+    """Its loop is dropped after the modules that it would need to end in order."""
+    np.save(tmp_path / "x.npy", np.arange(4000).reshape(1000, 4))
+    data = "sys.argv[1]" if kind == "rows" else "torch.utils.data.TensorDataset(torch.arange(1000))"
+    code = (
+        "import sys\n"
+        "import torch\n"
+        "import stormtorch as storm\n"
+        f"loader = storm.DataLoader({data}, 10, device='cpu')\n"
+        "it = iter(loader)\n"
+        "first = next(it)\n"
+    )
+    for more in ("", "import gc; gc.disable()\n", "loader.self = [it]; del it, first\n"):
+        command = [sys.executable, "-c", code + more, str(tmp_path / "x.npy")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
 def test_interrupted_between_sent_and_no_longer_pending(

@@ -313,6 +313,8 @@ class DataLoader:
 
     def _end_run(self) -> None:
         run, self._run = self._run, None
+        if self._finalizer is not None and not self._finalizer.alive:
+            return  # the script is over and its engine closed; a loop that goes later finds modules without content
         if run is not None and self._engine is not None and self._engine.pid == os.getpid():
             try:
                 run.close()
