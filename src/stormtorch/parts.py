@@ -19,14 +19,12 @@ from .core.errors import SettingError
 from .core.tags import Tag
 from .ground import Ground, open_ground
 from .memory.flags import Flag
-from .memory.host import regions_for
 from .memory.lanes import Lanes
 from .native.jobs import Worker
 from .native.worker import open_worker
 from .streams.access import UserAccess
 from .streams.adam import AdamStream
 from .streams.adam_home import AdamHome
-from .streams.adam_settings import runs_as_adam
 from .streams.arrangement import Surroundings, open_saving
 from .streams.attach import Attachment
 from .streams.calls import Calls
@@ -122,7 +120,7 @@ def _open(
         gradients.prepare()
         masters = settings.master_dtype is not None
         mode = "forward" if settings.step == "auto" else settings.step
-        if runs_as_adam(optimizer, ground.units, masters):
+        if ground.homes.adam:
             adam, worker = _open_adam(ground, images, flags, parameters, gradients, trial)
             tuning.take_adam(adam, worker, fixed_share=trial.device_share)
         elif mode == "backward" and not is_separable(optimizer):
@@ -199,7 +197,7 @@ def _open_streams(
 
 def _own_grads(ground: Ground) -> list[torch.Tensor]:
     """Home memory for gradients, when the first ones come; it ends late: the model takes over what is in it."""
-    arena = ground.arena(regions_for(unit.grad_bytes for unit in ground.units), Tag.GRADIENTS)
+    arena = ground.arena(ground.homes.gradients, Tag.GRADIENTS)
     ground.endings.after_others(arena.close)
     return [arena.tensor((unit.grad_bytes,), torch.uint8) for unit in ground.units]
 
@@ -266,10 +264,9 @@ def _open_adam(
     trial: Trial,
 ) -> tuple[AdamStream, Worker]:
     units, endings = ground.units, ground.endings
-    sizes = [size for unit in units for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
-    states = ground.arena(regions_for(sizes), Tag.OPTIMIZER)
+    states = ground.arena(ground.homes.states, Tag.OPTIMIZER)
     endings.before_others(states.close)
-    factors = ground.arena(64 * 64, Tag.STAGING)
+    factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)
     homes = []
     for unit in units:

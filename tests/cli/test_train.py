@@ -96,6 +96,7 @@ def test_settings_are_read_without_torch() -> None:
         (["--model", "nowhere"], "--model nowhere"),
         (["--data", "absent.jsonl"], "absent.jsonl does not exist"),
         (["--vram", "10KiB"], "Raise it"),
+        (["--ram", "200KiB"], "are needed"),
     ],
 )
 def test_mistakes_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
