@@ -26,7 +26,7 @@ from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder
 from .streams.adam_settings import runs_as_adam
 from .streams.device_states import kept_bytes
-from .streams.meta import give_substance
+from .streams.meta import Exchange
 from .streams.partition import Partition, partition
 from .streams.placement import Homes, Placement, homes_for, place
 from .streams.settings import Settings, Trial
@@ -62,12 +62,16 @@ class Ground:
 
 
 def open_ground(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    trial: Trial,
+    endings: Endings,
+    exchange: Exchange,
 ) -> tuple[Ground, list[torch.Tensor]]:
     """The ground, and home memory for the weights of each unit."""
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
-    give_substance(model, optimizer)
     found = partition(
         model,
         unit_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes // 6,
@@ -77,6 +81,7 @@ def open_ground(
     units = found.units
     if not units:
         raise SettingError("The model has no parameters to stream.")
+    exchange.mark(units)
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
     meter = trial.meter or device_meter_for(device)
     placement = place(

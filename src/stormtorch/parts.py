@@ -32,6 +32,7 @@ from .streams.device_states import kept_bytes
 from .streams.durable import Durable
 from .streams.grad_home import GradHome
 from .streams.gradients import GradientStream
+from .streams.meta import Exchange, give_substance
 from .streams.optimizer import OptimizerStream
 from .streams.parameters import ParameterStream, Residence
 from .streams.saving import Saving
@@ -71,10 +72,14 @@ def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settin
     if optimizer is not None:
         _check_optimizer(model, optimizer)
     endings = Endings()
+    exchange = give_substance(model, optimizer)
     try:
-        parts = _open(model, optimizer, settings, trial, endings)
+        parts = _open(model, optimizer, settings, trial, endings, exchange)
     except BaseException:
-        endings.run()
+        try:
+            endings.run()
+        finally:
+            exchange.undo()
         raise
     _TIED[model] = weakref.ref(parts.access)
     if optimizer is not None and parts.optimizer is not None:
@@ -83,9 +88,14 @@ def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settin
 
 
 def _open(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    trial: Trial,
+    endings: Endings,
+    exchange: Exchange,
 ) -> Parts:
-    ground, images = open_ground(model, optimizer, settings, trial, endings)
+    ground, images = open_ground(model, optimizer, settings, trial, endings, exchange)
     flags = (ground.board[index] for index in range(len(ground.board)))
     tuning = Tuning(
         ground.device,
@@ -114,7 +124,8 @@ def _open(
     drain = functools.partial(_drain, access, ground.lanes)
     endings.before_others(drain)
     for parameter in ground.partition.left:
-        parameter.data = parameter.data.to(ground.device)
+        parameter.data = exchange.values(parameter, ground.device)
+    attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left)
     adam = worker = taken = None
     if optimizer is not None:
         gradients.prepare()
