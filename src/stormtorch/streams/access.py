@@ -83,6 +83,7 @@ class UserAccess:
         if self.closed:
             return
         if kind == "weight":
+            place.written = True
             self._parameters.changed(place.unit, by_step=False)
             if self.optimizer is not None:
                 self.optimizer.masters.rewritten(place)
