@@ -197,7 +197,8 @@ class Saving:
     def _see_loose(self, tensor: torch.Tensor) -> None:
         """Nobody knows beforehand how much will be loose. Where it is more than ever before, the device is asked: it
         must not run out in the pass that would tell."""
-        if self._is_past_blocks or not self._stream.travels(tensor):
+        is_planned = self._loose_leave and self.passes > _REPLAN_AT[-1]
+        if is_planned or self._is_past_blocks or not self._stream.travels(tensor):
             return
         storage = tensor.untyped_storage()
         if storage._cdata in self._loose_seen:
