@@ -125,7 +125,7 @@ def _open(
     endings.before_others(drain)
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
-    attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left)
+    attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
     adam = worker = taken = None
     if optimizer is not None:
         gradients.prepare()

@@ -12,6 +12,8 @@ from torch import nn
 
 import stormtorch as storm
 from stormtorch.checkpoint import load_weights
+from stormtorch.core.errors import SettingError
+from stormtorch.streams.home import plain
 
 WIDTH = 8
 
@@ -261,3 +263,26 @@ def test_the_advice_for_buffers_works() -> None:
 def test_activations_of_a_model_without_memory(device: str) -> None:
     with pytest.raises(storm.SettingError, match=r"model is on the meta device: 'embed\.weight' and .* weights first"):
         storm.offload_activations(empty(), device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_values_that_came_unseen_are_what_is_trained(dtype: torch.dtype) -> None:
+    """As a broadcast or a loader of one's own writes them: masters were made before they came."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    values = torch.randn(WIDTH, WIDTH).to(dtype)
+    with storm.stream(model, optimizer, vram="1GiB", device="cpu"):
+        for parameter in model.parameters():
+            plain(parameter).detach().copy_(values)
+        model(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean().backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            torch.testing.assert_close(parameter.detach(), values, rtol=1e-3, atol=1e-4)
+
+
+def test_a_shape_that_is_not_known_yet() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta"), nn.LazyLinear(WIDTH))
+    with pytest.raises(SettingError, match=r"The parameter '1.weight' has no shape yet"):
+        storm.stream(model, vram="1GiB", device="cpu")
+    assert model[0].weight.is_meta

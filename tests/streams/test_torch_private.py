@@ -172,13 +172,14 @@ def test_transformations_are_seen() -> None:
     assert torch.func.vmap(lambda x: x * torch_private.in_functorch())(torch.ones(2)).sum() == 2
 
 
-def test_mkldnn_is_asked_and_set() -> None:
-    assert torch_private.mkldnn_is_enabled()
-    torch_private.enable_mkldnn(False)
-    try:
-        assert not torch_private.mkldnn_is_enabled()
-    finally:
-        torch_private.enable_mkldnn(True)
+def test_flags_of_backends_are_asked_and_set() -> None:
+    for ask, put in torch_private.backend_flags():
+        before = ask()
+        put(not before)
+        try:
+            assert ask() is not before
+        finally:
+            put(before)
 
 
 def test_a_probe_is_not_seen_by_dispatch_modes() -> None:

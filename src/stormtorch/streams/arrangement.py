@@ -108,13 +108,13 @@ def open_saving(
     )
 
     def over() -> str:
-        top = levels.last_top()
+        top = levels.risen_top()
         if top is None or top <= limit + around.foreign_bytes:
             return ""
         return (
             f"A pass has taken {format_bytes(top - around.foreign_bytes)} of the device, and "
-            f"{around.ledger.budgets[Tier.DEVICE].given} allows {format_bytes(limit)}: what is saved after the last "
-            'block cannot leave. Take a smaller batch, let activations="auto" see to blocks instead of checkpoints of '
+            f"{around.ledger.budgets[Tier.DEVICE].given} allows {format_bytes(limit)}: not all that is saved can "
+            'leave. Take a smaller batch, let activations="auto" see to blocks instead of checkpoints of '
             "your own, or use storm.linear_cross_entropy for the loss of a large vocabulary."
         )
 

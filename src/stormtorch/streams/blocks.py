@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .torch_private import enable_mkldnn, has_global_hooks, mkldnn_is_enabled, without_torch_function
+from .torch_private import backend_flags, has_global_hooks, without_torch_function
 
 
 def shape_of(block: nn.Module) -> Any:
@@ -58,9 +58,7 @@ def in_manner(block: nn.Module, manner: tuple[tuple[bool, ...], tuple[bool, ...]
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _BACKENDS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
-    (lambda: torch.backends.cudnn.enabled, lambda value: setattr(torch.backends.cudnn, "enabled", value)),
-    (lambda: torch.backends.cudnn.deterministic, lambda value: setattr(torch.backends.cudnn, "deterministic", value)),
-    (mkldnn_is_enabled, enable_mkldnn),
+    *backend_flags(),
     *(
         (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
         for name in _ATTENTION

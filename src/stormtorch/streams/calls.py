@@ -193,6 +193,8 @@ class Calls:
         if isinstance(saved, SavedWeight):
             return self._parameters.unpack(saved)
         if isinstance(saved, Held):
+            if self.saving is not None:
+                self.saving.note_end()
             return saved.get()
         assert self.saving is not None
         return self.saving.unpack(saved)

@@ -6,15 +6,19 @@ model that would compute with a parameter that nobody has written is refused."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..core.errors import SettingError, StormError
+from ..core.sizes import MiB
 from .home import plain
 from .unit import Place, Unit
+
+_ONES = 0xFF
+_AT_ONCE = 64 * MiB
 
 
 class Exchange:
@@ -49,12 +53,13 @@ class Exchange:
         self._put_into_groups({new: meta for new, (_, meta) in self._meta.items()})
 
     def values(self, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-        """What a parameter that stays on the device begins with: its own values. NaN stands for those that are to come,
-        since nobody tells of writes to an ordinary parameter."""
+        """What a parameter that stays on the device begins with: its own values. Those that are to come are bytes of
+        ones until then, which is NaN, since nobody tells of writes to an ordinary parameter."""
         if parameter not in self:
             return parameter.data.to(device)
-        filling = math.nan if parameter.is_floating_point() else 0
-        return torch.full(parameter.shape, filling, dtype=parameter.dtype, device=device)
+        empty = torch.empty_like(parameter.data, device=device, memory_format=torch.contiguous_format)
+        _bytes_of(empty).fill_(_ONES)
+        return empty
 
     def mark(self, units: list[Unit]) -> None:
         """Note which parameters have no values yet."""
@@ -62,12 +67,18 @@ class Exchange:
             for place in unit.places:
                 place.written = place.parameter not in self or not place.count
 
-    def unwritten(self, model: nn.Module, units: list[Unit], left: Iterable[nn.Parameter]) -> Unwritten | None:
+    def unwritten(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        left: Iterable[nn.Parameter],
+        found_written: Callable[[Place], None],
+    ) -> Unwritten | None:
         """Those that came from meta, streamed or ``left`` on the device; None where there are none."""
         places = [place for unit in units for place in unit.places if not place.written]
-        ids = {id(parameter) for parameter in left if parameter in self and parameter.is_floating_point()}
-        nan = {name: p for name, p in model.named_parameters() if id(p) in ids and p.numel()}
-        return Unwritten(places, nan) if places or nan else None
+        ids = {id(parameter) for parameter in left if parameter in self}
+        others = {name: p for name, p in model.named_parameters() if id(p) in ids and p.numel()}
+        return Unwritten(places, others, found_written) if places or others else None
 
     def _put_into_groups(self, others: dict[int, nn.Parameter]) -> None:
         if others and self._optimizer is not None:
@@ -84,6 +95,9 @@ def give_substance(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
             "parameters may be. Build the model under accelerate.init_empty_weights(include_buffers=False), or give "
             "each buffer its values before streaming: module.name = tensor."
         )
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise SettingError(f"The parameter {lazy[0]!r} has no shape yet. Call the model once before streaming.")
     return Exchange(model, optimizer)
 
 
@@ -91,33 +105,54 @@ class Unwritten:
     """Parameters that came from the meta device, until somebody has given them values.
 
     ``places`` say whether they were written. Where no one has told, bytes that are not zero any more do: somebody has
-    found another way to the memory."""
+    found another way to the memory, and ``found_written`` is told. Those ``left`` on the device are full of ones until
+    then."""
 
-    def __init__(self, places: list[Place], left: dict[str, nn.Parameter]) -> None:
-        self._places, self._left = places, left
+    def __init__(
+        self, places: list[Place], left: dict[str, nn.Parameter], found_written: Callable[[Place], None]
+    ) -> None:
+        self._places, self._left, self._found_written = places, left, found_written
 
     def check(self, module: nn.Module) -> bool:
         """Raise if a call of ``module`` would compute with nothing; returns whether all have values by now."""
         # Whatever others have put in a parameter's place goes before it: functional_call does, and assign=True.
         there = {id(parameter) for parameter in module.parameters()}
         for place in self._places:
-            if not place.written and id(place.parameter) in there:
-                place.written = _is_touched(place)
+            if not place.written and id(place.parameter) in there and not _is_all(plain(place.parameter), 0):
+                self._found_written(place)
         self._places = [place for place in self._places if not place.written]
-        self._left = {name: p for name, p in self._left.items() if bool(p.detach().float().isnan().all())}
         empty = [place.name for place in self._places if id(place.parameter) in there]
-        empty += [name for name, parameter in self._left.items() if id(parameter) in there]
+        for name, parameter in list(self._left.items()):
+            if id(parameter) in there:
+                if _is_all(parameter, _ONES):
+                    empty.append(name)
+                else:
+                    del self._left[name]
         if empty:
             more = f" and {len(empty) - 1} more have" if len(empty) > 1 else " has"
             raise StormError(
                 f"Cannot run the model: {empty[0]!r}{more} no values. The model came from the meta device, and nobody "
                 "has written them since. Load weights first (storm.checkpoint.load_weights(model, folder), "
-                "model.load_state_dict, session.load), or initialise them (nn.init, reset_parameters)."
+                "model.load_state_dict, session.load), or initialise them (nn.init, reset_parameters); p.zero_() will "
+                "do for what the model does not use."
             )
         return not self._places and not self._left
 
 
-def _is_touched(place: Place) -> bool:
-    """Whether home memory is not as it was when it was mapped."""
-    flat = plain(place.parameter).detach().as_strided((place.count,), (1,))
-    return bool(flat.view(torch.uint8).any())
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _is_all(tensor: torch.Tensor, byte: int) -> bool:
+    """Whether memory is as it was given, full of ``byte``. The first bytes tell, nearly always; and never all of it is
+    looked at at once, which would take as much memory again."""
+    if tensor.numel() and not _is_dense(tensor):
+        return False  # somebody has put another in its place
+    flat = _bytes_of(tensor)
+    return all(bool((part == byte).all()) for part in (flat[:64], *flat.split(_AT_ONCE)))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements are one piece of memory, in whatever order."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return length == tensor.numel()

@@ -40,7 +40,7 @@ from .activation_plan import (
     leanest,
     recompute,
 )
-from .activations import ActivationStream
+from .activations import ActivationStream, span_of
 from .block_call import BlockCall, Call, calling
 from .blocks import (
     Untouched,
@@ -61,7 +61,14 @@ from .measurement import Measurement
 from .replay import Looking, Measuring
 from .rerun import in_parts, recomputed
 from .tape import Tape
-from .torch_private import at_end_of_backward, has_plain_storage, in_backward, in_functorch, innermost_hooks
+from .torch_private import (
+    at_end_of_backward,
+    current_pass,
+    has_plain_storage,
+    in_backward,
+    in_functorch,
+    innermost_hooks,
+)
 
 _ROUNDS = 2
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
@@ -97,7 +104,7 @@ class Saving:
         self._means, self._can_recompute = means, can_recompute
         self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
         self._loose_way_bytes = self._way_bytes  # and where there are no blocks to plan for
-        self._noted_end = 0  # the last pass whose backward's end will be noted
+        self._noted_task = -1  # the last backward whose end will be noted
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
         self._own = [identities_of(block) for block in blocks]
@@ -123,7 +130,7 @@ class Saving:
         self._loose_bytes = 0  # of this pass
         self._loose_away_bytes = 0  # of that, what has left
         self._loose_known_bytes = 0  # of the passes so far, at the most
-        self._loose_seen: set[int] = set()  # storages
+        self._loose_seen: set[tuple[int, int, int]] = set()  # parts of storages
         self._is_past_blocks = False
         self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
         self._loose_leave = False
@@ -200,22 +207,31 @@ class Saving:
         is_planned = self._loose_leave and self.passes > _REPLAN_AT[-1]
         if is_planned or self._is_past_blocks or not self._stream.travels(tensor):
             return
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._loose_seen:
+        first, size = span_of(tensor)
+        key = tensor.untyped_storage()._cdata, first, size
+        if key in self._loose_seen:
             return
-        self._loose_seen.add(storage._cdata)
-        self._loose_bytes += storage.nbytes()
-        is_new = self._loose_bytes > self._loose_known_bytes
-        if is_new and not self._loose_leave and (self._is_tight if self.passes <= _ROUNDS else self._is_nearly_full)():
-            self._tight = self._loose_leave = self._sending = True
+        self._loose_seen.add(key)
+        self._loose_bytes += size
+        if not self._sending and self._loose_bytes > self._loose_known_bytes:
+            if self.passes > _ROUNDS:
+                self._sending = self._is_nearly_full()  # for the rest of this pass: others may be smaller again
+            elif self._is_tight():
+                self._tight = self._loose_leave = self._sending = True
         if self._sending:
-            self._loose_away_bytes += storage.nbytes()
+            self._loose_away_bytes += size
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        if self.passes <= _REPLAN_AT[-1] and in_backward() and self._noted_end != self.passes:
-            self._noted_end = self.passes
-            at_end_of_backward(self._levels.end)  # before users do as they like with the peak
+        self.note_end()
         return self._stream.unpack(saved)
+
+    def note_end(self) -> None:
+        """Somebody asks for what was saved: when that backward ends, the level is noted, before users do as they like
+        with the peak."""
+        task = current_pass() if self.passes <= _REPLAN_AT[-1] else -1
+        if task not in (-1, self._noted_task):
+            self._noted_task = task
+            at_end_of_backward(self._levels.end)
 
     @property
     def reason(self) -> str:
@@ -279,6 +295,7 @@ class Saving:
         stayed = self._loose_kept_bytes + min(self._stream.stay_bytes, self._loose_away_bytes)
         room = max(0, self._means([], [], [stayed]).rooms[-1])
         self._loose_leave = self._loose_bytes > room
+        self._levels.begin_plan()
         self._loose_way_bytes = min(self._way_bytes, room // 2)
         self._stream.stay_bytes = room - self._loose_way_bytes
         size = format_bytes(self._loose_bytes)

@@ -103,15 +103,12 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
 
 
-def mkldnn_is_enabled() -> bool:
-    """What ``torch.backends.mkldnn.flags`` sets for a while."""
+def backend_flags() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How to ask for, and how to set, what ``torch.backends``' context managers change for a while; these do not mind
+    that a user has forbidden to change flags for good."""
     private: Any = torch._C
-    return bool(private._get_mkldnn_enabled())
-
-
-def enable_mkldnn(value: bool) -> None:
-    private: Any = torch._C
-    private._set_mkldnn_enabled(value)
+    names = ("cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark", "mkldnn_enabled")
+    return [(getattr(private, f"_get_{name}"), getattr(private, f"_set_{name}")) for name in names]
 
 
 def in_functorch() -> bool:
