@@ -57,9 +57,9 @@ class Exchange:
         ones until then, which is NaN, since nobody tells of writes to an ordinary parameter."""
         if parameter not in self:
             return parameter.data.to(device)
-        empty = torch.empty_like(parameter.data, device=device, memory_format=torch.contiguous_format)
-        _bytes_of(empty).fill_(_ONES)
-        return empty
+        values = parameter.data.to(device).contiguous()  # one zero, which was expanded
+        _bytes_of(values).fill_(_ONES)
+        return values
 
     def mark(self, units: list[Unit]) -> None:
         """Note which parameters have no values yet."""
