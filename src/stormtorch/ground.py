@@ -16,7 +16,7 @@ from .core.errors import SettingError
 from .core.tags import Tag, Tier
 from .memory.device_meter import DeviceMeter, device_meter_for
 from .memory.flags import Flags
-from .memory.host import HostArena, regions_for
+from .memory.host import HostArena
 from .memory.lane import Lane
 from .memory.lanes import Lanes, open_lanes
 from .memory.ledger import Ledger, open_ledger
@@ -24,8 +24,10 @@ from .memory.page_lock import PageLock, page_lock_for
 from .memory.pool import DevicePool
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder
+from .streams.adam_settings import runs_as_adam
 from .streams.device_states import kept_bytes
-from .streams.meta import give_substance
+from .streams.home_sizes import Homes, homes_for
+from .streams.meta import Exchange
 from .streams.partition import Partition, partition
 from .streams.placement import Placement, place
 from .streams.settings import Settings, Trial
@@ -41,6 +43,7 @@ class Ground:
     endings: Endings
     partition: Partition
     placement: Placement
+    homes: Homes
     meter: DeviceMeter | None  # None: nobody counts what is on the device
     page_lock: PageLock | None
     recorder: Recorder
@@ -60,12 +63,16 @@ class Ground:
 
 
 def open_ground(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    trial: Trial,
+    endings: Endings,
+    exchange: Exchange,
 ) -> tuple[Ground, list[torch.Tensor]]:
     """The ground, and home memory for the weights of each unit."""
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
-    give_substance(model, optimizer)
     found = partition(
         model,
         unit_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes // 6,
@@ -75,6 +82,7 @@ def open_ground(
     units = found.units
     if not units:
         raise SettingError("The model has no parameters to stream.")
+    exchange.mark(units)
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
     meter = trial.meter or device_meter_for(device)
     placement = place(
@@ -84,16 +92,16 @@ def open_ground(
         measured=meter is not None,
         reserve_bytes=kept,
     )
+    adam = optimizer is not None and runs_as_adam(optimizer, units, settings.master_dtype is not None)
+    homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam)
     page_lock = page_lock_for(device)
     recorder = Recorder()
-    arena = HostArena(
-        regions_for(unit.image_bytes for unit in units), ledger=ledger, tag=Tag.PARAMETERS, page_lock=page_lock
-    )
+    arena = HostArena(homes.parameters, ledger=ledger, tag=Tag.PARAMETERS, page_lock=page_lock)
     endings.before_others(arena.close)
     images = [arena.tensor((unit.image_bytes,), torch.uint8) for unit in units]
     lanes = open_lanes(device, home=arena, ledger=ledger, sink=recorder, delay=trial.delay)
     endings.before_others(lanes.close)
-    board = Flags(sum(1 + len(unit.trained) for unit in units), ledger=ledger, device=device, page_lock=page_lock)
+    board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
     endings.before_others(board.close)
     poison = lanes.store if trial.poison else None
     pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, compute=lanes.compute, poison=poison)
@@ -105,6 +113,7 @@ def open_ground(
         endings=endings,
         partition=found,
         placement=placement,
+        homes=homes,
         meter=meter,
         page_lock=page_lock,
         recorder=recorder,

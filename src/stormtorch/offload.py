@@ -66,6 +66,7 @@ class OffloadedActivations:
         if mode not in ACTIVATIONS or (model is None and mode == "recompute"):
             needs = ' ("recompute" needs the model)' if model is None else ""
             raise SettingError(f"mode={mode!r} cannot be meant{needs}. Accepted: {', '.join(map(repr, ACTIVATIONS))}.")
+        _refuse_meta(model)
         self._closed = False
         self._context: contextlib.ExitStack | None = None
         self.device = _device_of(model, device)
@@ -133,6 +134,17 @@ class OffloadedActivations:
         finally:
             self._end()
             self._lanes.close()
+
+
+def _refuse_meta(model: nn.Module | None) -> None:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta] if model is not None else []
+    if empty:
+        raise SettingError(
+            f"The model is on the meta device: {empty[0]!r}"
+            f"{f' and {len(empty) - 1} more have' if len(empty) > 1 else ' has'} no memory. Give it memory and weights "
+            "first: build it on the CPU or the GPU, or model.to_empty(device=...) and then load parameters and "
+            "buffers. To fill it while it is streamed, call storm.stream instead."
+        )
 
 
 def _device_of(model: nn.Module | None, device: torch.device | str) -> torch.device:

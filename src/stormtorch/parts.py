@@ -19,14 +19,12 @@ from .core.errors import SettingError
 from .core.tags import Tag
 from .ground import Ground, open_ground
 from .memory.flags import Flag
-from .memory.host import regions_for
 from .memory.lanes import Lanes
 from .native.jobs import Worker
 from .native.worker import open_worker
 from .streams.access import UserAccess
 from .streams.adam import AdamStream
 from .streams.adam_home import AdamHome
-from .streams.adam_settings import runs_as_adam
 from .streams.arrangement import Surroundings, open_saving
 from .streams.attach import Attachment
 from .streams.calls import Calls
@@ -34,6 +32,7 @@ from .streams.device_states import kept_bytes
 from .streams.durable import Durable
 from .streams.grad_home import GradHome
 from .streams.gradients import GradientStream
+from .streams.meta import Exchange, give_substance
 from .streams.optimizer import OptimizerStream
 from .streams.parameters import ParameterStream, Residence
 from .streams.saving import Saving
@@ -73,10 +72,14 @@ def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settin
     if optimizer is not None:
         _check_optimizer(model, optimizer)
     endings = Endings()
+    exchange = give_substance(model, optimizer)
     try:
-        parts = _open(model, optimizer, settings, trial, endings)
+        parts = _open(model, optimizer, settings, trial, endings, exchange)
     except BaseException:
-        endings.run()
+        try:
+            endings.run()
+        finally:
+            exchange.undo()
         raise
     _TIED[model] = weakref.ref(parts.access)
     if optimizer is not None and parts.optimizer is not None:
@@ -85,9 +88,14 @@ def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settin
 
 
 def _open(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    trial: Trial,
+    endings: Endings,
+    exchange: Exchange,
 ) -> Parts:
-    ground, images = open_ground(model, optimizer, settings, trial, endings)
+    ground, images = open_ground(model, optimizer, settings, trial, endings, exchange)
     flags = (ground.board[index] for index in range(len(ground.board)))
     tuning = Tuning(
         ground.device,
@@ -116,13 +124,14 @@ def _open(
     drain = functools.partial(_drain, access, ground.lanes)
     endings.before_others(drain)
     for parameter in ground.partition.left:
-        parameter.data = parameter.data.to(ground.device)
+        parameter.data = exchange.values(parameter, ground.device)
+    attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
     adam = worker = taken = None
     if optimizer is not None:
         gradients.prepare()
         masters = settings.master_dtype is not None
         mode = "forward" if settings.step == "auto" else settings.step
-        if runs_as_adam(optimizer, ground.units, masters):
+        if ground.homes.adam:
             adam, worker = _open_adam(ground, images, flags, parameters, gradients, trial)
             tuning.take_adam(adam, worker, fixed_share=trial.device_share)
         elif mode == "backward" and not is_separable(optimizer):
@@ -199,7 +208,7 @@ def _open_streams(
 
 def _own_grads(ground: Ground) -> list[torch.Tensor]:
     """Home memory for gradients, when the first ones come; it ends late: the model takes over what is in it."""
-    arena = ground.arena(regions_for(unit.grad_bytes for unit in ground.units), Tag.GRADIENTS)
+    arena = ground.arena(ground.homes.gradients, Tag.GRADIENTS)
     ground.endings.after_others(arena.close)
     return [arena.tensor((unit.grad_bytes,), torch.uint8) for unit in ground.units]
 
@@ -266,10 +275,9 @@ def _open_adam(
     trial: Trial,
 ) -> tuple[AdamStream, Worker]:
     units, endings = ground.units, ground.endings
-    sizes = [size for unit in units for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
-    states = ground.arena(regions_for(sizes), Tag.OPTIMIZER)
+    states = ground.arena(ground.homes.states, Tag.OPTIMIZER)
     endings.before_others(states.close)
-    factors = ground.arena(64 * 64, Tag.STAGING)
+    factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)
     homes = []
     for unit in units:

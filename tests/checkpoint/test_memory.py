@@ -55,6 +55,9 @@ def trained(folder):
     session = storm.stream(model, optimizer, vram="96MiB", device="cpu", step="serial")
     if folder:
         session.load(folder)
+    else:
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
     model(torch.ones(1, 2048)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -99,6 +99,7 @@ def test_settings_are_read_without_torch() -> None:
         (["--vram", "8"], "The limit is vram='8'. Did you mean '8GiB'? Raise it"),
         (["--vram", "-1GiB"], "vram='-1GiB' is not a byte size"),
         (["--output", "/proc/storm"], "Cannot create /proc/storm: no folders can be made there"),
+        (["--ram", "200KiB"], "are needed"),
     ],
 )
 def test_mistakes_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:

@@ -26,7 +26,7 @@ from stormtorch.streams import measurement, saving, tape
 from stormtorch.streams.activation_plan import OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means
 from stormtorch.streams.settings import Trial
 
-from .models import one_thread, same  # noqa: F401  # a fixture
+from .models import Case, Pair, one_thread, same, sgd  # noqa: F401  # a fixture
 
 WIDTH, STEPS = 16, 6
 
@@ -190,6 +190,13 @@ class RootMeanSquare(Block):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)  # type: ignore[assignment]
+
+
+class NotPlain(Part):
+    """Computes with a tensor that is not strided memory."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(super().middle(x).to_sparse().to_dense())
 
 
 class SelfGated(nn.Module):
@@ -397,6 +404,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "statistics_of_one": of_parts(Unnormed, Statistics, Unnormed),
     "calls_a_block": calling_a_block,
     "adds_in_place": AddsInPlace,
+    "not_plain": of_parts(*[NotPlain] * 3),
 }
 
 
@@ -517,12 +525,13 @@ def other_surroundings() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):
             yield
     finally:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch's own, whatever the flag
 @pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
 def test_a_forward_in_surroundings_of_its_own(
     parts: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -611,6 +620,44 @@ def test_a_loss_left_behind_keeps_no_graph(parts: bool, monkeypatch: pytest.Monk
             gc.collect()
             assert [node() for node in Watched.nodes[first:]] == [None] * (len(Watched.nodes) - first), f"step {step}"
             assert len(Watched.nodes) > first or step < 2, "nothing was run again"
+
+
+class Reaching(nn.Module):
+    """A block that uses the weight of a module outside of it."""
+
+    def __init__(self, table: nn.Linear) -> None:
+        super().__init__()
+        self.one, self.table = nn.Linear(WIDTH, WIDTH), [table]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(nn.functional.linear(torch.sin(self.one(x)), self.table[0].weight))
+
+
+class Reached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.blocks = nn.ModuleList(Reaching(cast(nn.Linear, table)) for table in self.tables)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_streamed_weights_of_others(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lending one takes is ours, and not the block's to run again."""
+    force(monkeypatch, parts=False, away=True)
+
+    def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+        return x, x
+
+    case = Case("reached", Reached, batch, lambda model, given: model(given[0]).square().mean())
+    with Pair(case, sgd, device=device, room=0) as pair:
+        pair.steps(5)
+        pair.check()
 
 
 def sent_bytes(model: nn.Module, activations: OffloadedActivations) -> list[int]:

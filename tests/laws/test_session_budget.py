@@ -6,13 +6,14 @@ needs is enough for every mode."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from stormtorch import tuning
 from stormtorch.api import Session
-from stormtorch.core.sizes import MiB
+from stormtorch.core.sizes import MiB, format_bytes
 from stormtorch.streams import placement
 from stormtorch.streams.settings import Settings, Trial
 
@@ -38,19 +39,27 @@ def small_scale(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def train(
-    vocabulary: int, vram: int, *, mode: str, step: str, checkpointed: bool = False
+    vocabulary: int,
+    vram: int,
+    *,
+    mode: str,
+    step: str,
+    checkpointed: bool = False,
+    width: int = WIDTH,
+    blocks: int = BLOCKS,
+    rows: tuple[int, int] = ROWS,
 ) -> tuple[list[int], list[torch.Tensor], str]:
     """Peaks of each step, losses, and what became of activations."""
     torch.manual_seed(0)
     peaks, losses = [], []
     with Counting() as meter:
-        model = Net(Layer, WIDTH, BLOCKS, vocabulary)
+        model = Net(Layer, width, blocks, vocabulary)
         model.checkpointed = checkpointed
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         settings = Settings(vram=vram, device="cpu", activations=mode, step=step)
         with Session(model, optimizer, settings, trial=Trial(meter=meter, small_bytes=2048)) as session:
             for number in range(STEPS):
-                given = torch.randint(0, vocabulary, ROWS, generator=torch.Generator().manual_seed(number))
+                given = torch.randint(0, vocabulary, rows, generator=torch.Generator().manual_seed(number))
                 meter.forget_peak()
                 loss = model(given)
                 loss.backward()
@@ -72,3 +81,34 @@ def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_
         shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
         assert max(peaks) <= limit * 1.01, f"{mode}, {step}: {shown} of {limit / MiB:.2f} MiB; {reason}"
         assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True)), f"{mode}, {step}"
+
+
+@pytest.mark.parametrize(("rows", "share"), [((48, 48), 0.8), ((12, 48), 0.65)], ids=["long", "short"])
+def test_a_loop_that_checkpoints_by_itself_may_need_more_than_there_is(
+    rows: tuple[int, int], share: float, small_scale: Callable[[float], None]
+) -> None:
+    """What its checkpoints keep leaves, from the first pass on, as far as there is no room for it; be the weights that
+    are there much of the budget ("short"), so that it looks tight from the start, or not."""
+    small_scale(2e8)
+    size: Any = {"width": 16, "blocks": 12, "rows": rows, "checkpointed": True}
+    peaks, expected, _ = train(64, 64 * MiB, mode="keep", step="forward", **size)
+    limit = round(max(peaks) * share)
+    peaks, losses, reason = train(64, limit, mode="auto", step="forward", **size)
+    shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
+    assert max(peaks) <= limit * 1.01, f"{shown} of {limit / MiB:.2f} MiB; {reason}"
+    assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True))
+
+
+def test_who_goes_over_the_budget_is_told(
+    small_scale: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss that takes more than there is cannot leave."""
+    small_scale(2e8)
+    size: Any = {"blocks": 2, "rows": (8, 48)}
+    peaks, _, _ = train(2048, 64 * MiB, mode="auto", step="forward", **size)
+    assert not caplog.messages
+    limit = round(max(peaks) * 0.6)
+    peaks, _, _ = train(2048, limit, mode="auto", step="forward", **size)
+    assert len(caplog.messages) == 1
+    assert f"has taken {format_bytes(peaks[6])} of the device" in caplog.text
+    assert f"allows {format_bytes(limit)}" in caplog.text

@@ -230,3 +230,43 @@ def test_what_is_not_the_blocks_own_is_not_its_rise() -> None:
     assert levels.rises("block", saved_bytes=SAVED).parts == WORK
     backward(device, levels, [WORK] * 4, stays=500)
     assert levels.rises("block", saved_bytes=SAVED).parts == WORK
+
+
+def test_a_second_backward_of_a_pass_without_blocks_counts() -> None:
+    device, loss = Device(), 7
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    for _ in range(2):
+        levels.begin()
+        levels.reach(0, 0)
+        for size in (loss, 3 * loss):  # a gradient of the user's own, then backward
+            device.take(size)
+            device.take(-size)
+            levels.end()
+        device.peak = device.allocated  # as users do
+    levels.begin()
+    assert levels.rooms(WEIGHTS + 100, 0, []) == [100 - 3 * loss]
+
+
+def test_only_a_peak_that_a_pass_has_set_is_its_own() -> None:
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+
+    def run(size: int) -> None:
+        levels.begin()
+        levels.reach(0, 0)
+        device.take(size)
+        device.take(-size)
+        levels.end()
+
+    run(5)
+    levels.begin()
+    assert levels.risen_top() == WEIGHTS + 5
+    levels.begin_plan()
+    device.take(50)  # the user's, between two passes
+    device.take(-50)
+    run(5)
+    run(5)
+    assert levels.risen_top() is None
+    run(60)
+    levels.begin()
+    assert levels.risen_top() == WEIGHTS + 60

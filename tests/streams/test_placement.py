@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ from stormtorch.api import Session
 from stormtorch.core.errors import OutOfBudget
 from stormtorch.core.sizes import GiB, MiB
 from stormtorch.core.tags import Tag, Tier
+from stormtorch.memory.host import PAGE
 from stormtorch.streams.placement import Growth, Placement, growth
 from stormtorch.streams.settings import Settings
 
@@ -73,6 +77,81 @@ def test_a_pool_that_is_too_small_is_enlarged_within_the_budget() -> None:
             session._parts.parameters.room(MiB // 2, lane, Tag.GRADIENTS)
         session._parts.parameters.give(held, lane.record())
         assert torch.isfinite(model(torch.randn(2, 64))).all()
+
+
+def blocks(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(96, 96) for _ in range(6))).to(dtype)
+
+
+def half_frozen() -> nn.Module:
+    model = blocks()
+    for parameter in model[:3].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "fp32": blocks,
+    "bf16": lambda: blocks(torch.bfloat16),
+    "fp16": lambda: blocks(torch.float16),
+    "frozen in part": half_frozen,
+    "frozen": lambda: blocks().requires_grad_(False),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("step", ["forward", "backward"])
+def test_ram_is_refused_as_a_whole_and_the_sum_is_enough(model: str, optimizer: str, step: str) -> None:
+    """The number that a refusal names is exact: so much works, for training too, and a page less does not."""
+
+    def opened(ram: object) -> tuple[nn.Module, torch.optim.Optimizer | None, Session]:
+        made, make = MODELS[model](), OPTIMIZERS[optimizer]
+        updater = None if make is None else make(made.parameters(), lr=0.01)
+        return made, updater, Session(made, updater, Settings(vram=MiB, ram=ram, device="cpu", step=step))
+
+    with pytest.raises(
+        OutOfBudget, match=r"^Cannot hold this model in 1\.0 KiB of RAM .*ram='1KiB'\. Raise it"
+    ) as told:
+        opened("1KiB")
+    total = int(re.findall(r"are needed, (\d+) bytes", told.value.numbers)[0])
+    assert ("GRADIENTS" in told.value.numbers) == (optimizer != "none" and model != "frozen")
+    assert ("OPTIMIZER" in told.value.numbers) == (optimizer == "adamw" and model != "frozen")
+    with pytest.raises(OutOfBudget, match=f"{total} bytes"):
+        opened(total - PAGE)
+    made, updater, session = opened(total)
+    with session:
+        assert session.ledger.used_bytes(Tier.HOST) == total
+        for tag, size in session._parts.ground.homes.needed.items():
+            assert session.ledger.used_bytes(Tier.HOST, tag) == size
+        given = torch.randn(4, 96).to(next(made.parameters()).dtype)
+        if updater is None or model == "frozen":
+            with torch.no_grad():
+                made(given)
+            return
+        for _ in range(3):
+            made(given).float().square().mean().backward()
+            updater.step()
+            updater.zero_grad()
+        assert session.ledger.peak_bytes(Tier.HOST) == total
+
+
+def test_a_refusal_for_want_of_ram_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(*_: object) -> None:
+        raise AssertionError("nothing is to be charged")
+
+    monkeypatch.setattr("stormtorch.memory.ledger.Ledger.reserve", reserve)
+    model = blocks()
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(OutOfBudget, match=r"PARAMETERS .*, GRADIENTS .*, OPTIMIZER .*, STAGING "):
+        Session(model, torch.optim.AdamW(model.parameters()), Settings(ram="300KiB", device="cpu"))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 def test_room_to_accumulate_is_set_aside_only_where_it_is_no_burden() -> None:

@@ -172,7 +172,36 @@ def test_transformations_are_seen() -> None:
     assert torch.func.vmap(lambda x: x * torch_private.in_functorch())(torch.ones(2)).sum() == 2
 
 
+def test_flags_of_backends_are_asked_and_set() -> None:
+    for ask, put in torch_private.backend_flags():
+        before = ask()
+        put(not before)
+        try:
+            assert ask() is not before
+        finally:
+            put(before)
+
+
+def test_a_probe_is_not_seen_by_dispatch_modes() -> None:
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2)
+    with Mode():  # type: ignore[no-untyped-call]
+        probe = torch_private.VersionProbe(tensor)
+    assert not [name for name in seen if "detach" not in name]  # a view, which nobody counts
+    assert not probe.changed
+    tensor.add_(1)
+    assert probe.changed
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
 def test_storages_that_are_plain() -> None:
+    assert not torch_private.has_plain_storage(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
     assert torch_private.has_plain_storage(torch.ones(2))
     assert not torch_private.has_plain_storage(torch.ones(2).to_sparse())
     assert not torch_private.has_plain_storage(torch.ones(2, device="meta"))

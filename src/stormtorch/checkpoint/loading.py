@@ -50,7 +50,7 @@ def load_into(
     state = _read_state(directory, manifest)
     _check_also(directory, also, state["also"])
     names = names_of(model)
-    jobs = _weights(model, names, directory, manifest)
+    jobs, weights = _weights(model, names, directory, manifest)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     saved = state["optimizer"]
     groups: list[dict[str, Any]] = []
@@ -64,6 +64,7 @@ def load_into(
     begin(directory)
     with torch.no_grad(), durable.rewriting(model.parameters(), with_states=durable.optimizer is not None):
         read_all(jobs)
+    durable.note_written(weights)
     if durable.optimizer is not None:
         with torch.no_grad():
             durable.install(states)
@@ -117,7 +118,10 @@ def _check_also(directory: Path, wanted: Mapping[str, Any], saved: Mapping[str, 
             raise CheckpointError(f"{directory} holds nothing for also[{name!r}]. It has {sorted(saved) or 'nothing'}.")
 
 
-def _weights(model: nn.Module, names: Names, directory: Path, manifest: Manifest) -> list[Job]:
+def _weights(
+    model: nn.Module, names: Names, directory: Path, manifest: Manifest
+) -> tuple[list[Job], list[torch.Tensor]]:
+    """The jobs that fill the model's tensors, all or the adapters'; and these."""
     if is_adapted(model):
         wanted_by_file = adapter_files(model)
         if not any(name.endswith(WEIGHTS) for name in manifest.files):
@@ -137,7 +141,7 @@ def _weights(model: nn.Module, names: Names, directory: Path, manifest: Manifest
         for name, header in headers.items():
             fillings = [Filling(entry, plain(wanted[key]).detach()) for key, entry in header.items()]
             jobs.append(Job(directory / name, fillings, manifest.files[name]))
-    return jobs
+    return jobs, [tensor for wanted in wanted_by_file.values() for tensor in wanted.values()]
 
 
 def _states(

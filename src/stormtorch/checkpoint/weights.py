@@ -71,6 +71,7 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     else:
         with durable.rewriting(parameters, with_states=False):
             _fill(jobs, wanted, places, names.tensors)
+        durable.note_written(parameters)
     return sorted(wanted)
 
 

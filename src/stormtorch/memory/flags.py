@@ -18,15 +18,21 @@ import weakref
 import torch
 
 from ..core.errors import LaneError
+from ..core.sizes import round_up
 from ..core.tags import Tag
 from ..native import flag_words
 from ..native.jobs import FlagValue
 from .cuda_driver import Driver, DriverError, device_index, driver
-from .host import HostArena
+from .host import PAGE, HostArena
 from .ledger import Ledger
 from .page_lock import PageLock
 
 _SPACING = 64  # a cache line each, so that a polling core does not slow the writer of the neighbour
+
+
+def board_bytes(count: int) -> int:
+    """What a board of ``count`` flags is charged."""
+    return round_up((count + 1) * _SPACING, PAGE)
 
 
 class Flag:

@@ -83,12 +83,21 @@ class UserAccess:
         if self.closed:
             return
         if kind == "weight":
+            place.written = True
             self._parameters.changed(place.unit, by_step=False)
             if self.optimizer is not None:
                 self.optimizer.masters.rewritten(place)
             self._calls.renew(place.unit)
         elif kind == "grad":
             self._gradients.homes[place.unit.index].norms.pop(place.index, None)
+
+    @locked
+    def found_written(self, place: Place) -> None:
+        """A parameter has got its first values by a way that nobody has told of."""
+        place.written = True
+        self._parameters.changed(place.unit, by_step=False)
+        if self.optimizer is not None:
+            self.optimizer.masters.reset(place)
 
     @locked
     def grad(self, place: Place) -> torch.Tensor | None:

@@ -209,11 +209,11 @@ class ActivationStream:
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd: a note of ``tensor``, or ``Held`` if it stays."""
         self._sweep()
-        return self.send(tensor) if not self._closed and self._travels(tensor) else Held(tensor)
+        return self.send(tensor) if not self._closed and self.travels(tensor) else Held(tensor)
 
     def send(self, tensor: torch.Tensor) -> Note:
         """A note of ``tensor``, which is on its way to RAM, or was sent before."""
-        first, size = _span(tensor)
+        first, size = span_of(tensor)
         storage = tensor.untyped_storage()
         version = -1 if tensor.is_inference() else tensor._version
         key = (storage._cdata, first, size, version)
@@ -226,7 +226,7 @@ class ActivationStream:
             self._send_or_keep(parcel)
         return Note(parcel, tensor)
 
-    def _travels(self, tensor: torch.Tensor) -> bool:
+    def travels(self, tensor: torch.Tensor) -> bool:
         """Whether it is worth moving, and can be moved by its bytes."""
         if tensor.device != self._lanes.device or type(tensor) is not torch.Tensor or not has_plain_storage(tensor):
             return False
@@ -234,7 +234,7 @@ class ActivationStream:
             return False
         if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._small_bytes:
             return False
-        return not self.is_weight(tensor) and _span(tensor)[1] >= self._small_bytes
+        return not self.is_weight(tensor) and span_of(tensor)[1] >= self._small_bytes
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, with plain storage, is a parameter, a buffer, or a cast of one."""
@@ -404,7 +404,7 @@ class ActivationStream:
             self._lingering.popleft()
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of the storage that travels with ``tensor``, and how many.
 
     All of it where that is what one tensor, of which this is a view, was made as: other views will be saved too. But

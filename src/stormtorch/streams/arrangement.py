@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..core.notices import say_once
-from ..core.sizes import MiB
-from ..core.tags import Tag
+from ..core.sizes import MiB, format_bytes
+from ..core.tags import Tag, Tier
 from ..memory.device_meter import DeviceMeter
 from ..memory.lanes import Lanes
 from ..memory.ledger import Ledger
@@ -30,6 +30,7 @@ _WAY = 16  # a part of so many of the budget is on its way out, and as much on i
 _SPARED = 200  # a part of so many of the budget is left alone: levels are noted to the byte, but not all are alike
 _ROUNDED = 8 * MiB  # at least so much, or of small budgets a part: torch rounds large tensors up by as much as 1 MiB
 _ROUNDED_PART = 50
+_NEARLY = 8  # nearly full: less than such a part of the budget is left
 _TIGHT = 8  # a process that has more than such a part of the budget may run out of it
 
 
@@ -99,9 +100,23 @@ def open_saving(
             return trial.activation_room <= 0
         return meter is not None and meter.allocated() - around.foreign_bytes > limit // _TIGHT
 
+    def is_nearly_full() -> bool:
+        return room() < usable // _NEARLY
+
     levels = Levels(
         meter.allocated if meter is not None else lambda: 0, around.peak.seen_bytes, lambda: around.peak.grown_bytes
     )
+
+    def over() -> str:
+        top = levels.risen_top()
+        if top is None or top <= limit + around.foreign_bytes:
+            return ""
+        return (
+            f"A pass has taken {format_bytes(top - around.foreign_bytes)} of the device, and "
+            f"{around.ledger.budgets[Tier.DEVICE].given} allows {format_bytes(limit)}: not all that is saved can "
+            'leave. Take a smaller batch, let activations="auto" see to blocks instead of checkpoints of '
+            "your own, or use storm.linear_cross_entropy for the loss of a large vocabulary."
+        )
 
     def has_held() -> bool:
         top = levels.proven_top()
@@ -142,6 +157,8 @@ def open_saving(
         levels=levels,
         room=room,
         is_tight=is_tight,
+        is_nearly_full=is_nearly_full,
+        over=over,
         has_held=has_held,
         means=means,
         can_recompute=around.can_recompute,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from .torch_private import has_global_hooks, without_torch_function
+from .torch_private import backend_flags, has_global_hooks, without_torch_function
 
 
 def shape_of(block: nn.Module) -> Any:
@@ -56,6 +56,14 @@ def in_manner(block: nn.Module, manner: tuple[tuple[bool, ...], tuple[bool, ...]
 
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_BACKENDS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    *backend_flags(),
+    *(
+        (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
+        for name in _ATTENTION
+    ),
+]  # how to ask, and how to set
 
 
 class Surroundings:
@@ -63,9 +71,8 @@ class Surroundings:
     numbers. As they are when this is made. (numpy's take as long to note as three operations; see `state_of`.)"""
 
     def __init__(self) -> None:
-        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
-        self._attention = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION]
-        self._random = random.getstate()
+        self._device, self._random = torch.get_default_device(), random.getstate()
+        self._backends = [ask() for ask, _ in _BACKENDS]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -74,14 +81,14 @@ class Surroundings:
         with contextlib.ExitStack() as stack:
             if self._device != now._device:
                 stack.enter_context(self._device)
-            stack.callback(now._set)
-            self._set()
+            stack.callback(now._set_after, self)
+            self._set_after(now)
             yield
 
-    def _set(self) -> None:
-        torch.set_default_dtype(self._dtype)
-        for name, allowed in zip(_ATTENTION, self._attention, strict=True):
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(allowed)
+    def _set_after(self, other: Surroundings) -> None:
+        for (_, put), value, is_there in zip(_BACKENDS, self._backends, other._backends, strict=True):
+            if value != is_there:
+                put(value)
         random.setstate(self._random)
 
 

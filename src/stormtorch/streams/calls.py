@@ -27,6 +27,7 @@ from .gradients import GradientStream
 from .held import Held
 from .home import HomeParameter, HomeView, joined
 from .lock import locked
+from .meta import Unwritten
 from .parameters import ParameterStream, SavedWeight
 from .partition import Entry
 from .registered import take_out
@@ -110,6 +111,7 @@ class Calls:
         self.closed = False  # calls of modules pass by
         self.lock = parameters.lock
         self.saving: Saving | None = None  # what becomes of activations; None: they are kept
+        self.unwritten: Unwritten | None = None  # parameters that came from the meta device; None: they have values
         self._model, self._device = model, device
         self._parameters, self._gradients, self._twins = parameters, gradients, twins
         self._passes, self._stack = twins.passes, _Stack()
@@ -191,6 +193,8 @@ class Calls:
         if isinstance(saved, SavedWeight):
             return self._parameters.unpack(saved)
         if isinstance(saved, Held):
+            if self.saving is not None:
+                self.saving.note_end()
             return saved.get()
         assert self.saving is not None
         return self.saving.unpack(saved)
@@ -217,6 +221,8 @@ class Calls:
         self._caller = here
 
     def _begin(self, module: nn.Module | None, entry: Entry | None) -> None:
+        if self.unwritten is not None and module is not None and self.unwritten.check(module):
+            self.unwritten = None
         order = self._parameters.order
         training = torch.is_grad_enabled()
         if module is self._model or (entry is not None and order.starts_with(entry.units[0].index)):

@@ -156,6 +156,12 @@ class Durable:
             for place in places:
                 self._optimizer.masters.reset(place)
 
+    def note_written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These have got their values, of those that ``rewriting`` was allowed."""
+        for tensor in tensors:
+            if (place := self._place.get(id(tensor))) is not None:
+                place.written = True
+
     def room_for(self, parameter: nn.Parameter, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
         """Tensors for the state of a parameter, to be filled: those that exist where they fit, else new ones."""
         assert self._optimizer is not None

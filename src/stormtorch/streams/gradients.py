@@ -466,7 +466,7 @@ def _is_same(value: torch.Tensor, view: torch.Tensor) -> bool:
 def _used_up(name: str) -> StormError:
     return StormError(
         f"The gradients of {name!r} were used up in backward, or came from a backward inside of it (reentrant "
-        "checkpointing), and there is more to add to them. "
+        "checkpointing), or belong to no optimizer and were not set to None, and there is more to add to them. "
         'step="backward" updates each unit as its gradients arrive: call optimizer.step() and zero_grad() after each '
-        'backward, or use step="forward" to accumulate.'
+        'backward, freeze what is not trained (requires_grad_(False)), or use step="forward" to accumulate.'
     )

@@ -71,7 +71,9 @@ class _Pass:
     ways: dict[int, int] = field(default_factory=dict)  # what may have been travelling until then
     shown: dict[int, int] = field(default_factory=dict)  # by a peak that went up: less what stayed, or may have come
     last: int | None = None
+    is_through: bool = False
     grown: int = 0
+    peak_before: int = 0
 
 
 class Levels:
@@ -88,6 +90,7 @@ class Levels:
         self.seen: dict[tuple[Hashable, Way], _Bounds] = {}  # rises
         self._end: _Bounds | None = None  # of the rise from the end of forward to the first block of backward: the loss
         self._tops: list[int] = []  # the peaks of passes under the present plan, less what had grown by then
+        self._risen: int | None = None  # the highest of those that such a pass has set itself
 
     def forget(self) -> None:
         """Inputs are larger now. The pass that runs goes on."""
@@ -96,22 +99,35 @@ class Levels:
     def begin_plan(self) -> None:
         """What follows runs by another plan."""
         self._tops.clear()
+        self._risen = None
 
     def proven_top(self) -> int | None:
         """What passes under the present plan have taken at the most, with what has been taken for good since; None if
         there were too few: those of one step differ, where gradients stay from one to the next."""
         return max(self._tops) + self._grown() if len(self._tops) >= _PROVEN else None
 
+    def risen_top(self) -> int | None:
+        """The highest peak that a pass under the present plan has set; None where it was somebody else's, or older."""
+        return None if self._risen is None else self._risen + self._grown()
+
     def end(self) -> None:
-        """Backward is through, and the user may do as they like with the peak."""
+        """A backward is through, and the user may do as they like with the peak; another one may follow."""
+        last = self._now.last
         self._close_last(0)
+        if last == len(self._now.blocks):  # no block was reached, whose level would tell the two apart
+            self._now.last, self._now.is_through = last, True
 
     def begin(self) -> None:
         """A pass begins; the one before is over."""
-        self.end()
-        past, self._now = self._now, _Pass(grown=self._grown())
+        if not self._now.is_through:
+            self._close_last(0)
+        self._peak_before = self._peak()
+        past, self._now = self._now, _Pass(grown=self._grown(), peak_before=self._peak_before)
         if past.tops:
-            self._tops.append(max(past.tops.values()) - past.grown)
+            top = max(past.tops.values())
+            self._tops.append(top - past.grown)
+            if top != past.peak_before:
+                self._risen = max(self._risen or 0, top - past.grown)
         for position, base in past.bases.items():
             self.bases[position] = max(base, self.bases.get(position, base))
         for position, top in past.tops.items():
@@ -160,11 +176,10 @@ class Levels:
 
         Where nothing is known, the peak less all of ``held`` stands in."""
         careful = limit_bytes - self._peak() + sum(held)
-        rooms = [
-            limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count + 1)
-        ]
-        rooms[-1] -= self._end.rise if count in self.bases and self._end is not None else 0
-        return rooms
+        rooms = [limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count)]
+        if count not in self.bases or self._end is None:
+            return [*rooms, careful]
+        return [*rooms, limit_bytes - self.bases[count] - self._end.rise]
 
     def rises(
         self, kind: Hashable, *, saved_bytes: int, part_bytes: Sequence[int] = (), others: Sequence[Rises] = ()

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ..core.errors import StormError
+from ..core.notices import say_once
 from ..core.sizes import format_bytes
 from ..memory.stopwatch import timed
 from .activation_plan import (
@@ -39,7 +40,7 @@ from .activation_plan import (
     leanest,
     recompute,
 )
-from .activations import ActivationStream
+from .activations import ActivationStream, span_of
 from .block_call import BlockCall, Call, calling
 from .blocks import (
     Untouched,
@@ -60,7 +61,14 @@ from .measurement import Measurement
 from .replay import Looking, Measuring
 from .rerun import in_parts, recomputed
 from .tape import Tape
-from .torch_private import at_end_of_backward, has_plain_storage, in_backward, in_functorch, innermost_hooks
+from .torch_private import (
+    at_end_of_backward,
+    current_pass,
+    has_plain_storage,
+    in_backward,
+    in_functorch,
+    innermost_hooks,
+)
 
 _ROUNDS = 2
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
@@ -79,18 +87,24 @@ class Saving:
         levels: Levels,
         room: Callable[[], int],
         is_tight: Callable[[], bool],
+        is_nearly_full: Callable[[], bool],
+        over: Callable[[], str],
         has_held: Callable[[], bool],
         means: Callable[[list[Any], list[BlockProfile], list[int]], Means],
         can_recompute: Callable[[nn.Module], bool],
     ) -> None:
         """``room``: bytes of VRAM that are free of the budget just now; ``is_tight``: whether they may run out;
+        ``is_nearly_full``: whether they nearly have; ``over``: what to say if they have, in the last pass, or nothing;
         ``has_held``: whether the present plan is known to hold the budget.
         ``means``: what blocks of these kinds have to use, given what each one held in the last pass.
         ``can_recompute``: whether a block's weights may be on the device all at once, as when it is recomputed."""
         self.mode, self._stream, self._device, self._levels = mode, stream, device, levels
         self._room, self._is_tight, self._has_held = room, is_tight, has_held
+        self._is_nearly_full, self._over = is_nearly_full, over
         self._means, self._can_recompute = means, can_recompute
         self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
+        self._loose_way_bytes = self._way_bytes  # and where there are no blocks to plan for
+        self._noted_task = -1  # the last backward whose end will be noted
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
         self._own = [identities_of(block) for block in blocks]
@@ -114,6 +128,10 @@ class Saving:
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._tight = False  # whether the device may run out
         self._loose_bytes = 0  # of this pass
+        self._loose_away_bytes = 0  # of that, what has left
+        self._loose_known_bytes = 0  # of the passes so far, at the most
+        self._loose_seen: set[tuple[int, int, int]] = set()  # parts of storages
+        self._is_past_blocks = False
         self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
         self._loose_leave = False
         self._loose_reason = ""
@@ -132,7 +150,11 @@ class Saving:
             self._last_sequence = self._sequence
             self._last_of_kind = {kind: position for position, kind in enumerate(self._sequence)}
         self._look_back()
-        self._held, self._sequence, self._loose_bytes, self._input_bytes = [], [], 0, 0
+        self._loose_known_bytes = max(self._loose_known_bytes, self._loose_bytes)
+        self._held, self._sequence, self._input_bytes = [], [], 0
+        self._loose_bytes = self._loose_away_bytes = 0
+        self._loose_seen.clear()
+        self._is_past_blocks = False
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
         self._set_ways()
         try:
@@ -141,15 +163,20 @@ class Saving:
             self._look_at_inputs()
             self._hooks, self._sending, self._measuring = None, False, None
             if self.passes <= _REPLAN_AT[-1]:
-                self._levels.reach(len(self._held), self._stream.travelling_bytes(), self._stream.window_bytes)
+                ours = self._stream.travelling_bytes() + (0 if self._held else self._loose_kept_bytes)
+                self._levels.reach(len(self._held), ours, self._stream.window_bytes)
+
+    @property
+    def _loose_kept_bytes(self) -> int:
+        return self._loose_bytes - self._loose_away_bytes
 
     def _set_ways(self) -> None:
         """What may be on its way, to begin with. Nothing, as long as nobody knows whether there is room for it."""
         unknown = self.plan is None and (self.passes <= _ROUNDS or bool(self._last_sequence))
         careful = unknown and self.mode != "offload" and self._room() < UNCOUNTED
-        way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._way_bytes
+        way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._loose_way_bytes
         self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
-        self._stream.is_strict = self.plan is not None or careful
+        self._stream.is_strict = self.plan is not None or careful or (self.mode == "auto" and self._loose_leave)
 
     def rules_here(self) -> bool:
         """Whether blocks called now are ours to arrange: in a pass, and in nobody else's checkpoint inside of it."""
@@ -167,15 +194,44 @@ class Saving:
         try:
             if measuring is not None and has_plain_storage(tensor):
                 measuring.see(tensor, is_weight=self._stream.is_weight(tensor))
+            if not self._in_block and self.mode == "auto":
+                self._see_loose(tensor)
             packed = self._stream.pack(tensor) if self._sending else Held(tensor)
         finally:
             self._is_packing = False
-        if not self._in_block and not isinstance(packed, Held):
-            self._loose_bytes += tensor.nbytes
         return packed
 
+    def _see_loose(self, tensor: torch.Tensor) -> None:
+        """Nobody knows beforehand how much will be loose. Where it is more than ever before, the device is asked: it
+        must not run out in the pass that would tell."""
+        is_planned = self._loose_leave and self.passes > _REPLAN_AT[-1]
+        if is_planned or self._is_past_blocks or not self._stream.travels(tensor):
+            return
+        first, size = span_of(tensor)
+        key = tensor.untyped_storage()._cdata, first, size
+        if key in self._loose_seen:
+            return
+        self._loose_seen.add(key)
+        self._loose_bytes += size
+        if not self._sending and self._loose_bytes > self._loose_known_bytes:
+            if self.passes > _ROUNDS:
+                self._sending = self._is_nearly_full()  # for the rest of this pass: others may be smaller again
+            elif self._is_tight():
+                self._tight = self._loose_leave = self._sending = True
+        if self._sending:
+            self._loose_away_bytes += size
+
     def unpack(self, saved: Any) -> torch.Tensor:
+        self.note_end()
         return self._stream.unpack(saved)
+
+    def note_end(self) -> None:
+        """Somebody asks for what was saved: when that backward ends, the level is noted, before users do as they like
+        with the peak."""
+        task = current_pass() if self.passes <= _REPLAN_AT[-1] else -1
+        if task not in (-1, self._noted_task):
+            self._noted_task = task
+            at_end_of_backward(self._levels.end)
 
     @property
     def reason(self) -> str:
@@ -193,10 +249,12 @@ class Saving:
         checkpoint around each would keep."""
         if self.passes > _ROUNDS:
             return 0
-        return self._input_bytes if self._last_sequence or self._sequence else self._loose_bytes
+        return self._input_bytes if self._last_sequence or self._sequence else self._loose_away_bytes
 
     def _look_back(self) -> None:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
+        if self.passes == _REPLAN_AT[-1] and self._over():
+            say_once(self._over(), key="over the budget")
         if self.mode not in ("auto", "recompute"):
             return
         self._tight = self._tight or self._is_tight()
@@ -229,15 +287,17 @@ class Saving:
 
     def _plan_loose(self) -> None:
         """What is loose stays if there is room beside the blocks; if there are none, as much of it as there is room."""
-        if not self._loose_leave:
+        if not self._loose_leave and not self._over():
             return
         if self.plan is not None:
             self._loose_leave = self._loose_bytes > self.plan.spare_bytes
             return
-        stayed = min(self._stream.stay_bytes, self._loose_bytes)
-        room = self._means([], [], [stayed]).rooms[-1]
+        stayed = self._loose_kept_bytes + min(self._stream.stay_bytes, self._loose_away_bytes)
+        room = max(0, self._means([], [], [stayed]).rooms[-1])
         self._loose_leave = self._loose_bytes > room
-        self._stream.stay_bytes = max(0, room - self._way_bytes)
+        self._levels.begin_plan()
+        self._loose_way_bytes = min(self._way_bytes, room // 2)
+        self._stream.stay_bytes = room - self._loose_way_bytes
         size = format_bytes(self._loose_bytes)
         self._loose_reason = (
             f"offloaded, but for the last {format_bytes(self._stream.stay_bytes)} of {size}: no blocks to recompute"
@@ -312,7 +372,7 @@ class Saving:
                 )
         self._given = kind, Untouched(leaves)
         if self._is_last():
-            self._sending = False  # what comes now is what backward begins with
+            self._sending, self._is_past_blocks = False, True  # what comes now is what backward begins with
         self._held.append(held)
         self._levels.hold(kind, way, held)
         self._watch(position, result)

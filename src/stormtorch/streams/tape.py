@@ -145,8 +145,9 @@ class Tape:
         elif reads & self._empty:
             self.is_sure = False  # a kernel filled it that does not pass through here, from who knows what
         addresses = {tensor.untyped_storage()._cdata for tensor in given if has_plain_storage(tensor)}
-        fresh = [tensor for tensor in made if has_plain_storage(tensor) and _address(tensor) not in addresses]
-        if kind != "writes" and made and not fresh:
+        plain = [tensor for tensor in made if has_plain_storage(tensor)]
+        fresh = [tensor for tensor in plain if _address(tensor) not in addresses]
+        if kind != "writes" and made and len(plain) == len(made) and not fresh:
             return  # a view: nothing is computed
         makes = frozenset(self.number(tensor) for tensor in made)
         if kind == "writes":

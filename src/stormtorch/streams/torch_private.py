@@ -84,7 +84,8 @@ class VersionProbe:
         with private._SetExcludeDispatchKeyGuard(private.DispatchKey.ADInplaceOrView, False):
             self._shadow = tensor.detach()  # inside of a dispatch mode, too, with the tensor's own counter
         autograd: Any = torch.autograd
-        with autograd._unsafe_preserve_version_counter(tensor):
+        # Dispatch modes must not see it: who counts a block's operations would count ours.
+        with autograd._unsafe_preserve_version_counter(tensor), private._DisableTorchDispatch():
             self._shadow.set_()  # type: ignore[call-overload]  # empty, with the same counter
 
     @property
@@ -99,7 +100,15 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
         return False
     if tensor._is_zerotensor():  # forward-mode derivatives are made of those
         return False
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
+
+
+def backend_flags() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How to ask for, and how to set, what ``torch.backends``' context managers change for a while; these do not mind
+    that a user has forbidden to change flags for good."""
+    private: Any = torch._C
+    names = ("cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark", "mkldnn_enabled")
+    return [(getattr(private, f"_get_{name}"), getattr(private, f"_set_{name}")) for name in names]
 
 
 def in_functorch() -> bool:

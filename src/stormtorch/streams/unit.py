@@ -46,6 +46,7 @@ class Place:
     wide_at: int = 0
     state_at: int = 0
     master_at: int = 0
+    written: bool = True  # False: it came from the meta device, and nobody has given it values yet
 
     def view(self, flat: torch.Tensor, at: int, dtype: torch.dtype) -> torch.Tensor:
         """This parameter's part of the byte tensor ``flat``, in the parameter's shape and strides."""
