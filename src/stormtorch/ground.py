@@ -22,6 +22,7 @@ from .memory.lanes import Lanes, open_lanes
 from .memory.ledger import Ledger, open_ledger
 from .memory.page_lock import PageLock, page_lock_for
 from .memory.pool import DevicePool
+from .memory.torch_allocator import expand_segments
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder
 from .streams.adam_settings import runs_as_adam
@@ -73,6 +74,7 @@ def open_ground(
     """The ground, and home memory for the weights of each unit."""
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
+    endings.before_others(expand_segments(device))
     found = partition(
         model,
         unit_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes // 6,

@@ -18,6 +18,7 @@ from .memory.ledger import Ledger, open_ledger
 from .memory.limits import usable_device
 from .memory.page_lock import page_lock_for
 from .memory.peak_meter import peak_meter_on
+from .memory.torch_allocator import expand_segments
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder, link_rates
 from .observe.report import ActivationReport, make_activation_report
@@ -97,6 +98,7 @@ class OffloadedActivations:
             return [*model.parameters(), *model.buffers()] if model is not None else []
 
         self.saving, self._end = open_saving(model, mode, around, weights, trial)
+        self._end_expanding = expand_segments(self.device)
 
     def report(self) -> ActivationReport:
         """What was done so far and why, as data; ``print`` it for text. Waits for nothing."""
@@ -134,6 +136,7 @@ class OffloadedActivations:
         finally:
             self._end()
             self._lanes.close()
+            self._end_expanding()
 
 
 def _refuse_meta(model: nn.Module | None) -> None:

@@ -122,7 +122,10 @@ class Tuning:
             state_bytes=states,
         )
         if grown.pool_bytes:
-            self._pool.grow(grown.pool_bytes)
+            try:
+                self._pool.grow(grown.pool_bytes)
+            except OutOfBudget:  # others have taken it meanwhile; training goes on with what there is
+                return
             self.peak.grew(grown.pool_bytes)
         if self._adam is not None:
             self._adam.there.keep(grown.keep, wide=wide)

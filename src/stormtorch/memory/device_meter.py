@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from .torch_allocator import untaken_bytes
+
 
 class DeviceMeter(Protocol):
     """In bytes. Tests give one of their own, for a device that does not count."""
@@ -20,7 +22,7 @@ class DeviceMeter(Protocol):
         """What came before says nothing about what is to come."""
 
     def free(self) -> int:
-        """What the device has left, whoever has the rest."""
+        """What can still be taken of the device, whoever has the rest."""
 
 
 class CudaMeter:
@@ -39,7 +41,7 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def free(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[0]
+        return untaken_bytes(self._device)
 
 
 def device_meter_for(device: torch.device) -> DeviceMeter | None:

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from ..core.errors import SettingError, StorageError
+from .torch_allocator import allowed_bytes, untaken_bytes
 
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes blanks in a path
 _CGROUP_UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2^63
@@ -126,12 +127,12 @@ def _why_not(name: str) -> str:
 
 
 def device_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of ``device``. A CPU device plays its role in host memory, so host numbers answer for it."""
+    """(free, total) bytes of ``device`` for this process. A CPU device plays its role in host memory, so host numbers
+    answer for it."""
     if device.type == "cpu":
         return host_available_bytes(), host_total_bytes()
-    free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, but free to reuse
-    return int(free) + cached, int(total)
+    return untaken_bytes(device) + cached, allowed_bytes(device)
 
 
 def disk_bytes(directory: Path) -> tuple[int, int]:

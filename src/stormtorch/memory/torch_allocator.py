@@ -1,0 +1,77 @@
+"""Torch's caching allocator of a GPU: what it may still take, and that it takes no more than is needed.
+
+Torch takes memory from the driver in segments and keeps what is freed. A segment with a hole in it can be neither given
+back nor joined with another, so a process holds more of the device than it has allocated: 16.4 GiB for 13.7, seen on an
+H200. A budget that is all there is ends in an error of torch's then, though it was kept to the byte. Segments that
+expand have one range of addresses, and holes in it go back to the driver. Torch's own message recommends them; they are
+a setting of the whole process, which is why it is asked for while a session is open, and only where nobody has made
+settings of their own.
+
+The settings are the one private interface of torch here; tests/memory/test_torch_allocator.py watches it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ..core.sizes import round_up
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+_EXPANDABLE, _PLAIN = "expandable_segments:True", "expandable_segments:False"
+_GRAIN = 512
+
+_lock = threading.Lock()
+_asked = 0  # by how many who have not ended
+
+
+def expand_segments(device: torch.device) -> Callable[[], None]:
+    """Let segments on ``device`` expand from now on, unless the user has settings of their own. Returns what ends it;
+    memory that was taken meanwhile stays as it is."""
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return lambda: None
+    with _lock:
+        if not _asked and (any(name in os.environ for name in _VARIABLES) or _settings()):
+            return lambda: None
+        _count(1)
+    is_open = True
+
+    def end() -> None:
+        nonlocal is_open
+        with _lock:
+            if is_open:
+                is_open = False
+                _count(-1)
+
+    return end
+
+
+def _count(step: int) -> None:
+    global _asked
+    before, _asked = _asked, _asked + step
+    if bool(before) != bool(_asked):
+        _set(_EXPANDABLE if _asked else _PLAIN)
+
+
+def _settings() -> str:
+    """As they were last given; empty, or plain again, where nobody has given any."""
+    given = str(torch._C._accelerator_getAllocatorSettings())
+    return "" if given == _PLAIN else given
+
+
+def _set(settings: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def allowed_bytes(device: torch.device) -> int:
+    """What this process may take of a GPU: all, or the fraction that the user has set."""
+    total = torch.cuda.mem_get_info(device)[1]
+    return min(total, round_up(int(total * torch.cuda.get_per_process_memory_fraction(device)), _GRAIN))
+
+
+def untaken_bytes(device: torch.device) -> int:
+    """What torch could still take of a GPU. What it has cached is not in it."""
+    left = allowed_bytes(device) - torch.cuda.memory_reserved(device)
+    return max(0, min(torch.cuda.mem_get_info(device)[0], left))

@@ -1,0 +1,122 @@
+"""Torch's allocator: a setting that is asked for while somebody needs it, and limits that the user has set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stormtorch as storm
+from stormtorch.core.sizes import GiB, MiB
+from stormtorch.memory import limits, torch_allocator
+from stormtorch.memory.torch_allocator import expand_segments
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch is told, the first being what it knew before."""
+    told = [""]
+    for name in torch_allocator._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch_allocator, "_set", told.append)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: told[-1])
+    monkeypatch.setattr(torch_allocator, "_asked", 0)
+    return told
+
+
+def test_torch_keeps_settings_as_they_were_given() -> None:
+    before = torch_allocator._settings()
+    torch_allocator._set("expandable_segments:True")
+    try:
+        assert torch_allocator._settings() == "expandable_segments:True"
+    finally:
+        torch_allocator._set(before or "expandable_segments:False")
+    assert torch_allocator._settings() == before
+
+
+def test_segments_expand_while_anybody_asks(settings: list[str]) -> None:
+    first, second = expand_segments(GPU), expand_segments(GPU)
+    first()
+    first()  # twice is once
+    assert settings == ["", "expandable_segments:True"]
+    second()
+    assert settings[1:] == ["expandable_segments:True", "expandable_segments:False"]
+    expand_segments(GPU)()
+    assert len(settings) == 5
+
+
+@pytest.mark.parametrize("name", torch_allocator._VARIABLES)
+def test_who_has_set_the_environment_is_left_alone(
+    settings: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    expand_segments(GPU)()
+    assert settings == [""]
+
+
+def test_who_has_set_something_is_left_alone(settings: list[str]) -> None:
+    settings.append("max_split_size_mb:64")
+    expand_segments(GPU)()
+    assert len(settings) == 2
+
+
+def test_other_devices_and_allocators_are_left_alone(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    expand_segments(torch.device("cpu"))()
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    expand_segments(GPU)()
+    assert settings == [""]
+
+
+@pytest.mark.parametrize(("fraction", "free", "total"), [(1.0, 14, 24), (0.5, 5, 12), (0.25, 2, 6)])
+def test_a_fraction_that_the_user_has_set_is_all_there_is(
+    fraction: float, free: int, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 GiB, of which others have 3; torch has 9, two of them cached."""
+    known: dict[str, Any] = {
+        "mem_get_info": (12 * GiB, 24 * GiB),
+        "memory_reserved": 9 * GiB,
+        "memory_allocated": 7 * GiB,
+        "get_per_process_memory_fraction": fraction,
+    }
+    for name, value in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
+    assert limits.device_memory_bytes(GPU) == (free * GiB, total * GiB)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 8192])
+def test_cuda_a_budget_that_is_all_there_is(rows: int) -> None:
+    """1.2 GiB of weights and 3.6 of states within 2 GiB, which torch may not exceed by a segment."""
+    limit = 2 * GiB
+    torch.cuda.empty_cache()
+    allowed = limit + torch.cuda.memory_reserved(GPU)
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info(GPU)[1], GPU)
+    try:
+        model = nn.Sequential(*(_Layer(1536) for _ in range(17)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        with storm.stream(model, optimizer, vram=limit, device=GPU) as session:
+            x = torch.randn(rows, 1536, device=GPU)
+            for _ in range(8):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            session.synchronize()
+            segments = torch.cuda.memory_snapshot()
+            assert any(segment["is_expandable"] and segment["total_size"] >= 64 * MiB for segment in segments)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, GPU)
+    assert torch.cuda.max_memory_reserved(GPU) <= allowed
