@@ -94,7 +94,8 @@ class _Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
+        result: torch.Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return result
 
 
 @pytest.mark.gpu
