@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_leaves
 class Counting(TorchDispatchMode):
     """Enter it before anything that is to be counted, and leave it last. A `DeviceMeter`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lost_part: float = 0.0) -> None:
+        """``lost_part``: of a budget, what holes would take of it."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._lost_part = lost_part
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._peak = 0
 
@@ -43,6 +45,9 @@ class Counting(TorchDispatchMode):
 
     def free(self) -> int:
         return sys.maxsize
+
+    def lost(self, limit_bytes: int) -> int:
+        return round(limit_bytes * self._lost_part)
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

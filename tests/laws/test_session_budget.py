@@ -48,11 +48,12 @@ def train(
     width: int = WIDTH,
     blocks: int = BLOCKS,
     rows: tuple[int, int] = ROWS,
+    lost_part: float = 0.0,
 ) -> tuple[list[int], list[torch.Tensor], str]:
     """Peaks of each step, losses, and what became of activations."""
     torch.manual_seed(0)
     peaks, losses = [], []
-    with Counting() as meter:
+    with Counting(lost_part=lost_part) as meter:
         model = Net(Layer, width, blocks, vocabulary)
         model.checkpointed = checkpointed
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -81,6 +82,18 @@ def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_
         shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
         assert max(peaks) <= limit * 1.01, f"{mode}, {step}: {shown} of {limit / MiB:.2f} MiB; {reason}"
         assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True)), f"{mode}, {step}"
+
+
+def test_what_holes_would_take_is_left_alone(small_scale: Callable[[float], None]) -> None:
+    small_scale(2e6)
+    peaks, expected, _ = train(64, 16 * MiB, mode="keep", step="forward", checkpointed=True)
+    limit = round(max(peaks) * 1.3)
+    whole, _, _ = train(64, limit, mode="auto", step="forward")
+    assert max(whole) > 0.92 * limit  # or there would be nothing to leave alone
+    peaks, losses, reason = train(64, limit, mode="auto", step="forward", lost_part=0.1)
+    shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
+    assert max(peaks) <= limit * 0.91, f"{shown} of {limit / MiB:.2f} MiB; {reason}"
+    assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True))
 
 
 @pytest.mark.parametrize(("rows", "share"), [((48, 48), 0.8), ((12, 48), 0.65)], ids=["long", "short"])

@@ -10,9 +10,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stormtorch.core.errors import LaneError, SettingError
 from stormtorch.core.records import Copied, Record
@@ -77,6 +79,29 @@ def test_there_and_back(opened: OpenLanes, lane_device: torch.device, kind: str)
     lanes.store.copy(back, there, Tag.PARAMETERS)
     lanes.store.record().synchronize()
     assert torch.equal(home, back)
+
+
+class _Listening(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.heard: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_listens_to_operations_hears_nothing(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
+    """Weights come in the middle of a block that is recomputed, and whose operations are compared."""
+    lanes = opened()
+    home, there = at_home(kind, torch.randn(300_001)), torch.empty(300_001, device=lane_device)
+    with _Listening() as listening:
+        lanes.load.wait(lanes.compute.record())
+        lanes.load.copy(there, home, Tag.PARAMETERS)
+        lanes.store.wait(lanes.load.record())
+        lanes.store.copy(home, there, Tag.PARAMETERS)
+        lanes.store.record().synchronize()
+    assert not listening.heard
 
 
 def test_a_chain_of_lanes_with_random_delays_gives_the_same_numbers(

@@ -24,11 +24,12 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch_allocator, "_set", told.append)
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: told[-1])
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: told[-1], raising=False)
     monkeypatch.setattr(torch_allocator, "_asked", 0)
     return told
 
 
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch does not tell")
 def test_torch_keeps_settings_as_they_were_given() -> None:
     before = torch_allocator._settings()
     torch_allocator._set("expandable_segments:True")
@@ -86,6 +87,24 @@ def test_a_fraction_that_the_user_has_set_is_all_there_is(
     for name, value in known.items():
         monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
     assert limits.device_memory_bytes(GPU) == (free * GiB, total * GiB)
+
+
+@pytest.mark.parametrize(
+    ("limit", "lost"), [(4, 0), (12, 0), (13, 1024 + 128), (14, 1024 + 768 + 512), (16, 2048 + 2560)], ids=str
+)
+def test_what_is_lost_of_a_budget(limit: int, lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 13.5 GiB, of which torch has taken 9 and has had 7 allocated: 2 are lost, or an eighth of the budget,
+    less what there is beyond it, or with what is missing."""
+    known: dict[str, Any] = {
+        "mem_get_info": (int(4.5 * GiB), 24 * GiB),
+        "memory_reserved": 9 * GiB,
+        "max_memory_reserved": 9 * GiB,
+        "max_memory_allocated": 7 * GiB,
+        "get_per_process_memory_fraction": 1.0,
+    }
+    for name, value in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
+    assert torch_allocator.lost_bytes(GPU, limit * GiB) == lost * MiB
 
 
 class _Layer(nn.Module):

@@ -19,6 +19,8 @@ import torch
 from ..core.errors import StormError
 
 _REGISTER_FLAGS = 0x1 | 0x2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_MEMORY_TYPE = ctypes.c_int(2)  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_HOST = 0x1  # CU_MEMORYTYPE_HOST
 _NON_BLOCKING = 0x1  # CU_STREAM_NON_BLOCKING
 _WAIT_GEQ = 0x0  # CU_STREAM_WAIT_VALUE_GEQ: (int32)(word - value) >= 0, so that counters may wrap
 _WRITE_DEFAULT = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the stream are visible before the value is
@@ -65,6 +67,19 @@ class Driver:
         with self._on(device):
             self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(result), _pointer(address), ctypes.c_uint(0))
         return result.value
+
+    def is_page_locked(self, device: int, address: int) -> bool:
+        """Whether the host memory there is page-locked, by whomever.
+
+        ``Tensor.is_pinned`` is an operation of torch's, which whoever listens to operations would take for the model's.
+        """
+        kind = ctypes.c_uint()
+        with self._on(device):
+            try:
+                self._call("cuPointerGetAttribute", ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
+            except DriverError:  # memory that the driver does not know
+                return False
+        return kind.value == _HOST
 
     def create_stream(self, device: int) -> int:
         """A stream that nobody else has, and that does not wait for the default one.

@@ -64,7 +64,7 @@ class CudaLane(Lane):
             return
         for side in (target, source):
             # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is for ever.
-            if side.device.type == "cpu" and not side.is_pinned():
+            if side.device.type == "cpu" and not self._driver.is_page_locked(self.device_index, side.data_ptr()):
                 raise SettingError("A CUDA lane copies page-locked memory only. Take it from a pinned HostArena.")
         self._wait_out_delay()
         stream = self.stream

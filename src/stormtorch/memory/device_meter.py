@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from .torch_allocator import untaken_bytes
+from .torch_allocator import lost_bytes, untaken_bytes
 
 
 class DeviceMeter(Protocol):
@@ -23,6 +23,9 @@ class DeviceMeter(Protocol):
 
     def free(self) -> int:
         """What can still be taken of the device, whoever has the rest."""
+
+    def lost(self, limit_bytes: int) -> int:
+        """What of so many bytes cannot be allocated, for holes in between."""
 
 
 class CudaMeter:
@@ -42,6 +45,9 @@ class CudaMeter:
 
     def free(self) -> int:
         return untaken_bytes(self._device)
+
+    def lost(self, limit_bytes: int) -> int:
+        return lost_bytes(self._device, limit_bytes)
 
 
 def device_meter_for(device: torch.device) -> DeviceMeter | None:

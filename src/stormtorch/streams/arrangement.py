@@ -87,8 +87,7 @@ def open_saving(
         poison=trial.poison,
     )
 
-    spared = max(limit // _SPARED, min(_ROUNDED, limit // _ROUNDED_PART))
-    usable, meter = limit - spared + around.foreign_bytes, around.meter
+    meter, usable = around.meter, _usable(around)
 
     def room() -> int:
         if trial.activation_room is not None:
@@ -123,6 +122,8 @@ def open_saving(
         return top is not None and top <= usable
 
     def means(kinds: list[Hashable], profiles: list[BlockProfile], held: list[int]) -> Means:
+        nonlocal usable
+        usable = _usable(around)
         gains = [gain_of(profile.parts) for profile in profiles]
         if meter is not None and trial.activation_room is None:
             rooms = levels.rooms(usable - around.peak.unseen_bytes, len(kinds), held)
@@ -170,3 +171,10 @@ def open_saving(
         stream.close()
 
     return saving, end
+
+
+def _usable(around: Surroundings) -> int:
+    """What may be allocated of the device, by whomever; less than the budget, as far as is known so far."""
+    limit, all_of_it = around.limit_bytes, around.limit_bytes + around.foreign_bytes
+    spared = max(limit // _SPARED, min(_ROUNDED, limit // _ROUNDED_PART))
+    return all_of_it - max(spared, 0 if around.meter is None else around.meter.lost(all_of_it))
