@@ -11,12 +11,18 @@ from benchmarks.training.cases import Case
 from benchmarks.training.isolation import run_isolated
 from benchmarks.training.results import Result
 
-from .cases import Planned
+from .cases import OURS, Planned
 from .largest import largest
 from .one import figures_in
 from .results import Row
 
 ROOT = Path(__file__).parents[2]
+_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def _environment(case: Case) -> dict[str, str]:
+    """Where a limit is enforced, peers have what torch recommends there, and what STORM asks for by itself."""
+    return _ALLOCATOR if case.vram and case.method not in OURS else {}
 
 
 @dataclass
@@ -36,7 +42,7 @@ class Runner:
         if self.traces is not None:
             name = f"{self.log.stem}_{self.count}_{case.method}_timeline.json"
             command += ["--trace", str((self.traces / name).absolute())]
-        result = run_isolated(case, command, file, self.log, cwd=ROOT)
+        result = run_isolated(case, command, file, self.log, cwd=ROOT, environment=_environment(case))
         print(result.failed or f"{result.step_s:.3f} s a step", file=sys.stderr, flush=True)
         return Row(result=result, figures=figures_in(file))
 

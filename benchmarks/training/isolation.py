@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +26,12 @@ def ready_file(file: Path) -> Path:
     return file.with_suffix(".ready")
 
 
-def run_isolated(case: Case, command: list[str], file: Path, log: Path, *, cwd: Path) -> Result:
-    """The result that the process wrote to ``file``, or why there is none. Its output is appended to ``log``."""
+def run_isolated(
+    case: Case, command: list[str], file: Path, log: Path, *, cwd: Path, environment: Mapping[str, str] | None = None
+) -> Result:
+    """The result that the process wrote to ``file``, or why there is none. Its output is appended to ``log``.
+
+    ``environment``: variables that it has beside ours."""
     free = lowest = host_available_bytes()
     # A machine whose RAM is full may not answer again: stop short of that.
     floor = min(2 * GiB, free // 20)
@@ -35,7 +40,14 @@ def run_isolated(case: Case, command: list[str], file: Path, log: Path, *, cwd: 
         output.write(f"\n=== {case.settings}\n")
         output.flush()
         start_s, ready, limit_s = time.monotonic(), False, float(_START_LIMIT_S)
-        process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**os.environ, **(environment or {})},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
         try:
             while not reason:
                 try:
