@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,21 +79,26 @@ def lead_of(
     return made, Lead(Recipe(child, call, made), args[0], made) if as_on_tape and is_ordinary else None
 
 
-def recomputed(
-    stream: ActivationStream,
-    away: Mapping[Operation, bool],
-    tape: Tape,
-    block: nn.Module,
-    original: Call,
-    args: Any,
-    kwargs: Any,
-    lead: Lead | None = None,
-) -> Any:
-    """Run ``original``, which is ``block``'s or a part's, and again in backward, but for the results that ``away``
-    names: those are in RAM then (True) or stay (False)."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A call of a block, or of a part of one, that is made again in backward, but for the results that ``away`` names:
+    those are in RAM then (True) or stay (False)."""
+
+    stream: ActivationStream
+    away: Mapping[Operation, bool]
+    tape: Tape
+    module: nn.Module
+    original: Call
+    args: Any
+    kwargs: Any
+
+
+def recomputed(run: Run, lead: Lead | None = None) -> Any:
+    """Make the call, and again in backward."""
+    block, args, kwargs = run.module, run.args, run.kwargs
     leaves = leaves_of((*args, *kwargs.values()))
     form = filled((*args, *kwargs.values()), iter([None] * len(leaves)))  # tensors must not stay in there
-    count, names, manner = len(args), list(kwargs), manner_of(block)
+    original, count, names, manner = run.original, len(args), list(kwargs), manner_of(block)
     kept = [None if lead is None else lead.instead_of(leaf) for leaf in leaves]
     led = [place for place, instead in enumerate(kept) if instead is not None]
     made = [leaves[place] for place in led[:1]]  # until it is used for the first time
@@ -104,7 +110,7 @@ def recomputed(
     replaying: Replaying | None = None
     around, is_second = Surroundings(), False
 
-    def run(*given: Any) -> Any:
+    def call(*given: Any) -> Any:
         nonlocal is_second
         values = [given[number] for number in which]
         if recipe is not None and led:
@@ -120,33 +126,27 @@ def recomputed(
             is_second = True
             return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    if away and not is_compiled(block):
-        recording = Recording(away, stream, tape, block)
-        replaying = Replaying(recording, stream)
+    if run.away and not is_compiled(block):
+        recording = Recording(run.away, run.stream, run.tape, block)
+        replaying = Replaying(recording, run.stream)
         contexts = recording, replaying
-        return checkpoint(run, *once, use_reentrant=False, context_fn=lambda: contexts)
-    return checkpoint(run, *once, use_reentrant=False)
+        return checkpoint(call, *once, use_reentrant=False, context_fn=lambda: contexts)
+    return checkpoint(call, *once, use_reentrant=False)
 
 
 def in_parts(
-    stream: ActivationStream,
-    away: Mapping[Operation, bool],
-    tape: Tape,
-    block: nn.Module,
-    original: Call,
-    args: Any,
-    kwargs: Any,
+    run: Run,
     *,
     parts: tuple[str, ...],
     leads: Mapping[str, str],
     is_ours: Callable[[], bool],
     is_foreign: Callable[[], bool],
 ) -> Any:
-    """Run ``block``, and its ``parts`` again in backward. ``leads``: the child that leads to a part, by the part's
+    """Run the block, and its ``parts`` again in backward. ``leads``: the child that leads to a part, by the part's
     name. ``is_ours``: whether a part that is called now is ours to arrange; ``is_foreign``: whether what runs is not
     the block's."""
     leading: dict[str, Lead | None] = {}
-    own = set(identities_of(block))
+    tape, own = run.tape, set(identities_of(run.module))
 
     def call(name: str, child: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
         given = *args, *kwargs.values()
@@ -156,11 +156,11 @@ def in_parts(
             result, leading[name] = lead_of(child, original, args, kwargs, tape.parts.get(name), is_foreign)
             return result
         part_tape = tape.parts.get(name) or Tape()
-        results = {name: away[name] for name in part_tape.operations if name in away}
-        lead = leading.get(leads.get(name, ""))
-        return recomputed(stream, results, part_tape, child, original, args, kwargs, lead)
+        away = {operation: run.away[operation] for operation in part_tape.operations if operation in run.away}
+        part = replace(run, away=away, tape=part_tape, module=child, original=original, args=args, kwargs=kwargs)
+        return recomputed(part, leading.get(leads.get(name, "")))
 
     leaders = {leads[part] for part in parts if part in leads}
-    children = [(name, child) for name, child in block.named_children() if name in leaders or name in parts]
+    children = [(name, child) for name, child in run.module.named_children() if name in leaders or name in parts]
     with calling(children, call):
-        return original(*args, **kwargs)
+        return run.original(*run.args, **run.kwargs)

@@ -9,8 +9,7 @@ larger inputs is measured anew.
 A block is never run twice where that would show: where it changes its buffers, as batch norm does, or where forward
 hooks are listening.
 
-What is saved outside of blocks, or by a checkpoint of the user's around them, is *loose*: nobody may run it again, so
-it stays as far as there is room, and what was saved first leaves. What is saved after the last block stays."""
+What is saved outside of blocks is *loose* (loose.py). What is saved after the last block stays."""
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ from torch import nn
 
 from ..core.errors import StormError
 from ..core.notices import say_once
-from ..core.sizes import format_bytes
 from ..memory.stopwatch import timed
 from .activation_plan import (
     KEEP,
@@ -40,7 +38,7 @@ from .activation_plan import (
     leanest,
     recompute,
 )
-from .activations import ActivationStream, span_of
+from .activations import ActivationStream
 from .block_call import BlockCall, Call, calling
 from .blocks import (
     Untouched,
@@ -57,9 +55,10 @@ from .blocks import (
 )
 from .held import Held
 from .levels import UNCOUNTED, Levels, Way
+from .loose import Loose
 from .measurement import Measurement
 from .replay import Looking, Measuring
-from .rerun import in_parts, recomputed
+from .rerun import Run, in_parts, recomputed
 from .tape import Tape
 from .torch_private import (
     at_end_of_backward,
@@ -100,10 +99,10 @@ class Saving:
         ``can_recompute``: whether a block's weights may be on the device all at once, as when it is recomputed."""
         self.mode, self._stream, self._device, self._levels = mode, stream, device, levels
         self._room, self._is_tight, self._has_held = room, is_tight, has_held
-        self._is_nearly_full, self._over = is_nearly_full, over
+        self._over = over
         self._means, self._can_recompute = means, can_recompute
         self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
-        self._loose_way_bytes = self._way_bytes  # and where there are no blocks to plan for
+        self._loose = Loose(stream, is_tight=is_tight, is_nearly_full=is_nearly_full)
         self._noted_task = -1  # the last backward whose end will be noted
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
@@ -127,14 +126,8 @@ class Saving:
         self._not_again: set[Any] = set()  # shapes of blocks that have shown that they cannot be run again
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._tight = False  # whether the device may run out
-        self._loose_bytes = 0  # of this pass
-        self._loose_away_bytes = 0  # of that, what has left
-        self._loose_known_bytes = 0  # of the passes so far, at the most
-        self._loose_seen: set[tuple[int, int, int]] = set()  # parts of storages
         self._is_past_blocks = False
         self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
-        self._loose_leave = False
-        self._loose_reason = ""
         self.passes = 0
         self.plan: ActivationPlan | None = None
 
@@ -150,12 +143,10 @@ class Saving:
             self._last_sequence = self._sequence
             self._last_of_kind = {kind: position for position, kind in enumerate(self._sequence)}
         self._look_back()
-        self._loose_known_bytes = max(self._loose_known_bytes, self._loose_bytes)
+        self._loose.begin_pass()
         self._held, self._sequence, self._input_bytes = [], [], 0
-        self._loose_bytes = self._loose_away_bytes = 0
-        self._loose_seen.clear()
         self._is_past_blocks = False
-        self._hooks, self._sending = pack, self.mode == "offload" or self._loose_leave
+        self._hooks, self._sending = pack, self.mode == "offload" or self._loose.leaves
         self._set_ways()
         try:
             yield
@@ -163,20 +154,16 @@ class Saving:
             self._look_at_inputs()
             self._hooks, self._sending, self._measuring = None, False, None
             if self.passes <= _REPLAN_AT[-1]:
-                ours = self._stream.travelling_bytes() + (0 if self._held else self._loose_kept_bytes)
+                ours = self._stream.travelling_bytes() + (0 if self._held else self._loose.kept_bytes)
                 self._levels.reach(len(self._held), ours, self._stream.window_bytes)
-
-    @property
-    def _loose_kept_bytes(self) -> int:
-        return self._loose_bytes - self._loose_away_bytes
 
     def _set_ways(self) -> None:
         """What may be on its way, to begin with. Nothing, as long as nobody knows whether there is room for it."""
         unknown = self.plan is None and (self.passes <= _ROUNDS or bool(self._last_sequence))
         careful = unknown and self.mode != "offload" and self._room() < UNCOUNTED
-        way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._loose_way_bytes
+        way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._loose.way_bytes
         self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
-        self._stream.is_strict = self.plan is not None or careful or (self.mode == "auto" and self._loose_leave)
+        self._stream.is_strict = self.plan is not None or careful or (self.mode == "auto" and self._loose.leaves)
 
     def rules_here(self) -> bool:
         """Whether blocks called now are ours to arrange: in a pass, and in nobody else's checkpoint inside of it."""
@@ -194,7 +181,7 @@ class Saving:
         try:
             if measuring is not None and has_plain_storage(tensor):
                 measuring.see(tensor, is_weight=self._stream.is_weight(tensor))
-            if not self._in_block and self.mode == "auto":
+            if not self._in_block and not self._is_past_blocks and self.mode == "auto":
                 self._see_loose(tensor)
             packed = self._stream.pack(tensor) if self._sending else Held(tensor)
         finally:
@@ -202,24 +189,9 @@ class Saving:
         return packed
 
     def _see_loose(self, tensor: torch.Tensor) -> None:
-        """Nobody knows beforehand how much will be loose. Where it is more than ever before, the device is asked: it
-        must not run out in the pass that would tell."""
-        is_planned = self._loose_leave and self.passes > _REPLAN_AT[-1]
-        if is_planned or self._is_past_blocks or not self._stream.travels(tensor):
-            return
-        first, size = span_of(tensor)
-        key = tensor.untyped_storage()._cdata, first, size
-        if key in self._loose_seen:
-            return
-        self._loose_seen.add(key)
-        self._loose_bytes += size
-        if not self._sending and self._loose_bytes > self._loose_known_bytes:
-            if self.passes > _ROUNDS:
-                self._sending = self._is_nearly_full()  # for the rest of this pass: others may be smaller again
-            elif self._is_tight():
-                self._tight = self._loose_leave = self._sending = True
-        if self._sending:
-            self._loose_away_bytes += size
+        settled = self.passes > _REPLAN_AT[-1]
+        self._sending = self._loose.see(tensor, leaving=self._sending, measured=self.passes > _ROUNDS, settled=settled)
+        self._tight = self._tight or self._loose.was_tight
 
     def unpack(self, saved: Any) -> torch.Tensor:
         self.note_end()
@@ -241,7 +213,7 @@ class Saving:
             return self.plan.reason
         if self.passes < 2 or self._profiles or self._measured:
             return "not measured yet"
-        return self._loose_reason or "kept: no blocks were found to arrange"
+        return self._loose.reason or "kept: no blocks were found to arrange"
 
     @property
     def wish_bytes(self) -> int:
@@ -249,7 +221,7 @@ class Saving:
         checkpoint around each would keep."""
         if self.passes > _ROUNDS:
             return 0
-        return self._input_bytes if self._last_sequence or self._sequence else self._loose_away_bytes
+        return self._input_bytes if self._last_sequence or self._sequence else self._loose.away_bytes
 
     def _look_back(self) -> None:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
@@ -259,7 +231,7 @@ class Saving:
             return
         self._tight = self._tight or self._is_tight()
         if self.passes <= _ROUNDS:
-            self._loose_leave = self.mode == "auto" and self._tight
+            self._loose.leaves = self.mode == "auto" and self._tight
         if self.passes > _ROUNDS and (self.plan is None or self.passes in _REPLAN_AT):
             self._plan_blocks()
             if self.mode == "auto" and self.passes in (_ROUNDS + 1, *_REPLAN_AT):
@@ -286,24 +258,13 @@ class Saving:
         self._planned, self.plan = kinds, plan
 
     def _plan_loose(self) -> None:
-        """What is loose stays if there is room beside the blocks; if there are none, as much of it as there is room."""
-        if not self._loose_leave and not self._over():
+        if not self._loose.leaves and not self._over():
             return
         if self.plan is not None:
-            self._loose_leave = self._loose_bytes > self.plan.spare_bytes
+            self._loose.plan_beside(self.plan)
             return
-        stayed = self._loose_kept_bytes + min(self._stream.stay_bytes, self._loose_away_bytes)
-        room = max(0, self._means([], [], [stayed]).rooms[-1])
-        self._loose_leave = self._loose_bytes > room
+        self._loose.plan_alone(lambda stayed: self._means([], [], [stayed]).rooms[-1])
         self._levels.begin_plan()
-        self._loose_way_bytes = min(self._way_bytes, room // 2)
-        self._stream.stay_bytes = room - self._loose_way_bytes
-        size = format_bytes(self._loose_bytes)
-        self._loose_reason = (
-            f"offloaded, but for the last {format_bytes(self._stream.stay_bytes)} of {size}: no blocks to recompute"
-            if self._loose_leave
-            else f"kept: {size} of activations fit"
-        )
 
     # --- blocks
 
@@ -407,12 +368,20 @@ class Saving:
         with self._set(sending=plan.kind == "offload" or plan.inputs_away):
             if plan.kind != "recompute":
                 return original(*args, **kwargs)
-            how = self._stream, plan.results_away, known.tape, block, original, args, kwargs
+            run = Run(
+                stream=self._stream,
+                away=plan.results_away,
+                tape=known.tape,
+                module=block,
+                original=original,
+                args=args,
+                kwargs=kwargs,
+            )
             if not plan.parts:
-                return recomputed(*how)
+                return recomputed(run)
             leads = known.leads if isinstance(known, BlockProfile) and plan.led else {}
             return in_parts(
-                *how,
+                run,
                 parts=plan.parts,
                 leads=leads,
                 is_ours=self.rules_here,

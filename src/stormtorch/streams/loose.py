@@ -1,0 +1,77 @@
+"""What is saved outside of blocks, or by a checkpoint of the user's around them.
+
+Nobody may run it again, so it stays as far as there is room, and what was saved first leaves. How much it will be is
+not known beforehand. Where it is more than ever before, the device is asked: it must not run out in the pass that
+would tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..core.sizes import format_bytes
+from .activation_plan import ActivationPlan
+from .activations import ActivationStream, span_of
+
+
+class Loose:
+    """Counts what is loose, pass by pass, and decides whether it leaves."""
+
+    def __init__(
+        self, stream: ActivationStream, *, is_tight: Callable[[], bool], is_nearly_full: Callable[[], bool]
+    ) -> None:
+        """``is_tight``: whether VRAM may run out; ``is_nearly_full``: whether it nearly has."""
+        self._stream, self._is_tight, self._is_nearly_full = stream, is_tight, is_nearly_full
+        self._most_way_bytes = self.way_bytes = stream.ahead_bytes  # what may be on its way where there are no blocks
+        self._known_bytes = 0  # of the passes so far, at the most
+        self._seen: set[tuple[int, int, int]] = set()  # parts of storages
+        self.size = self.away_bytes = 0  # of this pass: all of it, and of that what has left
+        self.leaves = False
+        self.was_tight = False  # as was found in the middle of a pass
+        self.reason = ""
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.size - self.away_bytes
+
+    def begin_pass(self) -> None:
+        self._known_bytes = max(self._known_bytes, self.size)
+        self.size = self.away_bytes = 0
+        self._seen.clear()
+
+    def see(self, tensor: torch.Tensor, *, leaving: bool, measured: bool, settled: bool) -> bool:
+        """``tensor`` is being saved. Whether what is loose leaves from now on, in this pass, if it does so far or not.
+        ``measured``: whether all has been seen once; ``settled``: whether what was decided then stays."""
+        if (self.leaves and settled) or not self._stream.travels(tensor):
+            return leaving
+        first, size = span_of(tensor)
+        key = tensor.untyped_storage()._cdata, first, size
+        if key in self._seen:
+            return leaving
+        self._seen.add(key)
+        self.size += size
+        if not leaving and self.size > self._known_bytes:
+            if measured:
+                leaving = self._is_nearly_full()  # for the rest of this pass: others may be smaller again
+            elif self._is_tight():
+                self.was_tight = self.leaves = leaving = True
+        self.away_bytes += size if leaving else 0
+        return leaving
+
+    def plan_beside(self, plan: ActivationPlan) -> None:
+        """All of it stays if there is room beside the blocks."""
+        self.leaves = self.size > plan.spare_bytes
+
+    def plan_alone(self, room_of: Callable[[int], int]) -> None:
+        """There are no blocks: as much of it stays as there is room for, ``room_of`` what has stayed so far."""
+        room = max(0, room_of(self.kept_bytes + min(self._stream.stay_bytes, self.away_bytes)))
+        self.leaves = self.size > room
+        self.way_bytes = min(self._most_way_bytes, room // 2)
+        self._stream.stay_bytes = room - self.way_bytes
+        size = format_bytes(self.size)
+        self.reason = (
+            f"offloaded, but for the last {format_bytes(self._stream.stay_bytes)} of {size}: no blocks to recompute"
+            if self.leaves
+            else f"kept: {size} of activations fit"
+        )
