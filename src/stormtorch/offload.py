@@ -134,9 +134,11 @@ class OffloadedActivations:
         try:
             self._lanes.synchronize()
         finally:
-            self._end()
-            self._lanes.close()
-            self._end_expanding()
+            try:
+                self._end()
+                self._lanes.close()
+            finally:
+                self._end_expanding()
 
 
 def _refuse_meta(model: nn.Module | None) -> None:

@@ -118,6 +118,7 @@ class Tuning:
             limit_bytes=self.limit_bytes,
             peak_bytes=self.peak.bytes() - self.foreign_bytes + self.activation_wish(),
             free_bytes=meter.free(),
+            lost_bytes=meter.lost(self.limit_bytes + self.foreign_bytes),
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
             state_bytes=states,
         )

@@ -5,6 +5,7 @@ still live. What a kernel takes and gives back inside of itself is not seen, nor
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 class Counting(TorchDispatchMode):
     """Enter it before anything that is to be counted, and leave it last. A `DeviceMeter`."""
 
-    def __init__(self, *, lost_part: float = 0.0) -> None:
-        """``lost_part``: of a budget, what holes would take of it."""
+    def __init__(self, *, lost_part: Callable[[], float] = lambda: 0.0) -> None:
+        """``lost_part``: of a budget, what holes would take of it, as far as is known when asked."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._lost_part = lost_part
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -46,8 +47,9 @@ class Counting(TorchDispatchMode):
     def free(self) -> int:
         return sys.maxsize
 
-    def lost(self, limit_bytes: int) -> int:
-        return round(limit_bytes * self._lost_part)
+    def lost(self, limit_bytes: int, least_bytes: int = 0) -> int:
+        assert least_bytes < limit_bytes
+        return round(limit_bytes * self._lost_part())
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -24,7 +24,10 @@ from stormtorch.core.sizes import MiB
 from stormtorch.offload import OffloadedActivations
 from stormtorch.streams import measurement, saving, tape
 from stormtorch.streams.activation_plan import OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means
+from stormtorch.streams.parameters import ParameterStream
+from stormtorch.streams.replay import Replaying
 from stormtorch.streams.settings import Trial
+from stormtorch.streams.torch_private import in_backward
 
 from .models import Case, Pair, one_thread, same, sgd  # noqa: F401  # a fixture
 
@@ -658,6 +661,43 @@ def test_streamed_weights_of_others(device: torch.device, monkeypatch: pytest.Mo
     with Pair(case, sgd, device=device, room=0) as pair:
         pair.steps(5)
         pair.check()
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_weights_that_come_are_no_work_of_the_block(
+    parts: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room is made for them where there is none left, by operations that were not there in forward."""
+    force(monkeypatch, parts=parts, away=True)
+    present, went_astray = ParameterStream._present, []
+
+    def with_operations(self: ParameterStream, residence: Any) -> Any:
+        if in_backward():
+            torch.zeros(3, device=device).add_(1)
+        return present(self, residence)
+
+    def note(self: Replaying, *about: object) -> None:
+        went_astray.append(self._astray)
+        leave(self, *about)  # type: ignore[no-untyped-call]
+
+    leave = Replaying.__exit__
+    monkeypatch.setattr(Replaying, "__exit__", note)
+    monkeypatch.setattr(ParameterStream, "_present", with_operations)
+
+    def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+        return x, x
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(4)))
+
+    with Pair(
+        Case("blocks", model, batch, lambda made, x: made(x[0]).square().mean()), sgd, device=device, room=0
+    ) as pair:
+        pair.steps(5)
+        pair.check()
+    assert went_astray
+    assert not any(went_astray)
 
 
 def sent_bytes(model: nn.Module, activations: OffloadedActivations) -> list[int]:

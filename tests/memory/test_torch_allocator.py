@@ -11,9 +11,14 @@ from torch import nn
 import stormtorch as storm
 from stormtorch.core.sizes import GiB, MiB
 from stormtorch.memory import limits, torch_allocator
+from stormtorch.memory.device_meter import CudaMeter
 from stormtorch.memory.torch_allocator import expand_segments
 
 GPU = torch.device("cuda", 0)
+
+
+class _Mapping:
+    can_map = staticmethod(lambda _device: True)
 
 
 @pytest.fixture
@@ -23,21 +28,23 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in torch_allocator._VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch_allocator, "driver", lambda: _Mapping)
     monkeypatch.setattr(torch_allocator, "_set", told.append)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: told[-1], raising=False)
-    monkeypatch.setattr(torch_allocator, "_asked", 0)
+    monkeypatch.setattr(torch_allocator, "_segments", torch_allocator._Segments())
     return told
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch does not tell")
 def test_torch_keeps_settings_as_they_were_given() -> None:
-    before = torch_allocator._settings()
+    private: Any = torch._C
+    before = private._accelerator_getAllocatorSettings()
     torch_allocator._set("expandable_segments:True")
     try:
-        assert torch_allocator._settings() == "expandable_segments:True"
+        assert private._accelerator_getAllocatorSettings() == "expandable_segments:True"
     finally:
         torch_allocator._set(before or "expandable_segments:False")
-    assert torch_allocator._settings() == before
 
 
 def test_segments_expand_while_anybody_asks(settings: list[str]) -> None:
@@ -60,14 +67,37 @@ def test_who_has_set_the_environment_is_left_alone(
     assert settings == [""]
 
 
-def test_who_has_set_something_is_left_alone(settings: list[str]) -> None:
-    settings.append("max_split_size_mb:64")
+@pytest.mark.parametrize("given", ["max_split_size_mb:64", "expandable_segments:False"])
+def test_who_has_set_something_is_left_alone(settings: list[str], given: str) -> None:
+    settings.append(given)
     expand_segments(GPU)()
     assert len(settings) == 2
 
 
+def test_who_sets_something_meanwhile_is_left_alone(settings: list[str]) -> None:
+    end = expand_segments(GPU)
+    settings.append("max_split_size_mb:64")
+    end()
+    assert settings[-1] == "max_split_size_mb:64"
+
+
+def test_a_setting_that_is_refused_is_asked_for_again(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_settings: str) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_allocator, "_set", refuse)
+        with pytest.raises(RuntimeError, match="no"):
+            expand_segments(GPU)
+    expand_segments(GPU)()
+    assert len(settings) == 3
+
+
 def test_other_devices_and_allocators_are_left_alone(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     expand_segments(torch.device("cpu"))()
+    monkeypatch.setattr(_Mapping, "can_map", staticmethod(lambda _device: False))
+    expand_segments(GPU)()
+    monkeypatch.setattr(_Mapping, "can_map", staticmethod(lambda _device: True))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     expand_segments(GPU)()
     assert settings == [""]
@@ -99,12 +129,41 @@ def test_what_is_lost_of_a_budget(limit: int, lost: int, monkeypatch: pytest.Mon
         "mem_get_info": (int(4.5 * GiB), 24 * GiB),
         "memory_reserved": 9 * GiB,
         "max_memory_reserved": 9 * GiB,
-        "max_memory_allocated": 7 * GiB,
         "get_per_process_memory_fraction": 1.0,
     }
     for name, value in known.items():
         monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
-    assert torch_allocator.lost_bytes(GPU, limit * GiB) == lost * MiB
+    assert torch_allocator.lost_bytes(GPU, limit * GiB, most_allocated=7 * GiB) == lost * MiB
+
+
+@pytest.mark.parametrize(("least", "lost"), [(0, 256), (128, 256), (512, 512), (4096, 1024)])
+def test_what_is_lost_where_nothing_was_seen(least: int, lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a budget that is all that the user lets torch take."""
+    known: dict[str, Any] = {
+        "mem_get_info": (100 * GiB, 128 * GiB),
+        "memory_reserved": GiB,
+        "max_memory_reserved": GiB,
+        "get_per_process_memory_fraction": 1 / 16,
+    }
+    for name, value in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
+    assert torch_allocator.lost_bytes(GPU, 8 * GiB, most_allocated=GiB, least_bytes=least * MiB) == lost * MiB
+
+
+def test_a_peak_that_the_user_resets_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, Any] = {
+        "mem_get_info": (0, 8 * GiB),
+        "memory_reserved": 8 * GiB,
+        "max_memory_reserved": 8 * GiB,
+        "max_memory_allocated": int(7.5 * GiB),
+        "get_per_process_memory_fraction": 1.0,
+    }
+    for name, answer in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, answer=answer: answer)
+    meter = CudaMeter(GPU)
+    assert meter.peak() == int(7.5 * GiB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: GiB)
+    assert meter.lost(8 * GiB) == 512 * MiB
 
 
 class _Layer(nn.Module):
@@ -119,8 +178,10 @@ class _Layer(nn.Module):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [64, 8192])
-def test_cuda_a_budget_that_is_all_there_is(rows: int) -> None:
-    """1.2 GiB of weights and 3.6 of states within 2 GiB, which torch may not exceed by a segment."""
+def test_cuda_a_budget_that_is_all_there_is(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.2 GiB of weights and 3.6 of states within 2 GiB, beyond which torch refuses."""
+    for name in torch_allocator._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     limit = 2 * GiB
     torch.cuda.empty_cache()
     allowed = limit + torch.cuda.memory_reserved(GPU)
@@ -139,4 +200,3 @@ def test_cuda_a_budget_that_is_all_there_is(rows: int) -> None:
             assert any(segment["is_expandable"] and segment["total_size"] >= 64 * MiB for segment in segments)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
-    assert torch.cuda.max_memory_reserved(GPU) <= allowed

@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from stormtorch.api import Session
+from stormtorch.core.errors import OutOfBudget
 from stormtorch.core.records import Copied, Waited
 from stormtorch.core.tags import Tag
+from stormtorch.memory.pool import DevicePool
 from stormtorch.observe.recorder import Recorder
 from stormtorch.streams.adam import AdamStream
 from stormtorch.streams.adam_home import AdamHome, Waiting
@@ -166,6 +168,31 @@ def test_states_pass_where_nobody_adds_gradients_up(
     assert all(torch.equal(*pair) for pair in zip(ours, run(None), strict=True))
     first = 1 if mode == "backward" else 2  # share follows the step there
     assert passed == [number >= first and not any(accumulates[: number + 1]) for number in range(8)]
+
+
+def test_a_pool_that_cannot_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else has taken what was free a moment ago."""
+    refused = []
+
+    def grow(_pool: DevicePool, size: int) -> None:
+        refused.append(size)
+        raise OutOfBudget("Cannot allocate", "the device itself is full", "", "")
+
+    with Counting() as meter:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        settings = Settings(vram=2 << 30, device="cpu", activations="keep")
+        monkeypatch.setattr("stormtorch.streams.placement.headroom", lambda limit: limit // 50)
+        monkeypatch.setattr("stormtorch.tuning.growth", lambda *_, **__: Growth(pool_bytes=4096, keep=[]))
+        with Session(model, optimizer, settings, trial=Trial(meter=meter)) as session:
+            monkeypatch.setattr(DevicePool, "grow", grow)
+            before = session._parts.tuning.peak.grown_bytes
+            for _ in range(6):
+                model(torch.randn(4, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert session._parts.tuning.peak.grown_bytes == before
+    assert refused == [4096] * 2
 
 
 @pytest.mark.parametrize("mode", ["forward", "serial"])

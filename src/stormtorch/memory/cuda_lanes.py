@@ -62,14 +62,13 @@ class CudaLane(Lane):
         size = check_copy(target, source)
         if size == 0:
             return
-        for side in (target, source):
-            # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is for ever.
-            if side.device.type == "cpu" and not self._driver.is_page_locked(self.device_index, side.data_ptr()):
-                raise SettingError("A CUDA lane copies page-locked memory only. Take it from a pinned HostArena.")
         self._wait_out_delay()
-        stream = self.stream
+        stream, to, by = self.stream, target.data_ptr(), source.data_ptr()
+        host = [address for side, address in ((target, to), (source, by)) if side.device.type == "cpu"]
         start = None if self._timer is None else self._timer.start(stream)
-        self._driver.copy(self.device_index, stream.cuda_stream, target.data_ptr(), source.data_ptr(), size)
+        if not self._driver.copy(self.device_index, stream.cuda_stream, to, by, size, host=host):
+            # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is for ever.
+            raise SettingError("A CUDA lane copies page-locked memory only. Take it from a pinned HostArena.")
         if self._timer is not None and start is not None:
             self._timer.finish(stream, start, tag, size)
 

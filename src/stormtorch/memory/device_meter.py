@@ -24,8 +24,8 @@ class DeviceMeter(Protocol):
     def free(self) -> int:
         """What can still be taken of the device, whoever has the rest."""
 
-    def lost(self, limit_bytes: int) -> int:
-        """What of so many bytes cannot be allocated, for holes in between."""
+    def lost(self, limit_bytes: int, least_bytes: int = 0) -> int:
+        """What of so many bytes cannot be allocated, for holes in between; if it matters, at least ``least_bytes``."""
 
 
 class CudaMeter:
@@ -33,21 +33,26 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._most_bytes = 0  # that a peak has been seen to be; users reset it when they like
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device)
+        self._most_bytes = max(self._most_bytes, peak)
+        return peak
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
+        self._most_bytes = 0
 
     def free(self) -> int:
         return untaken_bytes(self._device)
 
-    def lost(self, limit_bytes: int) -> int:
-        return lost_bytes(self._device, limit_bytes)
+    def lost(self, limit_bytes: int, least_bytes: int = 0) -> int:
+        self.peak()
+        return lost_bytes(self._device, limit_bytes, most_allocated=self._most_bytes, least_bytes=least_bytes)
 
 
 def device_meter_for(device: torch.device) -> DeviceMeter | None:

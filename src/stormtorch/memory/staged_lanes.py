@@ -85,9 +85,9 @@ class StagedCudaLane(ThreadLane):
         if size == 0:
             return
         stream, pieces, timer = self._stream, self._pieces, self._timer
-        target_bytes, source_bytes = as_bytes(target), as_bytes(source)
 
         def copy() -> None:
+            target_bytes, source_bytes = as_bytes(target), as_bytes(source)
             with torch.cuda.stream(stream):
                 start = timer.start(stream) if timer is not None else None
                 if source.device.type == "cpu":

@@ -18,49 +18,71 @@ from collections.abc import Callable
 import torch
 
 from ..core.sizes import round_up
+from .cuda_driver import device_index, driver
 
 _LOST, _MOST_LOST = 32, 8  # of a budget a part of so many at the least, where nothing is known, and at the most
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _EXPANDABLE, _PLAIN = "expandable_segments:True", "expandable_segments:False"
 _GRAIN = 512
 
-_lock = threading.Lock()
-_asked = 0  # by how many who have not ended
+
+class _Segments:
+    """The setting of the process, for as long as anybody asks for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked = 0  # by how many who have not ended
+        self._is_plain_again = False  # by us, and so nobody's own setting
+
+    def ask(self) -> bool:
+        """False where the user has settings of their own."""
+        with self._lock:
+            if self._asked == 0:
+                if any(name in os.environ for name in _VARIABLES) or self._settings_of_users():
+                    return False
+                _change(_EXPANDABLE)
+                self._is_plain_again = False
+            self._asked += 1
+            return True
+
+    def end(self) -> None:
+        with self._lock:
+            if self._asked == 1 and not self._settings_of_users():
+                _change(_PLAIN)
+                self._is_plain_again = True
+            self._asked -= 1
+
+    def _settings_of_users(self) -> str:
+        """What torch was told, where it tells, and not by us."""
+        ask = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")  # torch 2.11 has no such question
+        given = str(ask())
+        is_ours = given == _EXPANDABLE if self._asked else given == _PLAIN and self._is_plain_again
+        return "" if is_ours else given
+
+
+_segments = _Segments()
 
 
 def expand_segments(device: torch.device) -> Callable[[], None]:
-    """Let segments on ``device`` expand from now on, unless the user has settings of their own. Returns what ends it;
-    memory that was taken meanwhile stays as it is."""
-    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+    """Let segments on ``device`` expand from now on, if it can do that and the user has no settings of their own.
+    Returns what ends it, once; tensors that were made meanwhile stay as they are."""
+    if not _can_expand(device) or not _segments.ask():
         return lambda: None
-    with _lock:
-        if not _asked and (any(name in os.environ for name in _VARIABLES) or _settings()):
-            return lambda: None
-        _count(1)
-    is_open = True
-
-    def end() -> None:
-        nonlocal is_open
-        with _lock:
-            if is_open:
-                is_open = False
-                _count(-1)
-
-    return end
+    ends = [_segments.end]
+    return lambda: ends.pop()() if ends else None
 
 
-def _count(step: int) -> None:
-    global _asked
-    before, _asked = _asked, _asked + step
-    if bool(before) != bool(_asked):
-        _set(_EXPANDABLE if _asked else _PLAIN)
+def _can_expand(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return False
+    found = driver()
+    return found is not None and found.can_map(device_index(device))
 
 
-def _settings() -> str:
-    """As they were last given, where torch tells; empty, or plain again, where nobody has given any."""
-    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")  # torch 2.11 has no such question
-    given = str(ask())
-    return "" if given == _PLAIN else given
+def _change(settings: str) -> None:
+    """Torch uses memory of either kind of segment only while that is the setting: what is cached goes back."""
+    _set(settings)
+    torch.cuda.empty_cache()
 
 
 def _set(settings: str) -> None:
@@ -79,11 +101,11 @@ def untaken_bytes(device: torch.device) -> int:
     return max(0, min(torch.cuda.mem_get_info(device)[0], left))
 
 
-def lost_bytes(device: torch.device, limit_bytes: int) -> int:
+def lost_bytes(device: torch.device, limit_bytes: int, *, most_allocated: int, least_bytes: int = 0) -> int:
     """What of ``limit_bytes`` cannot be allocated, because torch has to take more than that, and there is no more.
 
-    As much as it has taken more than was allocated so far. Seen with segments that expand: 0.2 of 8 GiB with tensors of
-    up to 128 MiB, 0.7 with such of 768."""
+    As much as it has taken more than was allocated so far, or as ``least_bytes`` says. Seen with segments that expand:
+    0.2 of 8 GiB with tensors of up to 128 MiB, 0.7 with such of 768."""
     beyond = untaken_bytes(device) + torch.cuda.memory_reserved(device) - limit_bytes
-    seen = torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return max(0, min(max(seen, limit_bytes // _LOST), limit_bytes // _MOST_LOST) - beyond)
+    seen = torch.cuda.max_memory_reserved(device) - most_allocated
+    return max(0, min(max(seen, least_bytes, limit_bytes // _LOST), limit_bytes // _MOST_LOST) - beyond)

@@ -123,7 +123,8 @@ def open_saving(
 
     def means(kinds: list[Hashable], profiles: list[BlockProfile], held: list[int]) -> Means:
         nonlocal usable
-        usable = _usable(around)
+        largest = max((size for profile in profiles for size, _ in profile.operations.values()), default=0)
+        usable = _usable(around, largest)
         gains = [gain_of(profile.parts) for profile in profiles]
         if meter is not None and trial.activation_room is None:
             rooms = levels.rooms(usable - around.peak.unseen_bytes, len(kinds), held)
@@ -173,8 +174,9 @@ def open_saving(
     return saving, end
 
 
-def _usable(around: Surroundings) -> int:
-    """What may be allocated of the device, by whomever; less than the budget, as far as is known so far."""
+def _usable(around: Surroundings, largest_bytes: int = 0) -> int:
+    """What may be allocated of the device, by whomever; less than the budget, as far as is known so far. A hole may be
+    as large as the largest result."""
     limit, all_of_it = around.limit_bytes, around.limit_bytes + around.foreign_bytes
     spared = max(limit // _SPARED, min(_ROUNDED, limit // _ROUNDED_PART))
-    return all_of_it - max(spared, 0 if around.meter is None else around.meter.lost(all_of_it))
+    return all_of_it - max(spared, 0 if around.meter is None else around.meter.lost(all_of_it, largest_bytes))

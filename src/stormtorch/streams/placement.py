@@ -91,15 +91,16 @@ def growth(
     limit_bytes: int,
     peak_bytes: int,
     free_bytes: int,
+    lost_bytes: int = 0,
     step_bytes: int,
     state_bytes: dict[int, int],
 ) -> Growth:
-    """How the pool grows, given the peak of what torch has allocated and what the device has free.
+    """How the pool grows, given the peak of what torch has allocated, what the device has free and what holes take.
 
     First room for weights, in steps worth the trouble; when all of them fit, for optimizer states, unit by unit:
     ``state_bytes`` has what each one takes that is not there yet.
     """
-    spare = min(limit_bytes - peak_bytes, free_bytes) - headroom(limit_bytes)
+    spare = min(limit_bytes - peak_bytes, free_bytes) - max(headroom(limit_bytes), lost_bytes)
     missing = max(0, placement.whole_bytes - pool_bytes)
     if spare < missing:
         return Growth(pool_bytes=spare if spare >= step_bytes else 0, keep=[])

@@ -32,6 +32,7 @@ from ..memory.stopwatch import Reading
 from .activations import ActivationStream, Note
 from .tape import Numbering, Operation, Storages, Tape, numbered_anew
 from .torch_private import StorageReference, VersionProbe, has_plain_storage
+from .unheard import is_our_own
 
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 
@@ -120,7 +121,7 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         kind = _kind_of(func)
-        if kind == "view":
+        if kind == "view" or is_our_own():
             return result
         operation = self._numbers.next(func)
         if self.follows(func):
@@ -220,7 +221,7 @@ class Replaying(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or _kind_of(func) == "view":
+        if self._paused or _kind_of(func) == "view" or is_our_own():
             return func(*args, **kwargs)
         operation = self._numbers.next(func)
         if self._recording.follows(func):
@@ -272,7 +273,7 @@ class Listening(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _kind_of(func) != "view" and not self._is_foreign():
+        if _kind_of(func) != "view" and not (self._is_foreign() or is_our_own()):
             self.names.append(self._numbers.next(func)[0])
         return func(*args, **(kwargs or {}))
 
@@ -288,7 +289,7 @@ class Looking(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _LOOKS and not self._is_foreign():
+        if func in _LOOKS and not (self._is_foreign() or is_our_own()):
             self._tape.read(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -316,7 +317,7 @@ class Measuring(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = _kind_of(func)
-        if kind == "view" or self._is_foreign():
+        if kind == "view" or self._is_foreign() or is_our_own():
             return func(*args, **kwargs)
         result, seconds = self._time(lambda: func(*args, **kwargs))
         if kind == "random":
