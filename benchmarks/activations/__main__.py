@@ -31,7 +31,9 @@ def main() -> int:
     parser.add_argument("--vram", metavar="SIZE", help="budget of the storm cases that would take a peer's peak")
     parser.add_argument("--steps", type=int, metavar="N", help="measured steps, after two warm ones (default: 5)")
     parser.add_argument("--limit", type=float, metavar="S", help="seconds that a case, or a search, may take")
-    parser.add_argument("--first", type=int, metavar="N", help="where the largest micro-batch is looked for first")
+    parser.add_argument(
+        "--first", nargs="+", metavar="METHOD=N", help="where the largest micro-batch of a method is looked for first"
+    )
     parser.add_argument("--trace", action="store_true", help="also write a small timeline of a step of every case")
     parser.add_argument("--tiny", action="store_true", help="on the CPU: shows that it runs, not how fast")
     options = parser.parse_args()
@@ -40,17 +42,28 @@ def main() -> int:
     if wanted - known.keys():
         unknown = ", ".join(sorted(wanted - known.keys()))
         parser.error(f"{options.group} has no method {unknown}. It has {', '.join(known)}.")
-    if options.first is not None and (options.first < 1 or options.group not in SEARCHED):
-        parser.error(f"--first is at least 1, and for groups that look for a micro-batch: {', '.join(SEARCHED)}.")
+    options.first = _first(options.first or [])
+    unknown = ", ".join(sorted(options.first.keys() - known.keys()))
+    if options.first and (unknown or options.group not in SEARCHED or min(options.first.values()) < 1):
+        parser.error(
+            f"--first takes METHOD=N with N at least 1, in groups that look for a micro-batch: {', '.join(SEARCHED)}. "
+            f"{options.group} has {', '.join(known)}."
+        )
     plan = [planned for planned in GROUPS[options.group] if planned.case.method in wanted]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the case running ends too
     return _all([_set(planned, options) for planned in plan], options)
 
 
+def _first(given: list[str]) -> dict[str, int]:
+    """By method; 0 where it is not a number."""
+    pairs = (text.partition("=") for text in given)
+    return {method: int(number) if number.isdigit() else 0 for method, _, number in pairs}
+
+
 def _set(planned: Planned, options: argparse.Namespace) -> Planned:
     """The case with what the command line says about every case."""
     planned = tiny(planned) if options.tiny else planned
-    given = {"steps": options.steps, "limit_s": options.limit, "micro_batch": options.first}
+    given = {"steps": options.steps, "limit_s": options.limit, "micro_batch": options.first.get(planned.case.method)}
     if planned.at_peak_of and options.vram:
         planned, given = replace(planned, at_peak_of=""), given | {"vram": options.vram}
     return replace(planned, case=replace(planned.case, **{name: v for name, v in given.items() if v is not None}))
@@ -68,7 +81,7 @@ def _all(plan: list[Planned], options: argparse.Namespace) -> int:
         for planned in plan:
             if options.group in SEARCHED:
                 most = 2 if options.tiny else _MOST
-                rows.append(runner.search(planned.case, most=most, guessed=options.first is not None))
+                rows.append(runner.search(planned.case, most=most, guessed=planned.case.method in options.first))
             else:
                 rows.append(runner.at_peak(planned, rows))
             write(rows, about, options.out)  # after every case: a run that is cut short leaves what it has

@@ -127,7 +127,9 @@ def check_written(report: dict[str, Any], where: Path, printed: str) -> None:
 
 
 def test_training_within_a_budget_is_searched(tmp_path: Path) -> None:
-    done = activations("budget", "--methods", "storm", "fsdp2", "--out", str(tmp_path))
+    done = activations("budget", "--methods", "storm", "fsdp2", "--first", "storm=2", "--out", str(tmp_path))
+    assert "storm-backward tiny @1" not in done.stderr
+    assert "fsdp2 tiny @1" in done.stderr
     assert done.returncode == 0, done.stderr + (tmp_path / "budget.log").read_text()
     storm, fsdp2 = json.loads((tmp_path / "budget.json").read_text())["rows"]
     assert storm["case"]["micro_batch"] == fsdp2["case"]["micro_batch"] == 2
@@ -148,6 +150,14 @@ def test_an_unknown_method_is_refused_with_the_known_ones(tmp_path: Path) -> Non
     done = activations("fp32", "--methods", "trl", "--out", str(tmp_path))
     assert done.returncode == 2
     assert "fp32 has no method trl. It has resident, storm-offload." in done.stderr
+
+
+@pytest.mark.parametrize("first", ["trl=2", "storm=0", "storm", "24"])
+def test_where_to_look_first_is_said_by_method(first: str, tmp_path: Path) -> None:
+    done = activations("budget", "--first", first, "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "--first takes METHOD=N with N at least 1" in done.stderr
+    assert "budget has storm, fsdp2, ds3, ramtorch, ramtorch-offload." in done.stderr
 
 
 def test_the_chunked_loss_is_cross_entropy() -> None:
