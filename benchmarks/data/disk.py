@@ -41,7 +41,7 @@ class PlainReads:
         return self._run(amount=amount, seconds=float("inf"))[1]
 
     def rate(self, seconds: float) -> float:
-        """Bytes per second, of so many seconds. Blocks so long."""
+        """Bytes per second, of so many seconds and at least a block for each thread. Blocks so long."""
         taken, spent_s = self._run(amount=1 << 62, seconds=seconds)
         return taken / spent_s
 
@@ -58,7 +58,7 @@ class PlainReads:
         def work(thread: int) -> None:
             nonlocal asked
             try:
-                while time.perf_counter() - start_s < seconds:
+                while not taken[thread] or time.perf_counter() - start_s < seconds:
                     with self._lock:
                         if asked >= amount:
                             return
