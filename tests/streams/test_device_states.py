@@ -13,6 +13,7 @@ from torch import nn
 from stormtorch.api import Session
 from stormtorch.core.errors import StormError
 from stormtorch.streams import adam
+from stormtorch.streams.parameters import ParameterStream
 from stormtorch.streams.settings import Settings, Trial
 
 Action = Callable[[int, nn.Module, torch.optim.Optimizer], None]
@@ -418,6 +419,41 @@ def test_an_error_in_the_first_backward_counts_no_step(monkeypatch: pytest.Monke
 
     trial = Trial(device_share=1.0, poison=True)
     assert equal(trained(trial, fail_once, mode="backward", steps=3), trained(None, steps=3))
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("look", [False, True], ids=["closed", "looked_at"])
+def test_an_update_without_room_for_the_weights_is_done_at_home(
+    kept: int, look: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody keeps a graph, and it keeps the device's memory. A step that was asked for is not lost for that."""
+    expected = trained(None)
+    model = layers()
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim == 2]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        fused=True,
+    )
+    settings = Settings(vram=600_000 if kept else 60_000, device="cpu", step="forward")
+    with Session(model, optimizer, settings, trial=Trial(device_share=1.0, kept=kept)) as session:
+        for number in range(5):
+            step(model, optimizer, number)
+            if look and number == 2:
+                with monkeypatch.context() as full:
+                    session._parts.parameters.drop_all()
+                    full.setattr(ParameterStream, "_load", lambda *_: None)
+                    before = [parameter.detach().clone() for parameter in model.parameters()]
+                assert all(parameter.isfinite().all() for parameter in before)
+        step(model, optimizer, 5)
+        assert session._parts.adam is not None
+        if kept or not look:  # or states that pass have given way for good
+            assert any(home.waiting is not None for home in session._parts.adam.homes)
+        session._parts.parameters.drop_all()
+        monkeypatch.setattr(ParameterStream, "_load", lambda *_: None)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
 
 
 def test_early_states_are_those_of_units_that_are_used() -> None:

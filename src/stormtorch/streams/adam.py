@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import OutOfBudget
 from ..core.tags import Tag
 from ..memory.flags import Flags
 from ..memory.lane import Lane
@@ -268,11 +269,11 @@ class AdamStream:
     def _update_at_home(self, home: AdamHome, waiting: Waiting) -> None:
         """Do on the CPU, and wait for, what there was no room for on the device."""
         residence = self._parameters.residences[home.unit.index]
-        for event in (waiting.stored, residence.last_load, home.event):
+        for event in (waiting.stored, waiting.ready, residence.last_load, home.event):
             if event is not None:
                 event.synchronize()
         factor = None if waiting.factor is None else waiting.factor.to("cpu")
-        buffers = self._at_home(home, waiting.grads)
+        buffers = self._at_home(home, waiting.grads.to("cpu"))
         self._parameters.changed(home.unit, by_step=False)  # first: an interrupt may leave some of it done
         for run in waiting.runs:
             tensors = bind(run, buffers, wide=waiting.wide, factor=factor, done=waiting.done)
@@ -329,6 +330,15 @@ class AdamStream:
         self.there.forget()
 
     def finish(self, unit: Unit) -> None:
-        """Do a waiting update on the device now."""
-        if self.homes[unit.index].waiting is not None:
+        """Do a waiting update now: on the device, or at home where that has no room left for the weights, as when a
+        graph that somebody keeps holds others."""
+        home = self.homes[unit.index]
+        if home.waiting is None:
+            return
+        try:
             self._parameters.use(unit)
+        except OutOfBudget:
+            if home.waiting is not None:
+                self.there.write_back(home)
+                self._update_at_home(home, home.waiting)
+                home.waiting = None
