@@ -429,14 +429,11 @@ def test_an_update_without_room_for_the_weights_is_done_at_home(
     """Somebody keeps a graph, and it keeps the device's memory. A step that was asked for is not lost for that."""
     expected = trained(None)
     model = layers()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.ndim == 2]},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-        fused=True,
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.ndim == 2]},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
     settings = Settings(vram=600_000 if kept else 60_000, device="cpu", step="forward")
     with Session(model, optimizer, settings, trial=Trial(device_share=1.0, kept=kept)) as session:
         for number in range(5):
