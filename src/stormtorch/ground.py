@@ -28,7 +28,6 @@ from .observe.recorder import Recorder
 from .streams.adam_settings import runs_as_adam
 from .streams.device_states import kept_bytes
 from .streams.home_sizes import Homes, homes_for
-from .streams.meta import Exchange
 from .streams.partition import Partition, partition
 from .streams.placement import Placement, place
 from .streams.settings import Settings, Trial
@@ -64,12 +63,7 @@ class Ground:
 
 
 def open_ground(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Settings,
-    trial: Trial,
-    endings: Endings,
-    exchange: Exchange,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
 ) -> tuple[Ground, list[torch.Tensor]]:
     """The ground, and home memory for the weights of each unit."""
     device = _device(settings.device)
@@ -84,7 +78,6 @@ def open_ground(
     units = found.units
     if not units:
         raise SettingError("The model has no parameters to stream.")
-    exchange.mark(units)
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
     meter = trial.meter or device_meter_for(device)
     placement = place(

@@ -95,7 +95,7 @@ def _open(
     endings: Endings,
     exchange: Exchange,
 ) -> Parts:
-    ground, images = open_ground(model, optimizer, settings, trial, endings, exchange)
+    ground, images = open_ground(model, optimizer, settings, trial, endings)
     flags = (ground.board[index] for index in range(len(ground.board)))
     tuning = Tuning(
         ground.device,

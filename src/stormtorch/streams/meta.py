@@ -61,12 +61,6 @@ class Exchange:
         _bytes_of(values).fill_(_ONES)
         return values
 
-    def mark(self, units: list[Unit]) -> None:
-        """Note which parameters have no values yet."""
-        for unit in units:
-            for place in unit.places:
-                place.written = place.parameter not in self or not place.count
-
     def unwritten(
         self,
         model: nn.Module,
@@ -74,8 +68,11 @@ class Exchange:
         left: Iterable[nn.Parameter],
         found_written: Callable[[Place], None],
     ) -> Unwritten | None:
-        """Those that came from meta, streamed or ``left`` on the device; None where there are none."""
-        places = [place for unit in units for place in unit.places if not place.written]
+        """Those that came from meta and have no values yet, streamed or ``left`` on the device; None where there are
+        none."""
+        places = [place for unit in units for place in unit.places if place.parameter in self and place.count]
+        for place in places:
+            place.written = False
         ids = {id(parameter) for parameter in left if parameter in self}
         others = {name: p for name, p in model.named_parameters() if id(p) in ids and p.numel()}
         return Unwritten(places, others, found_written) if places or others else None

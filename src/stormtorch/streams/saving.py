@@ -225,8 +225,8 @@ class Saving:
 
     def _look_back(self) -> None:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
-        if self.passes == _REPLAN_AT[-1] and self._over():
-            say_once(self._over(), key="over the budget")
+        if self.passes == _REPLAN_AT[-1] and (over := self._over()):
+            say_once(over, key="over the budget")
         if self.mode not in ("auto", "recompute"):
             return
         self._tight = self._tight or self._is_tight()
