@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Hashable
 
@@ -18,6 +17,7 @@ from ..core.tags import Tag
 from .cuda_driver import Driver, device_index, driver
 from .flags import Flag
 from .lane import Delay, Event, Lane, as_bytes, check_copy
+from .own_streams import OwnStream
 
 
 class CudaEvent(Event):
@@ -139,23 +139,6 @@ class CudaLane(Lane):
         if self._delay is not None:
             with torch.cuda.stream(self.stream):
                 self._delay()
-
-
-class OwnStream:
-    """A CUDA stream that belongs to one lane and to nobody else; see ``Driver.create_stream``."""
-
-    def __init__(self, cuda: Driver, index: int) -> None:
-        handle = cuda.create_stream(index)
-        self.stream = torch.cuda.ExternalStream(handle, device=index)
-        self._end = weakref.finalize(self, cuda.destroy_stream, index, handle)
-        self._end.atexit = False  # the driver takes it back with the process
-
-    @property
-    def closed(self) -> bool:
-        return not self._end.alive
-
-    def close(self) -> None:
-        self._end()
 
 
 def wait_for(event: torch.cuda.Event) -> None:

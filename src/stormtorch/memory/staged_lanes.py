@@ -18,8 +18,9 @@ from ..core.records import Sink
 from ..core.sizes import MiB, round_down
 from ..core.tags import Tag
 from .cuda_driver import device_index
-from .cuda_lanes import CopyTimer, CudaEvent, OwnStream, need_driver, wait_for
+from .cuda_lanes import CopyTimer, CudaEvent, need_driver, wait_for
 from .lane import Delay, Event, as_bytes, check_copy
+from .own_streams import OwnStream
 from .thread_lane import Failure, ThreadLane, wait_interruptibly
 
 _PIECES = 4
