@@ -51,7 +51,7 @@ class Tuning:
         self._worker: Worker | None = None
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
         self._planned_at = Totals()  # when activations were last planned
-        self._share_is_fixed = self._is_share_due = False
+        self._share_is_fixed = self._is_share_due = self._is_growth_due = False
         self._accumulates = True  # as far as is known
         self._steps = 0
         self.meter = meter
@@ -89,8 +89,10 @@ class Tuning:
         self._recorder.step()
         self._steps += 1
         self._is_share_due = self._steps in _SHARE_AT
-        if self.meter is not None and self._steps in _GROW_AT:
+        if self.meter is not None and (self._steps in _GROW_AT or self._is_growth_due):
             self._grow(gradients, self.meter)
+            # The host may be steps ahead of a device that has not told yet what activations take.
+            self._is_growth_due = self._steps >= _GROW_AT[-1] and self.activation_wish() > 0
         if self._mode == "backward":
             self._divide(gradients)
 

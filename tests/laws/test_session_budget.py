@@ -5,6 +5,7 @@ needs is enough for every mode."""
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from stormtorch import tuning
 from stormtorch.api import Session
 from stormtorch.core.sizes import MiB, format_bytes
 from stormtorch.streams import placement
+from stormtorch.streams.measurement import Measurement
 from stormtorch.streams.settings import Settings, Trial
 
 from .counting import Counting
@@ -83,6 +85,31 @@ def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_
         shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
         assert max(peaks) <= limit * 1.01, f"{mode}, {step}: {shown} of {limit / MiB:.2f} MiB; {reason}"
         assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True)), f"{mode}, {step}"
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_host_that_runs_ahead_of_the_device(
+    late: int, small_scale: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that never looks at its losses is steps ahead: what was measured is not known when the third pass begins.
+    Blocks go on as before then, and the pool gets what is left when there is a plan."""
+    small_scale(2e6)
+    size: Any = {"blocks": 16, "rows": (16, 48)}
+    peaks, expected, _ = train(64, 64 * MiB, mode="keep", step="forward", checkpointed=True, **size)
+    limit = round(max(peaks) * 0.8)
+    asked: dict[int, int] = collections.Counter()
+    profile = Measurement.profile
+
+    def later(measurement: Measurement) -> Any:
+        asked[id(measurement)] += 1
+        return profile(measurement) if asked[id(measurement)] > late else None
+
+    monkeypatch.setattr(Measurement, "profile", later)
+    peaks, losses, reason = train(64, limit, mode="auto", step="forward", **size)
+    assert max(asked.values()) > late
+    shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
+    assert max(peaks) <= limit * 1.01, f"{shown} of {limit / MiB:.2f} MiB; {reason}"
+    assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True))
 
 
 @pytest.mark.parametrize("known_after", [0, 1], ids=["from_the_start", "when_seen"])

@@ -342,23 +342,25 @@ def _made(profiles: list[BlockProfile], early: list[BlockPlan], reason: str, roo
 
 def _recomputed(means: Means, rooms: _Rooms, cut: float | None) -> list[BlockPlan]:
     """All blocks recomputed, with nothing left on the device. In parts where a whole block has no room beside everybody
-    else's, and beside what may travel but for a share of ``cut``. Where a block's largest part has no room either, its
-    activations come back one by one. Rooms grow by that."""
+    else's, and beside what may travel but for a share of ``cut``. Where a block's largest part has no room either, or a
+    block without parts, its activations come back one by one. Rooms grow by that."""
     blocks: list[BlockPlan] = []
     for index, profile in enumerate(rooms.early):
         has_room = cut is not None and rooms.left[index] + cut * rooms.way_bytes >= 0
-        if not profile.repeatable or not profile.parts or has_room:
+        if not profile.parts:  # nor anything to cut
+            has_room = rooms.left[index] + rooms.way_bytes >= 0
+        if not profile.repeatable or has_room:
             blocks.append(leanest(repeatable=profile.repeatable, parts={}))
             continue
         parts = dict(profile.parts)
         rooms.left[index] += means.rises[index].whole - means.rises[index].parts
         if rooms.left[index] + rooms.way_bytes < 0:
-            largest = max(parts, key=lambda part: parts[part])
-            rooms.left[index] += parts.pop(largest) // 2  # some of it is needed at a time
+            largest = max(parts, key=lambda part: parts[part], default="")
+            rooms.left[index] += parts.pop(largest, profile.saved_bytes) // 2  # some of it is needed at a time
         # What a part's inputs are made from is beside them then, until backward has been through it.
-        led = bool(profile.leads) and rooms.left[index] + rooms.way_bytes // 2 >= profile.input_bytes
+        led = bool(parts and profile.leads) and rooms.left[index] + rooms.way_bytes // 2 >= profile.input_bytes
         rooms.left[index] -= profile.input_bytes if led else 0
-        blocks.append(replace(leanest(repeatable=bool(parts), parts=parts), led=led and bool(parts)))
+        blocks.append(replace(leanest(repeatable=bool(parts), parts=parts), led=led))
     return blocks
 
 

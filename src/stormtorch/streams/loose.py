@@ -59,9 +59,11 @@ class Loose:
         self.away_bytes += size if leaving else 0
         return leaving
 
-    def plan_beside(self, plan: ActivationPlan) -> None:
-        """All of it stays if there is room beside the blocks."""
-        self.leaves = self.size > plan.spare_bytes
+    def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
+        """All of it stays if there is room beside the blocks, which have all that ``plan`` does not spare; or if nobody
+        ``is_short`` of it."""
+        self._stream.stay_bytes = 0
+        self.leaves = is_short and self.size > plan.spare_bytes
 
     def plan_alone(self, room_of: Callable[[int], int]) -> None:
         """There are no blocks: as much of it stays as there is room for, ``room_of`` what has stayed so far."""

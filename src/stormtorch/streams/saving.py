@@ -219,9 +219,9 @@ class Saving:
     def wish_bytes(self) -> int:
         """What has left only because it is not known yet whether there is room for it. Of blocks this is what a
         checkpoint around each would keep."""
-        if self.passes > _ROUNDS:
-            return 0
-        return self._input_bytes if self._last_sequence or self._sequence else self._loose.away_bytes
+        if self._last_sequence or self._sequence:
+            return self._input_bytes  # of a pass without a plan
+        return self._loose.away_bytes if self.passes <= _ROUNDS else 0
 
     def _look_back(self) -> None:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
@@ -233,8 +233,9 @@ class Saving:
         if self.passes <= _ROUNDS:
             self._loose.leaves = self.mode == "auto" and self._tight
         if self.passes > _ROUNDS and (self.plan is None or self.passes in _REPLAN_AT):
+            before = self.plan
             self._plan_blocks()
-            if self.mode == "auto" and self.passes in (_ROUNDS + 1, *_REPLAN_AT):
+            if self.mode == "auto" and (self.plan is not before or self.passes in (_ROUNDS + 1, *_REPLAN_AT)):
                 self._plan_loose()
 
     def _plan_blocks(self) -> None:
@@ -258,13 +259,12 @@ class Saving:
         self._planned, self.plan = kinds, plan
 
     def _plan_loose(self) -> None:
-        if not self._loose.leaves and not self._over():
-            return
+        is_short = self._loose.leaves or bool(self._over())
         if self.plan is not None:
-            self._loose.plan_beside(self.plan)
-            return
-        self._loose.plan_alone(lambda stayed: self._means([], [], [stayed]).rooms[-1])
-        self._levels.begin_plan()
+            self._loose.plan_beside(self.plan, is_short=is_short)
+        elif is_short and not self._last_sequence:  # or there are blocks, and the device is still at what they take
+            self._loose.plan_alone(lambda stayed: self._means([], [], [stayed]).rooms[-1])
+            self._levels.begin_plan()
 
     # --- blocks
 
