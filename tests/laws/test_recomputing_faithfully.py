@@ -508,6 +508,8 @@ def test_nothing_of_a_graph_stays(
                 loss = model(x).square().mean()
             loss.backward()
             del x, loss
+            if device.type == "cuda":
+                torch.cuda.synchronize()  # or there may be no plan yet when the last step has been enqueued
     gc.collect()
     assert [node() for node in Watched.nodes] == [None] * STEPS
     if name == "saves_what_it_makes":
