@@ -453,6 +453,35 @@ def test_an_update_without_room_for_the_weights_is_done_at_home(
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
 
 
+def test_states_that_were_loaded_ahead_are_not_those_after_an_update_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps in a row, and at the second no room for the weights, when the states are on the device already."""
+
+    def run(*, streamed: bool) -> list[torch.Tensor]:
+        model = layers()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        with contextlib.ExitStack() as stack:
+            if streamed:
+                settings, trial = Settings(vram=600_000, device="cpu", step="forward"), Trial(device_share=1.0, kept=2)
+                session = stack.enter_context(Session(model, optimizer, settings, trial=trial))
+            for number in range(6):
+                x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+                model(x).square().mean().backward()
+                optimizer.step()
+                if number == 2:
+                    with monkeypatch.context() as full:
+                        if streamed:
+                            assert session._parts.adam is not None
+                            session._parts.parameters.load_ahead()
+                            assert any(home.waiting and home.staged for home in session._parts.adam.homes)
+                            session._parts.parameters.drop_all()
+                            full.setattr(ParameterStream, "_load", lambda *_: None)
+                        optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert all(torch.equal(*pair) for pair in zip(run(streamed=True), run(streamed=False), strict=True))
+
+
 def test_early_states_are_those_of_units_that_are_used() -> None:
     """Whoever was left out last time, or comes late in forward, does not hold the room of the others."""
     model = layers()

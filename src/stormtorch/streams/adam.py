@@ -339,6 +339,7 @@ class AdamStream:
             self._parameters.use(unit)
         except OutOfBudget:
             if home.waiting is not None:
+                self.there.unstage(home)  # loaded ahead, and about to be out of date
                 self.there.write_back(home)
                 self._update_at_home(home, home.waiting)
                 home.waiting = None

@@ -62,7 +62,6 @@ class Loose:
     def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
         """All of it stays if there is room beside the blocks, which have all that ``plan`` does not spare; or if nobody
         ``is_short`` of it."""
-        self._stream.stay_bytes = 0
         self.leaves = is_short and self.size > plan.spare_bytes
 
     def plan_alone(self, room_of: Callable[[int], int]) -> None:

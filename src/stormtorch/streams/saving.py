@@ -235,7 +235,8 @@ class Saving:
         if self.passes > _ROUNDS and (self.plan is None or self.passes in _REPLAN_AT):
             before = self.plan
             self._plan_blocks()
-            if self.mode == "auto" and (self.plan is not before or self.passes in (_ROUNDS + 1, *_REPLAN_AT)):
+            is_new = self.plan is not before or self.passes in (_ROUNDS + 1, *_REPLAN_AT)
+            if self.mode == "auto" and is_new and self.passes <= _REPLAN_AT[-1]:  # later nobody counts what is loose
                 self._plan_loose()
 
     def _plan_blocks(self) -> None:
@@ -257,6 +258,7 @@ class Saving:
         if plan is not self.plan:
             self._levels.begin_plan()
         self._planned, self.plan = kinds, plan
+        self._stream.stay_bytes = 0  # that was for a pass without blocks
 
     def _plan_loose(self) -> None:
         is_short = self._loose.leaves or bool(self._over())
