@@ -68,7 +68,7 @@ def open_ground(
     """The ground, and home memory for the weights of each unit."""
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
-    endings.before_others(expand_segments(device))
+    endings.last(expand_segments(device))  # the pool goes back to the driver
     found = partition(
         model,
         unit_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes // 6,

@@ -10,9 +10,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from .core.endings import Endings
 from .core.errors import SettingError, StormError
 from .core.tags import Tier
-from .memory.device_meter import device_meter_for
+from .memory.device_meter import DeviceMeter, device_meter_for
 from .memory.lanes import open_lanes
 from .memory.ledger import Ledger, open_ledger
 from .memory.limits import usable_device
@@ -70,6 +71,7 @@ class OffloadedActivations:
         _refuse_meta(model)
         self._closed = False
         self._context: contextlib.ExitStack | None = None
+        self._endings = Endings()
         self.device = _device_of(model, device)
         self.ledger: Ledger = open_ledger(self.device, vram=vram, ram=ram)
         limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
@@ -79,11 +81,22 @@ class OffloadedActivations:
             if vram == "auto":
                 limit += meter.allocated()  # "auto" is what was free when asked
         self.recorder = Recorder()
-        self._lanes = open_lanes(self.device, sink=self.recorder, delay=trial.delay)
-        self._waits = WaitMeter(self._lanes.compute, self.recorder)
+        try:
+            self._open(model, mode, limit, meter, trial)
+        except BaseException:
+            self._endings.run()
+            raise
+
+    def _open(
+        self, model: nn.Module | None, mode: str, limit_bytes: int, meter: DeviceMeter | None, trial: Trial
+    ) -> None:
+        self._endings.last(expand_segments(self.device))
+        lanes = open_lanes(self.device, sink=self.recorder, delay=trial.delay)
+        self._endings.before_others(lanes.close)
+        self._waits = WaitMeter(lanes.compute, self.recorder)
         around = Surroundings(
             device=self.device,
-            lanes=self._lanes,
+            lanes=lanes,
             ledger=self.ledger,
             page_lock=page_lock_for(self.device),
             waits=self._waits,
@@ -91,14 +104,15 @@ class OffloadedActivations:
             rates=lambda _forward_s: link_rates(self.recorder.snapshot()),
             meter=meter,
             peak=peak_meter_on(meter),
-            limit_bytes=limit,
+            limit_bytes=limit_bytes,
         )
 
         def weights() -> list[torch.Tensor]:
             return [*model.parameters(), *model.buffers()] if model is not None else []
 
-        self.saving, self._end = open_saving(model, mode, around, weights, trial)
-        self._end_expanding = expand_segments(self.device)
+        self.saving, end = open_saving(model, mode, around, weights, trial)
+        self._endings.before_others(end)
+        self._endings.before_others(lanes.synchronize)
 
     def report(self) -> ActivationReport:
         """What was done so far and why, as data; ``print`` it for text. Waits for nothing."""
@@ -131,14 +145,7 @@ class OffloadedActivations:
         if self._closed:
             return
         self._closed = True
-        try:
-            self._lanes.synchronize()
-        finally:
-            try:
-                self._end()
-                self._lanes.close()
-            finally:
-                self._end_expanding()
+        self._endings.run()
 
 
 def _refuse_meta(model: nn.Module | None) -> None:

@@ -19,6 +19,19 @@ def test_what_was_opened_last_ends_first() -> None:
     assert len(order) == 3
 
 
+def test_what_comes_last_comes_after_what_is_opened_later() -> None:
+    order: list[str] = []
+    endings = Endings()
+    endings.last(lambda: order.append("last"))
+    endings.last(lambda: order.append("before that"))
+    endings.after_others(lambda: order.append("late"))
+    endings.before_others(lambda: order.append("usual"))
+    endings.run()
+    assert order == ["usual", "late", "before that", "last"]
+    endings.run()
+    assert len(order) == 4
+
+
 @pytest.mark.parametrize("first", [ValueError, KeyboardInterrupt])
 def test_an_error_keeps_no_other_from_ending(first: type[BaseException]) -> None:
     order: list[str] = []

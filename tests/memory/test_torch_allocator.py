@@ -93,6 +93,27 @@ def test_a_setting_that_is_refused_is_asked_for_again(settings: list[str], monke
     assert len(settings) == 3
 
 
+def test_an_error_of_earlier_work_leaves_the_setting_as_it_should_be(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "empty_cache", fail)
+        with pytest.raises(RuntimeError, match="illegal"):
+            expand_segments(GPU)
+    assert settings[-1] == "expandable_segments:False"
+    end = expand_segments(GPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "empty_cache", fail)
+        with pytest.raises(RuntimeError, match="illegal"):
+            end()
+    assert settings[-1] == "expandable_segments:False"
+    expand_segments(GPU)()
+    assert settings[-2:] == ["expandable_segments:True", "expandable_segments:False"]
+
+
 def test_other_devices_and_allocators_are_left_alone(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     expand_segments(torch.device("cpu"))()
     monkeypatch.setattr(_Mapping, "can_map", staticmethod(lambda _device: False))
@@ -200,3 +221,22 @@ def test_cuda_a_budget_that_is_all_there_is(rows: int, monkeypatch: pytest.Monke
             assert any(segment["is_expandable"] and segment["total_size"] >= 64 * MiB for segment in segments)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
+
+
+@pytest.mark.gpu
+def test_cuda_what_a_session_had_goes_back_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch does not use memory of segments that expand once that is not the setting any more."""
+    for name in torch_allocator._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(GPU)
+    model = nn.Sequential(*(_Layer(1024) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with storm.stream(model, optimizer, vram=GiB, device=GPU):
+        for _ in range(5):
+            model(torch.randn(256, 1024, device=GPU)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.cuda.memory_reserved(GPU) > before + 128 * MiB
+    left = [s for s in torch.cuda.memory_snapshot() if s["is_expandable"] and s["total_size"] >= 32 * MiB]
+    assert not left

@@ -147,6 +147,19 @@ def test_what_was_not_seen_of_a_kind_is_taken_from_others() -> None:
     )
 
 
+def test_a_block_that_has_only_been_offloaded() -> None:
+    """It rose by what came back, and by what it takes in any case: less is not known."""
+    allocated, peak = [10], [10]
+    levels = Levels(lambda: allocated[0], lambda: peak[0])
+    levels.begin()
+    levels.hold("kind", "other", 0)
+    levels.reach(0, 0)
+    peak[0] = 40
+    levels.begin()
+    assert levels.has_seen("kind")
+    assert levels.rises("kind", saved_bytes=5).keep == 30
+
+
 def test_one_way_follows_from_another() -> None:
     in_parts = seen_once("parts", 90 + WORK)
     assert in_parts.rises("block", saved_bytes=SAVED, part_bytes=[80, 90]) == Rises(

@@ -21,7 +21,7 @@ WHOLE = 6 * GiB
 STATES = {0: 3 * GiB, 1: 2 * GiB, 2: 2 * GiB}
 
 
-def grown(*, pool: int, limit: int, peak: int, free: int = 100 * GiB) -> Growth:
+def grown(*, pool: int, limit: int, peak: int, free: int = 100 * GiB, lost: int = 0) -> Growth:
     placement = Placement(pool_bytes=pool, least_bytes=GiB, whole_bytes=WHOLE, fixed_bytes=0, reason="")
     return growth(
         placement,
@@ -29,6 +29,7 @@ def grown(*, pool: int, limit: int, peak: int, free: int = 100 * GiB) -> Growth:
         limit_bytes=limit,
         peak_bytes=peak,
         free_bytes=free,
+        lost_bytes=lost,
         step_bytes=GiB // 2,
         state_bytes=STATES,
     )
@@ -37,6 +38,12 @@ def grown(*, pool: int, limit: int, peak: int, free: int = 100 * GiB) -> Growth:
 def test_nothing_to_spare() -> None:
     assert grown(pool=2 * GiB, limit=8 * GiB, peak=8 * GiB - MiB) == Growth(pool_bytes=0, keep=[])
     assert grown(pool=2 * GiB, limit=8 * GiB, peak=9 * GiB) == Growth(pool_bytes=0, keep=[])
+
+
+def test_what_the_device_lacks_counts_once() -> None:
+    """6 of 8 GiB are there, 2 of them taken: ``lost`` and ``free`` both know that."""
+    some = grown(pool=GiB, limit=8 * GiB, peak=2 * GiB, free=4 * GiB, lost=2 * GiB)
+    assert some.pool_bytes == 4 * GiB - 256 * MiB
 
 
 def test_weights_come_first() -> None:

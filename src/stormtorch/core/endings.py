@@ -10,6 +10,7 @@ class Endings:
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
+        self._last: list[Callable[[], object]] = []
 
     def before_others(self, call: Callable[[], object]) -> None:
         """The usual place: what was opened last ends first."""
@@ -19,9 +20,14 @@ class Endings:
         """For what is opened late, and used by others that end."""
         self._calls.append(call)
 
+    def last(self, call: Callable[[], object]) -> None:
+        """For what all others must have ended before, also those that are opened later."""
+        self._last.insert(0, call)
+
     def run(self) -> None:
         """Each is tried, once; the first error is raised."""
-        calls, self._calls = self._calls, []
+        calls = [*self._calls, *self._last]
+        self._calls, self._last = [], []
         error: BaseException | None = None
         for call in calls:
             try:

@@ -27,7 +27,8 @@ _GRAIN = 512
 
 
 class _Segments:
-    """The setting of the process, for as long as anybody asks for it."""
+    """The setting of the process, for as long as anybody asks for it. Torch uses memory of either kind of segment only
+    while that is the setting, so what is cached goes back at each change."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,17 +41,27 @@ class _Segments:
             if self._asked == 0:
                 if any(name in os.environ for name in _VARIABLES) or self._settings_of_users():
                     return False
-                _change(_EXPANDABLE)
+                _set(_EXPANDABLE)
+                try:
+                    torch.cuda.empty_cache()
+                except BaseException:  # an error of earlier work, which is told to whoever waits for it
+                    self._be_plain()
+                    raise
                 self._is_plain_again = False
             self._asked += 1
             return True
 
     def end(self) -> None:
         with self._lock:
-            if self._asked == 1 and not self._settings_of_users():
-                _change(_PLAIN)
-                self._is_plain_again = True
+            is_over = self._asked == 1 and not self._settings_of_users()
             self._asked -= 1
+            if is_over:
+                self._be_plain()
+                torch.cuda.empty_cache()
+
+    def _be_plain(self) -> None:
+        _set(_PLAIN)
+        self._is_plain_again = True
 
     def _settings_of_users(self) -> str:
         """What torch was told, where it tells, and not by us."""
@@ -77,12 +88,6 @@ def _can_expand(device: torch.device) -> bool:
         return False
     found = driver()
     return found is not None and found.can_map(device_index(device))
-
-
-def _change(settings: str) -> None:
-    """Torch uses memory of either kind of segment only while that is the setting: what is cached goes back."""
-    _set(settings)
-    torch.cuda.empty_cache()
 
 
 def _set(settings: str) -> None:

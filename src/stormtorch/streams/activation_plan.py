@@ -374,6 +374,9 @@ def _mixed(profiles: list[BlockProfile], means: Means, keep_last: bool, cut: flo
     blocks = _recomputed(means, rooms, cut)
     link = _Link(profiles, means, slack=_slack(rooms.ways()[-1]))
     for index, profile in reversed(list(enumerate(rooms.early))):
+        if not profile.repeatable:
+            blocks[index] = _offloaded_or_kept(index, profile, means, rooms, link)
+            continue
         if blocks[index].kind != "recompute" or blocks[index].parts:
             link.force(index, blocks[index].sent_bytes(profile))
             continue
@@ -385,6 +388,19 @@ def _mixed(profiles: list[BlockProfile], means: Means, keep_last: bool, cut: flo
             link.force(index, profile.input_bytes)
     blocks = _with_results(means, rooms, link, blocks)
     return _made(profiles, blocks, _why(rooms.early, blocks), rooms)
+
+
+def _offloaded_or_kept(block: int, profile: BlockProfile, means: Means, rooms: _Rooms, link: _Link) -> BlockPlan:
+    """For a block that may not be run again: kept where the link does not hide it and there is room."""
+    if link.take(block, profile.saved_bytes):
+        return OFFLOAD
+    gain = means.rises[block].whole - means.rises[block].keep  # room for what would have come back
+    rooms.left[block] += gain
+    if rooms.take(block, profile.saved_bytes):
+        return KEEP
+    rooms.left[block] -= gain
+    link.force(block, profile.saved_bytes)
+    return OFFLOAD
 
 
 def _with_results(means: Means, rooms: _Rooms, link: _Link, blocks: list[BlockPlan]) -> list[BlockPlan]:
@@ -419,8 +435,13 @@ def _why(early: list[BlockProfile], blocks: list[BlockPlan]) -> str:
             saved_s += seconds
     whole_s = sum(seconds for profile in early for _, seconds in profile.operations.values())
     in_parts = sum(bool(plan.parts) for plan in blocks)
+    offloaded, kept = blocks.count(OFFLOAD), blocks.count(KEEP)
+    if offloaded + kept == len(blocks):
+        return f"{offloaded} of {len(blocks)} blocks offloaded, {kept} kept: they may not be run again"
     return (
         f"recomputed, but for {saved_s * 1e3:.1f} of {whole_s * 1e3:.1f} ms: "
         f"{format_bytes(survive[True])} of results in RAM, as the link hides, {format_bytes(survive[False])} in VRAM"
         + (f"; {in_parts} of {len(blocks)} blocks in parts, for want of VRAM" if in_parts else "")
+        + (f"; {offloaded} of them offloaded instead" if offloaded else "")
+        + (f"; {kept} kept that may not be run again" if kept else "")
     )

@@ -106,6 +106,16 @@ class Note:
         return typed.as_strided(self.shape, self.stride, int(typed.storage_offset()) + self.offset)
 
 
+class Undecided:
+    """What autograd keeps of a tensor that is here, and may leave later in the same forward."""
+
+    __slots__ = ("__weakref__", "now", "place")
+
+    def __init__(self, held: Held, place: Hashable) -> None:
+        self.now: Held | Note = held
+        self.place = place  # where compute made it
+
+
 class Ride:
     """One forward pass and its backward: the parcels in the order of saving, and the order of asking for them."""
 
@@ -226,6 +236,18 @@ class ActivationStream:
             self._send_or_keep(parcel)
         return Note(parcel, tensor)
 
+    @locked
+    def hold(self, tensor: torch.Tensor) -> Undecided | Held:
+        """For autograd: ``tensor`` stays; ``send_after_all`` may be called for it if it could leave."""
+        return Undecided(Held(tensor), self.place()) if self.travels(tensor) else Held(tensor)
+
+    @locked
+    def send_after_all(self, undecided: Undecided) -> None:
+        """Let it leave, unless it was written to since: backward will say so. Nor from another stream's memory."""
+        held = undecided.now
+        if isinstance(held, Held) and not (self._closed or held.changed or undecided.place != self.place()):
+            undecided.now = self.send(held.get())
+
     def travels(self, tensor: torch.Tensor) -> bool:
         """Whether it is worth moving, and can be moved by its bytes."""
         if tensor.device != self._lanes.device or type(tensor) is not torch.Tensor or not has_plain_storage(tensor):
@@ -293,6 +315,8 @@ class ActivationStream:
     @locked
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor that ``pack`` was given, on the device, with compute waiting for it."""
+        if isinstance(saved, Undecided):
+            saved = saved.now
         if isinstance(saved, Held):
             return saved.get()
         assert isinstance(saved, Note)

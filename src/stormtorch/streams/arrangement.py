@@ -31,6 +31,7 @@ _SPARED = 200  # a part of so many of the budget is left alone: levels are noted
 _ROUNDED = 8 * MiB  # at least so much, or of small budgets a part: torch rounds large tensors up by as much as 1 MiB
 _ROUNDED_PART = 50
 _NEARLY = 8  # nearly full: less than such a part of the budget is left
+_FILLING = 3  # filling: more than such a part is taken, and what the loss takes is not known yet
 _TIGHT = 8  # a process that has more than such a part of the budget may run out of it
 
 
@@ -94,10 +95,10 @@ def open_saving(
             return trial.activation_room
         return usable - meter.allocated() if meter is not None else UNCOUNTED
 
-    def is_tight() -> bool:
+    def has_taken(part: int) -> bool:
         if trial.activation_room is not None:
             return trial.activation_room <= 0
-        return meter is not None and meter.allocated() - around.foreign_bytes > limit // _TIGHT
+        return meter is not None and meter.allocated() - around.foreign_bytes > limit // part
 
     def is_nearly_full() -> bool:
         return room() < usable // _NEARLY
@@ -158,7 +159,8 @@ def open_saving(
         device=device,
         levels=levels,
         room=room,
-        is_tight=is_tight,
+        is_tight=lambda: has_taken(_TIGHT),
+        is_filling=lambda: has_taken(_FILLING),
         is_nearly_full=is_nearly_full,
         over=over,
         has_held=has_held,

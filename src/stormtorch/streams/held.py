@@ -20,8 +20,13 @@ class Held:
         self._tensor = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
 
+    @property
+    def changed(self) -> bool:
+        """Whether it was written to since."""
+        return self._version is not None and self._tensor._version != self._version
+
     def get(self) -> torch.Tensor:
-        if self._version is not None and self._tensor._version != self._version:
+        if self.changed:
             raise stale(self._tensor.shape, self._tensor.dtype)
         return self._tensor
 

@@ -28,6 +28,7 @@ _PROVEN = 4  # passes
 
 Way = Literal["keep", "whole", "parts", "other"]
 """How a block gets through backward: with all that it saved, recomputed at once, in parts; or otherwise."""
+_WAYS: tuple[Way, ...] = ("keep", "whole", "parts", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +187,13 @@ class Levels:
     ) -> Rises:
         """What was seen of a kind of block, whose parts save ``part_bytes``. One way follows from another: recomputed
         at once, a block takes what it saves on top of what it takes when it is kept; in parts, of all parts only the
-        largest, and of what lies outside of them perhaps nothing. Where nothing was seen, it takes as much as
+        largest, and of what lies outside of them perhaps nothing. One that has only been
+        offloaded takes when it is kept what it took then, at the most. Where nothing was seen, it takes as much as
         ``others`` do."""
-        bounds = [self.seen.get((kind, way)) for way in ("keep", "whole", "parts")]
-        keep, whole, parts = (None if known is None else known.rise for known in bounds)
+        bounds = [self.seen.get((kind, way)) for way in _WAYS]
+        keep, whole, parts, other = (None if known is None else known.rise for known in bounds)
+        if keep is None and whole is None and parts is None:
+            keep = other
         largest = max(part_bytes, default=0)
         if whole is None and keep is None and parts is not None:
             whole = parts + saved_bytes - largest
@@ -201,7 +205,7 @@ class Levels:
 
     def has_seen(self, kind: Hashable) -> bool:
         """Whether ``rises`` of this kind are more than a guess."""
-        return any((kind, way) in self.seen for way in ("keep", "whole", "parts"))
+        return any((kind, way) in self.seen for way in _WAYS)
 
     def rise_at_the_end(self, kind: Hashable) -> int:
         """The most that was seen to come on top of what is there when forward ends, until backward has left the last

@@ -1,34 +1,38 @@
 """What is saved outside of blocks, or by a checkpoint of the user's around them.
 
-Nobody may run it again, so it stays as far as there is room, and what was saved first leaves. How much it will be is
-not known beforehand. Where it is more than ever before, the device is asked: it must not run out in the pass that
-would tell."""
+Nobody may run it again, so it stays as far as there is room, and what was saved first leaves. How much it will be, and
+what the loss takes on top, is not known beforehand. So in the passes that measure, it stays until the device begins to
+fill; then all of it leaves, also what has stayed so far. In later ones the device is asked where it is more than ever
+before: it must not run out in the pass that would tell."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
 
 from ..core.sizes import format_bytes
 from .activation_plan import ActivationPlan
-from .activations import ActivationStream, span_of
+from .activations import ActivationStream, Undecided, span_of
+from .held import Held
 
 
 class Loose:
     """Counts what is loose, pass by pass, and decides whether it leaves."""
 
     def __init__(
-        self, stream: ActivationStream, *, is_tight: Callable[[], bool], is_nearly_full: Callable[[], bool]
+        self, stream: ActivationStream, *, is_filling: Callable[[], bool], is_nearly_full: Callable[[], bool]
     ) -> None:
-        """``is_tight``: whether VRAM may run out; ``is_nearly_full``: whether it nearly has."""
-        self._stream, self._is_tight, self._is_nearly_full = stream, is_tight, is_nearly_full
+        """``is_filling``: whether so much of VRAM is taken that a loss nobody has seen may find too little;
+        ``is_nearly_full``: whether it has nearly run out."""
+        self._stream, self._is_filling, self._is_nearly_full = stream, is_filling, is_nearly_full
         self._most_way_bytes = self.way_bytes = stream.ahead_bytes  # what may be on its way where there are no blocks
         self._known_bytes = 0  # of the passes so far, at the most
         self._seen: set[tuple[int, int, int]] = set()  # parts of storages
         self.size = self.away_bytes = 0  # of this pass: all of it, and of that what has left
+        self._undecided: list[weakref.ref[Undecided]] = []  # of this pass
         self.leaves = False
-        self.was_tight = False  # as was found in the middle of a pass
         self.reason = ""
 
     @property
@@ -39,6 +43,11 @@ class Loose:
         self._known_bytes = max(self._known_bytes, self.size)
         self.size = self.away_bytes = 0
         self._seen.clear()
+        self._undecided.clear()
+
+    def forget(self) -> None:
+        """Inputs are larger now."""
+        self._known_bytes = 0
 
     def see(self, tensor: torch.Tensor, *, leaving: bool, measured: bool, settled: bool) -> bool:
         """``tensor`` is being saved. Whether what is loose leaves from now on, in this pass, if it does so far or not.
@@ -51,13 +60,26 @@ class Loose:
             return leaving
         self._seen.add(key)
         self.size += size
-        if not leaving and self.size > self._known_bytes:
-            if measured:
-                leaving = self._is_nearly_full()  # for the rest of this pass: others may be smaller again
-            elif self._is_tight():
-                self.was_tight = self.leaves = leaving = True
+        if not leaving and measured and self.size > self._known_bytes:
+            leaving = self._is_nearly_full()  # for the rest of this pass: others may be smaller again
+        elif not leaving and not measured and self._is_filling():
+            self.leaves = leaving = True
+            self._send_all()
+            self.away_bytes = self.size - size
         self.away_bytes += size if leaving else 0
         return leaving
+
+    def hold(self, tensor: torch.Tensor) -> Undecided | Held:
+        """For autograd: ``tensor`` stays for now."""
+        held = self._stream.hold(tensor)
+        if isinstance(held, Undecided):
+            self._undecided.append(weakref.ref(held))
+        return held
+
+    def _send_all(self) -> None:
+        held, self._undecided = self._undecided, []
+        for undecided in filter(None, (reference() for reference in held)):
+            self._stream.send_after_all(undecided)
 
     def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
         """All of it stays if there is room beside the blocks, which have all that ``plan`` does not spare; or if nobody

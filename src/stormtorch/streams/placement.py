@@ -100,7 +100,8 @@ def growth(
     First room for weights, in steps worth the trouble; when all of them fit, for optimizer states, unit by unit:
     ``state_bytes`` has what each one takes that is not there yet.
     """
-    spare = min(limit_bytes - peak_bytes, free_bytes) - max(headroom(limit_bytes), lost_bytes)
+    left = headroom(limit_bytes)
+    spare = min(limit_bytes - peak_bytes - max(left, lost_bytes), free_bytes - left)  # what the device lacks is in both
     missing = max(0, placement.whole_bytes - pool_bytes)
     if spare < missing:
         return Growth(pool_bytes=spare if spare >= step_bytes else 0, keep=[])

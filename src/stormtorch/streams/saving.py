@@ -86,6 +86,7 @@ class Saving:
         levels: Levels,
         room: Callable[[], int],
         is_tight: Callable[[], bool],
+        is_filling: Callable[[], bool],
         is_nearly_full: Callable[[], bool],
         over: Callable[[], str],
         has_held: Callable[[], bool],
@@ -93,8 +94,8 @@ class Saving:
         can_recompute: Callable[[nn.Module], bool],
     ) -> None:
         """``room``: bytes of VRAM that are free of the budget just now; ``is_tight``: whether they may run out;
-        ``is_nearly_full``: whether they nearly have; ``over``: what to say if they have, in the last pass, or nothing;
-        ``has_held``: whether the present plan is known to hold the budget.
+        ``is_filling``, ``is_nearly_full``: see ``Loose``; ``over``: what to say if they have run out in the last pass,
+        or nothing; ``has_held``: whether the present plan is known to hold the budget.
         ``means``: what blocks of these kinds have to use, given what each one held in the last pass.
         ``can_recompute``: whether a block's weights may be on the device all at once, as when it is recomputed."""
         self.mode, self._stream, self._device, self._levels = mode, stream, device, levels
@@ -102,7 +103,7 @@ class Saving:
         self._over = over
         self._means, self._can_recompute = means, can_recompute
         self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
-        self._loose = Loose(stream, is_tight=is_tight, is_nearly_full=is_nearly_full)
+        self._loose = Loose(stream, is_filling=is_filling, is_nearly_full=is_nearly_full)
         self._noted_task = -1  # the last backward whose end will be noted
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
@@ -129,9 +130,15 @@ class Saving:
         self._is_past_blocks = False
         self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
         self.passes = 0
+        self._passes_before = 0  # inputs were as large as they are
         self.plan: ActivationPlan | None = None
 
     # --- passes
+
+    @property
+    def _age(self) -> int:
+        """The number of this pass, of those with inputs as large as they are."""
+        return self.passes - self._passes_before
 
     @contextlib.contextmanager
     def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
@@ -153,13 +160,13 @@ class Saving:
         finally:
             self._look_at_inputs()
             self._hooks, self._sending, self._measuring = None, False, None
-            if self.passes <= _REPLAN_AT[-1]:
+            if self._age <= _REPLAN_AT[-1]:
                 ours = self._stream.travelling_bytes() + (0 if self._held else self._loose.kept_bytes)
                 self._levels.reach(len(self._held), ours, self._stream.window_bytes)
 
     def _set_ways(self) -> None:
         """What may be on its way, to begin with. Nothing, as long as nobody knows whether there is room for it."""
-        unknown = self.plan is None and (self.passes <= _ROUNDS or bool(self._last_sequence))
+        unknown = self.plan is None and (self._age <= _ROUNDS or bool(self._last_sequence))
         careful = unknown and self.mode != "offload" and self._room() < UNCOUNTED
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._loose.way_bytes
         self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
@@ -181,17 +188,21 @@ class Saving:
         try:
             if measuring is not None and has_plain_storage(tensor):
                 measuring.see(tensor, is_weight=self._stream.is_weight(tensor))
-            if not self._in_block and not self._is_past_blocks and self.mode == "auto":
+            is_loose = not self._in_block and not self._is_past_blocks and self.mode == "auto"
+            if is_loose:
                 self._see_loose(tensor)
-            packed = self._stream.pack(tensor) if self._sending else Held(tensor)
+            if self._sending:
+                packed = self._stream.pack(tensor)
+            else:
+                packed = self._loose.hold(tensor) if is_loose and self._age <= _ROUNDS else Held(tensor)
         finally:
             self._is_packing = False
         return packed
 
     def _see_loose(self, tensor: torch.Tensor) -> None:
-        settled = self.passes > _REPLAN_AT[-1]
-        self._sending = self._loose.see(tensor, leaving=self._sending, measured=self.passes > _ROUNDS, settled=settled)
-        self._tight = self._tight or self._loose.was_tight
+        settled = self._age > _REPLAN_AT[-1]
+        self._sending = self._loose.see(tensor, leaving=self._sending, measured=self._age > _ROUNDS, settled=settled)
+        self._tight = self._tight or self._loose.leaves
 
     def unpack(self, saved: Any) -> torch.Tensor:
         self.note_end()
@@ -200,7 +211,7 @@ class Saving:
     def note_end(self) -> None:
         """Somebody asks for what was saved: when that backward ends, the level is noted, before users do as they like
         with the peak."""
-        task = current_pass() if self.passes <= _REPLAN_AT[-1] else -1
+        task = current_pass() if self._age <= _REPLAN_AT[-1] else -1
         if task not in (-1, self._noted_task):
             self._noted_task = task
             at_end_of_backward(self._levels.end)
@@ -221,22 +232,20 @@ class Saving:
         checkpoint around each would keep."""
         if self._last_sequence or self._sequence:
             return self._input_bytes  # of a pass without a plan
-        return self._loose.away_bytes if self.passes <= _ROUNDS else 0
+        return self._loose.away_bytes if self._age <= _ROUNDS else 0
 
     def _look_back(self) -> None:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
-        if self.passes == _REPLAN_AT[-1] and (over := self._over()):
+        if self._age == _REPLAN_AT[-1] and (over := self._over()):
             say_once(over, key="over the budget")
         if self.mode not in ("auto", "recompute"):
             return
         self._tight = self._tight or self._is_tight()
-        if self.passes <= _ROUNDS:
-            self._loose.leaves = self.mode == "auto" and self._tight
-        if self.passes > _ROUNDS and (self.plan is None or self.passes in _REPLAN_AT):
+        if self._age > _ROUNDS and (self.plan is None or self._age in _REPLAN_AT):
             before = self.plan
             self._plan_blocks()
-            is_new = self.plan is not before or self.passes in (_ROUNDS + 1, *_REPLAN_AT)
-            if self.mode == "auto" and is_new and self.passes <= _REPLAN_AT[-1]:  # later nobody counts what is loose
+            is_new = self.plan is not before or self._age in (_ROUNDS + 1, *_REPLAN_AT)
+            if self.mode == "auto" and is_new and self._age <= _REPLAN_AT[-1]:  # later nobody counts what is loose
                 self._plan_loose()
 
     def _plan_blocks(self) -> None:
@@ -394,7 +403,7 @@ class Saving:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
         way = self.plan.way_bytes if self.plan is not None else []
         ahead = way[position] if position < len(way) - 1 else 0 if self._stream.is_strict else self._way_bytes
-        noting, this, number = self.passes <= _REPLAN_AT[-1], weakref.ref(self), self.passes
+        noting, this, number = self._age <= _REPLAN_AT[-1], weakref.ref(self), self.passes
 
         def reached(_gradient: torch.Tensor) -> None:
             saving = this()
@@ -443,6 +452,9 @@ class Saving:
                 table.pop(kind, None)
             self.plan = None
             self._levels.forget()
+            self._loose.forget()
+            self._passes_before = self.passes - 1  # this one is the first of them
+            self._set_ways()
 
     def _provisional(self, position: int, kind: Any) -> BlockPlan:
         """Before there is a plan: keep, if there is room for all that follows and for as much again. Not in the first
@@ -455,7 +467,7 @@ class Saving:
             self._tight = True
             # The first one at least: backward comes to it last, when all gradients are there.
             return leanest(repeatable=known.repeatable, parts=known.parts) if position else OFFLOAD
-        if (self.passes > 1 or room == UNCOUNTED) and (self.mode == "auto" or self._is_last()):
+        if (self._age > 1 or room == UNCOUNTED) and (self.mode == "auto" or self._is_last()):
             return KEEP
         return BlockPlan(kind="recompute") if known.repeatable else OFFLOAD
 
@@ -463,7 +475,7 @@ class Saving:
         self, kind: Any, size: int, block: nn.Module, original: Call, args: Any, kwargs: Any
     ) -> tuple[Any, int]:
         """Run the block plainly and see what it does; also the bytes that it keeps by that."""
-        away = self.passes == 1 or (self._tight and not self._has_room_as_last(kind))  # at first nobody knows how much
+        away = self._age == 1 or (self._tight and not self._has_room_as_last(kind))  # at first nobody knows how much
         tape = Tape(is_sure=not torch.is_autocast_enabled(self._device.type))
         measurement = self._measuring = Measurement(size, tape=tape)
         before = state_of(block, args, kwargs)
