@@ -6,6 +6,7 @@ with a link as fast as a test wants it."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -361,15 +362,75 @@ def test_inputs_that_grow_when_all_is_settled(
         assert _top(model, [given(20)] * 11 + [given(32)] * PASSES, meter, limit) <= limit * NARROW
 
 
-def test_what_is_outside_of_blocks_when_inputs_grow() -> None:
-    """It is counted and planned for anew, too."""
+@pytest.mark.parametrize(("length", "passes"), [(12, 1), (48, PASSES)], ids=["from_little", "from_much"])
+def test_what_is_outside_of_blocks_when_inputs_grow(length: int, passes: int) -> None:
+    """It is counted and planned for anew, too; and where all of it stayed so far, it leaves in the pass that grows."""
     torch.manual_seed(0)
     with Counting() as meter:
         model = _Loose()
-        small, large = torch.randn(4, 48, 32), torch.randn(4, 52, 32)
-        model(small).backward()
+        small, large = torch.randn(4, length, 32), torch.randn(4, 52, 32)
+        model(large).backward()
         limit = round(meter.peak() * 0.35)
-        assert _top(model, [small] * 11 + [large] * PASSES, meter, limit) <= limit * NARROW
+        assert _top(model, [small] * 11 + [large] * passes, meter, limit) <= limit * NARROW
+
+
+class _Shrinking(nn.Module):
+    """Blocks of one shape, each with fewer tokens than the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Halves(16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x[:, : x.shape[1] * 3 // 4]
+        return x.square().mean()
+
+
+def test_inputs_of_many_sizes_settle() -> None:
+    """The largest counts: what a smaller one shows does not take its place."""
+    lengths = [60, 64, 33, 47, *(random.Random(0).randint(32, 64) for _ in range(8))]
+    for model, inputs in (
+        (_Shrinking(), [torch.randn(2, 64, 16)] * 12),
+        (Net(Halves, 16, 4), [torch.randn(2, length, 16) for length in lengths]),
+    ):
+        trial = Trial(small_bytes=0, activation_room=GiB)
+        activations = OffloadedActivations(model, "auto", GiB, GiB, "cpu", trial=trial)
+        planned = []
+        for given in inputs:
+            with activations:
+                loss = model(given)
+            loss.backward()
+            planned.append(activations.saving.plan is not None)
+        activations.close()
+        assert all(planned[4:]), planned
+
+
+def test_views_that_leave_later_leave_together() -> None:
+    """As they do when they leave at once."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+            x = x * self.weight
+            out = x.sin().sum() + x[:, :-1].sinh().sum()
+            kept.append(torch.empty(4 * x.numel()))  # the device begins to fill
+            return out + x.tanh().sum()
+
+    with Counting() as meter:
+        model = Views()
+        x, kept = torch.randn(4, 256, 64), list[torch.Tensor]()
+        trial = Trial(meter=meter, small_bytes=2048)
+        activations = OffloadedActivations(model, "auto", 12 * x.nbytes, GiB, "cpu", trial=trial)
+        with activations:
+            loss = model(x, kept)
+        assert activations.saving._stream._ride.sizes == [x.nbytes] * 3  # given, in the middle, tanh
+        loss.backward()
+        activations.close()
 
 
 def _top(model: nn.Module, inputs: list[torch.Tensor], meter: Counting, limit: int) -> int:

@@ -125,13 +125,27 @@ def test_forgetting_in_the_middle_of_a_pass() -> None:
     train(device, levels, [10] * 4)
     levels.begin()
     levels.hold("block", "whole", 10)
-    levels.forget()
+    levels.forget(1.5)
     levels.hold("block", "whole", 10)
     device.take(20)
     levels.reach(2, 0)
     levels.reach(1, 0)
     levels.begin()
     assert levels.bases == {2: WEIGHTS, 1: WEIGHTS}
+
+
+def test_what_the_loss_took_of_smaller_inputs_is_a_guess() -> None:
+    device = Device()
+    levels = Levels(lambda: device.allocated, lambda: device.peak)
+    assert not levels.knows_the_end
+    train(device, levels, [10] * 4)
+    levels.begin()
+    assert levels.knows_the_end
+    rise = levels.rise_at_the_end("another kind")
+    levels.forget(1.5)
+    levels.forget(2.0)
+    assert levels.knows_the_end
+    assert levels.rise_at_the_end("another kind") == 3 * rise > 0
 
 
 def test_what_was_not_seen_of_a_kind_is_taken_from_others() -> None:

@@ -437,7 +437,8 @@ def _why(early: list[BlockProfile], blocks: list[BlockPlan]) -> str:
     in_parts = sum(bool(plan.parts) for plan in blocks)
     offloaded, kept = blocks.count(OFFLOAD), blocks.count(KEEP)
     if offloaded + kept == len(blocks):
-        return f"{offloaded} of {len(blocks)} blocks offloaded, {kept} kept: they may not be run again"
+        because = "for want of VRAM" if any(profile.repeatable for profile in early) else "they may not be run again"
+        return f"{offloaded} of {len(blocks)} blocks offloaded, {kept} kept: {because}"
     return (
         f"recomputed, but for {saved_s * 1e3:.1f} of {whole_s * 1e3:.1f} ms: "
         f"{format_bytes(survive[True])} of results in RAM, as the link hides, {format_bytes(survive[False])} in VRAM"

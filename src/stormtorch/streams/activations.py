@@ -109,10 +109,11 @@ class Note:
 class Undecided:
     """What autograd keeps of a tensor that is here, and may leave later in the same forward."""
 
-    __slots__ = ("__weakref__", "now", "place")
+    __slots__ = ("__weakref__", "now", "place", "span")
 
-    def __init__(self, held: Held, place: Hashable) -> None:
-        self.now: Held | Note = held
+    def __init__(self, tensor: torch.Tensor, place: Hashable) -> None:
+        self.now: Held | Note = Held(tensor)
+        self.span = span_of(tensor)  # what is held does not know any more what it is a view of
         self.place = place  # where compute made it
 
 
@@ -221,9 +222,9 @@ class ActivationStream:
         self._sweep()
         return self.send(tensor) if not self._closed and self.travels(tensor) else Held(tensor)
 
-    def send(self, tensor: torch.Tensor) -> Note:
-        """A note of ``tensor``, which is on its way to RAM, or was sent before."""
-        first, size = span_of(tensor)
+    def send(self, tensor: torch.Tensor, span: tuple[int, int] | None = None) -> Note:
+        """A note of ``tensor``, which is on its way to RAM, or was sent before. ``span``: ``span_of`` it, if known."""
+        first, size = span or span_of(tensor)
         storage = tensor.untyped_storage()
         version = -1 if tensor.is_inference() else tensor._version
         key = (storage._cdata, first, size, version)
@@ -239,14 +240,14 @@ class ActivationStream:
     @locked
     def hold(self, tensor: torch.Tensor) -> Undecided | Held:
         """For autograd: ``tensor`` stays; ``send_after_all`` may be called for it if it could leave."""
-        return Undecided(Held(tensor), self.place()) if self.travels(tensor) else Held(tensor)
+        return Undecided(tensor, self.place()) if not self._closed and self.travels(tensor) else Held(tensor)
 
     @locked
     def send_after_all(self, undecided: Undecided) -> None:
         """Let it leave, unless it was written to since: backward will say so. Nor from another stream's memory."""
         held = undecided.now
         if isinstance(held, Held) and not (self._closed or held.changed or undecided.place != self.place()):
-            undecided.now = self.send(held.get())
+            undecided.now = self.send(held.get(), undecided.span)
 
     def travels(self, tensor: torch.Tensor) -> bool:
         """Whether it is worth moving, and can be moved by its bytes."""

@@ -90,12 +90,22 @@ class Levels:
         self.bases: dict[int, int] = {}  # the highest: gradients may stay from one pass to the next
         self.seen: dict[tuple[Hashable, Way], _Bounds] = {}  # rises
         self._end: _Bounds | None = None  # of the rise from the end of forward to the first block of backward: the loss
+        self._guessed_end: int | None = None  # where that is not known for inputs as large as they are
         self._tops: list[int] = []  # the peaks of passes under the present plan, less what had grown by then
         self._risen: int | None = None  # the highest of those that such a pass has set itself
 
-    def forget(self) -> None:
-        """Inputs are larger now. The pass that runs goes on."""
+    def forget(self, growth: float) -> None:
+        """Inputs are larger now, so many times. The pass that runs goes on."""
+        if self._end is not None:
+            self._guessed_end = self._end.rise
+        if self._guessed_end is not None:
+            self._guessed_end = round(self._guessed_end * growth)
         self.bases, self.seen, self._end = {}, {}, None
+
+    @property
+    def knows_the_end(self) -> bool:
+        """Whether ``rise_at_the_end`` has the loss in it, if as a guess."""
+        return self._end is not None or self._guessed_end is not None
 
     def begin_plan(self) -> None:
         """What follows runs by another plan."""
@@ -210,7 +220,7 @@ class Levels:
     def rise_at_the_end(self, kind: Hashable) -> int:
         """The most that was seen to come on top of what is there when forward ends, until backward has left the last
         block, if that is of this kind."""
-        at_once = 0 if self._end is None else self._end.rise
+        at_once = (self._guessed_end or 0) if self._end is None else self._end.rise
         return max(at_once, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0)
 
 

@@ -2,8 +2,8 @@
 
 Nobody may run it again, so it stays as far as there is room, and what was saved first leaves. How much it will be, and
 what the loss takes on top, is not known beforehand. So in the passes that measure, it stays until the device begins to
-fill; then all of it leaves, also what has stayed so far. In later ones the device is asked where it is more than ever
-before: it must not run out in the pass that would tell."""
+fill, and in later ones, where it is more than ever before, until the device is nearly full: it must not run out in the
+pass that would tell. Then all of it leaves, also what has stayed so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from ..core.sizes import format_bytes
 from .activation_plan import ActivationPlan
-from .activations import ActivationStream, Undecided, span_of
+from .activations import ActivationStream, Note, Undecided, span_of
 from .held import Held
 
 
@@ -45,9 +45,14 @@ class Loose:
         self._seen.clear()
         self._undecided.clear()
 
-    def forget(self) -> None:
-        """Inputs are larger now."""
+    def forget(self, *, leaving: bool) -> bool:
+        """Inputs are larger now, and all is measured anew. Whether what is loose leaves from now on, if it does so far
+        or not."""
         self._known_bytes = 0
+        if not leaving and self._is_filling():
+            self.leaves = leaving = True
+            self._send_all()
+        return leaving
 
     def see(self, tensor: torch.Tensor, *, leaving: bool, measured: bool, settled: bool) -> bool:
         """``tensor`` is being saved. Whether what is loose leaves from now on, in this pass, if it does so far or not.
@@ -60,12 +65,13 @@ class Loose:
             return leaving
         self._seen.add(key)
         self.size += size
-        if not leaving and measured and self.size > self._known_bytes:
-            leaving = self._is_nearly_full()  # for the rest of this pass: others may be smaller again
-        elif not leaving and not measured and self._is_filling():
-            self.leaves = leaving = True
-            self._send_all()
-            self.away_bytes = self.size - size
+        if not leaving:
+            if measured:  # only in this pass: others may be smaller again
+                leaving = self.size > self._known_bytes and self._is_nearly_full()
+            else:
+                self.leaves = leaving = self._is_filling()
+            if leaving:
+                self._send_all()
         self.away_bytes += size if leaving else 0
         return leaving
 
@@ -78,8 +84,12 @@ class Loose:
 
     def _send_all(self) -> None:
         held, self._undecided = self._undecided, []
+        sent = set()
         for undecided in filter(None, (reference() for reference in held)):
             self._stream.send_after_all(undecided)
+            if isinstance(undecided.now, Note):
+                sent.add(undecided.now.parcel)
+        self.away_bytes += sum(parcel.size for parcel in sent)
 
     def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
         """All of it stays if there is room beside the blocks, which have all that ``plan`` does not spare; or if nobody

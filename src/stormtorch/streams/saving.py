@@ -194,7 +194,7 @@ class Saving:
             if self._sending:
                 packed = self._stream.pack(tensor)
             else:
-                packed = self._loose.hold(tensor) if is_loose and self._age <= _ROUNDS else Held(tensor)
+                packed = self._loose.hold(tensor) if is_loose else Held(tensor)
         finally:
             self._is_packing = False
         return packed
@@ -446,19 +446,28 @@ class Saving:
 
     def _forget_if_larger(self, kind: Any, size: int) -> None:
         """What was learned from smaller inputs does not hold."""
-        known = self._profiles.get(kind) or self._measured.get(kind)
-        if known is not None and size > known.input_bytes:
-            for table in (self._profiles, self._measured, self._rounds):
-                table.pop(kind, None)
-            self.plan = None
-            self._levels.forget()
-            self._loose.forget()
-            self._passes_before = self.passes - 1  # this one is the first of them
-            self._set_ways()
+        known = self._known(kind)
+        if known is None or size <= known.input_bytes:
+            return
+        for table in (self._profiles, self._measured, self._rounds):
+            table.pop(kind, None)
+        self.plan = None
+        self._levels.forget(size / max(1, known.input_bytes))
+        self._passes_before = self.passes - 1  # this one is the first of them
+        self._set_ways()
+        if self.mode == "auto":
+            self._is_packing = True
+            try:
+                self._sending = self._loose.forget(leaving=self._sending)
+            finally:
+                self._is_packing = False
+
+    def _known(self, kind: Any) -> Measurement | BlockProfile | None:
+        return self._measured.get(kind) or self._profiles.get(kind)
 
     def _provisional(self, position: int, kind: Any) -> BlockPlan:
-        """Before there is a plan: keep, if there is room for all that follows and for as much again. Not in the first
-        pass: nobody knows yet what the loss will take."""
+        """Before there is a plan: keep, if there is room for all that follows and for as much again. Not while nobody
+        knows what the loss will take, as in the first pass."""
         known = self._measured.get(kind) or self._profiles[kind]
         count = len(self._last_sequence) or len(self._blocks)
         ahead = max(1, count - position) + 1  # and one to compute with
@@ -467,7 +476,8 @@ class Saving:
             self._tight = True
             # The first one at least: backward comes to it last, when all gradients are there.
             return leanest(repeatable=known.repeatable, parts=known.parts) if position else OFFLOAD
-        if (self._age > 1 or room == UNCOUNTED) and (self.mode == "auto" or self._is_last()):
+        is_known = self._age > 1 or self._levels.knows_the_end or room == UNCOUNTED
+        if is_known and (self.mode == "auto" or self._is_last()):
             return KEEP
         return BlockPlan(kind="recompute") if known.repeatable else OFFLOAD
 
@@ -505,13 +515,17 @@ class Saving:
         if not still:
             self._may_not_run_again(kind)
         measurement.repeatable = kind[0] not in self._not_again and self._may_run_again(block, args, kwargs)
-        self._measured[kind] = measurement
+        larger = self._known(kind)
+        if larger is None or larger.input_bytes <= size:
+            self._measured[kind] = measurement
+        elif not measurement.repeatable:  # blocks of a kind, and passes, may differ in size; in this they may not
+            self._may_not_run_again(kind)
         self._rounds[kind].append(self.passes)
         return result, 0 if away else measurement.saved_bytes
 
     def _has_room_as_last(self, kind: Any) -> bool:
         """Whether the block that is being called may be kept: backward begins with the last one."""
-        known = self._measured.get(kind) or self._profiles.get(kind)
+        known = self._known(kind)
         if known is None or not self._is_last():
             return False
         return known.saved_bytes + self._levels.rise_at_the_end(kind) <= self._room()
