@@ -8,7 +8,7 @@ C_SOURCES := $(wildcard src/stormtorch/native/csrc/*.[ch])
 # One stamp per compiler: `make test CC=false` after `make test` installs anew, without the native kernels.
 STAMP := $(VENV)/.installed-$(subst /,_,$(firstword $(CC)))
 
-.PHONY: help install demo test check bench kill clean
+.PHONY: help install demo test test-wide check bench kill clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -27,8 +27,11 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(C_SOURCES)
 demo: $(STAMP)  ## train a model larger than its device budget, and compare it with plain PyTorch
 	@$(BIN)/storm demo
 
-test: $(STAMP)  ## run the whole suite; GPU tests are skipped where there is no GPU
-	@$(BIN)/python -m pytest -n 3 --dist worksteal
+test: $(STAMP)  ## run the suite; GPU tests are skipped where there is no GPU
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+
+test-wide: $(STAMP)  ## every case of every law, and tiny runs of the benchmarks: half an hour on two cores
+	@OMP_NUM_THREADS=1 STORM_WIDE=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: $(STAMP)  ## lint, format, types, import layers, C warnings
 	$(BIN)/ruff check

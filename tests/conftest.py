@@ -1,9 +1,15 @@
-"""What all tests share: a device fixture for CPU and GPU, a generous ledger, notices that are heard anew."""
+"""What all tests share: which of them run, a device fixture for CPU and GPU, a generous ledger, notices that are heard
+anew.
+
+Many laws are a grid of cases, and all of them take half an hour on two cores. Without ``STORM_WIDE`` a part of each
+large grid runs, the same one every time, with every value of every axis in it; and benchmarks do not run at all."""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 
 import pytest
 import torch
@@ -14,17 +20,42 @@ from stormtorch.core.sizes import GiB
 from stormtorch.core.tags import Tier
 from stormtorch.memory.ledger import Ledger
 
+from .thinning import thinned
+
 # A background job or nohup has SIGINT ignored, and Python then installs no handler; the tests of Ctrl-C need theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not os.environ.get("STORM_WIDE"):
+        left_out = _left_out(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What only a wide run has. What needs a GPU is never left out."""
+    grids: defaultdict[str, dict[str, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        if "gpu" not in item.keywords and hasattr(item, "callspec"):
+            grids[item.nodeid.partition("[")[0]][item.nodeid] = item
+    left_out = {item for item in items if "wide" in item.keywords and len(items) > 1}
+    for cases in grids.values():
+        values = {name: _values_of(item) for name, item in cases.items()}
+        kept = thinned(values)
+        left_out |= {item for name, item in cases.items() if name not in kept}
+    return left_out
+
+
+def _values_of(item: pytest.Item) -> set[Hashable]:
+    """One object stands in all cases that have it."""
+    return {(name, id(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

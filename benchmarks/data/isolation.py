@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.about import ROOT
+from benchmarks.process import end, start, why_it_ended
 
 from .cases import Case
 from .results import Result
@@ -25,7 +24,7 @@ def run_isolated(case: Case, *, python: str, file: Path, log: Path, prepare: boo
         output.write(f"\n=== {'data of ' if prepare else ''}{case.settings}\n")
         output.flush()
         try:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+            process = start(command, cwd=ROOT, output=output)
         except OSError as error:
             return Result(case=case, failed=f"no interpreter {python}: {error.strerror}")
         late = False
@@ -34,24 +33,10 @@ def run_isolated(case: Case, *, python: str, file: Path, log: Path, prepare: boo
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            _end(process)
+            code = end(process)
     if file.exists():
         result = Result.from_json(json.loads(file.read_text()))
         return Result(case=result.case, failed=result.failed, figures={**result.figures, "load": load})
     if late:
         return Result(case=case, failed=f"stopped after {case.limit_s:g} s")
-    code = process.returncode
-    died = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return Result(case=case, failed=f"{died}: {_last_line(log)}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the whole group, which is the case's alone: a worker may outlive the process that started it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:160] if lines else ""
+    return Result(case=case, failed=why_it_ended(code, log))

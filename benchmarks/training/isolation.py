@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+
+from benchmarks.process import end, start, why_it_ended
 
 from stormtorch.core.sizes import GiB
 from stormtorch.memory.limits import host_available_bytes
@@ -40,14 +40,7 @@ def run_isolated(
         output.write(f"\n=== {case.settings}\n")
         output.flush()
         start_s, ready, limit_s = time.monotonic(), False, float(_START_LIMIT_S)
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, **(environment or {})},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        process = start(command, cwd=cwd, output=output, environment=environment)
         try:
             while not reason:
                 try:
@@ -62,18 +55,8 @@ def run_isolated(
                 elif time.monotonic() > start_s + limit_s:
                     reason = f"stopped {'' if ready else 'before it was ready, '}after {limit_s:g} s"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+            code = end(process)
     taken = free - lowest
     if file.exists():
         return replace(Result.from_json(json.loads(file.read_text())), ram_bytes=taken)
-    if not reason:
-        died = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        reason = f"{died}: {_last_line(log)}"
-    return Result(case=case, failed=reason, ram_bytes=taken)
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:160] if lines else ""
+    return Result(case=case, failed=reason or why_it_ended(code, log), ram_bytes=taken)

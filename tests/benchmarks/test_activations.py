@@ -101,6 +101,7 @@ def test_all_methods_of_the_groups_exist() -> None:
     assert {one.case.size for one in planned} | {tiny(one).case.size for one in planned} == set(SIZES)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("group", ["forward_backward", "fp32"])  # the others differ in sizes, which are tiny here
 def test_storm_runs(group: str, tmp_path: Path) -> None:
     methods = {one.case.method for one in GROUPS[group] if one.case.method.startswith("storm")}
@@ -126,6 +127,7 @@ def check_written(report: dict[str, Any], where: Path, printed: str) -> None:
     assert "| checkpoint |  | tiny | 1 |" in printed
 
 
+@pytest.mark.wide
 def test_training_within_a_budget_is_searched(tmp_path: Path) -> None:
     done = activations("budget", "--methods", "storm", "fsdp2", "--first", "storm=2", "--out", str(tmp_path))
     assert "storm-backward tiny @1" not in done.stderr

@@ -47,6 +47,7 @@ def run_tiny(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.wide
 def test_every_row_comes_once_from_ours_and_from_torch(tmp_path: Path) -> None:
     methods = ("storm", "torch-batched-0")
     rows = run_tiny(tmp_path, "rows", "tokens", "--methods", *methods)
@@ -57,12 +58,14 @@ def test_every_row_comes_once_from_ours_and_from_torch(tmp_path: Path) -> None:
     assert all(row["figures"]["rate"] > 0 and row["figures"]["of_best_peer"] > 0 for row in rows)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="no datasets here")
 def test_every_row_comes_once_from_datasets(tmp_path: Path) -> None:
     (row,) = run_tiny(tmp_path, "rows", "--methods", "hf-batched-0")
     assert not row["failed"]
 
 
+@pytest.mark.wide
 def test_what_grows_runs_tiny(tmp_path: Path) -> None:
     rows = run_tiny(tmp_path, "flat", "gpu")
     assert not any(row["failed"] for row in rows)

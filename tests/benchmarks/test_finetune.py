@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.wide
 def test_a_tiny_model_goes_all_the_way(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("safetensors")

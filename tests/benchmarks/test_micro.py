@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.wide
 def test_micro_benchmarks_run_tiny(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.micro", "--tiny", "--out", str(tmp_path / "result")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)

@@ -25,6 +25,7 @@ def training(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.wide
 def test_storm_trains_to_the_loss_of_resident_and_it_is_written_down(tmp_path: Path) -> None:
     done = training("resident", "storm", *TINY, "--out", str(tmp_path / "result"))
     assert done.returncode == 0, done.stderr + (tmp_path / "result.log").read_text()

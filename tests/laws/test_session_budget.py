@@ -87,7 +87,7 @@ def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_
         assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True)), f"{mode}, {step}"
 
 
-@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("late", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_a_host_that_runs_ahead_of_the_device(
     late: int, small_scale: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

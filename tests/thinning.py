@@ -1,0 +1,21 @@
+"""Which cases of a large grid run where not all of them do: always the same, and with every value of every axis."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Mapping
+
+_MANY, _VERY_MANY = 8, 24
+
+
+def thinned(cases: Mapping[str, set[Hashable]]) -> set[str]:
+    """Of cases by name, with the values that each one has: half, of very many a third, of few all; and as many more as
+    it takes to have every value. Not every second one: that could leave out one half of an axis."""
+    wanted = len(cases) if len(cases) < _MANY else len(cases) // (2 if len(cases) < _VERY_MANY else 3)
+    kept: set[str] = set()
+    seen: set[Hashable] = set()
+    for name in sorted(cases, key=lambda name: zlib.crc32(name.encode())):
+        if len(kept) < wanted or not cases[name] <= seen:
+            kept.add(name)
+            seen |= cases[name]
+    return kept
