@@ -45,7 +45,7 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     for item in items:
         if "gpu" not in item.keywords and hasattr(item, "callspec"):
             grids[item.nodeid.partition("[")[0]][item.nodeid] = item
-    left_out = {item for item in items if "wide" in item.keywords and len(items) > 1}
+    left_out = {item for item in items if "wide" in item.keywords and "gpu" not in item.keywords and len(items) > 1}
     for cases in grids.values():
         values = {name: _values_of(item) for name, item in cases.items()}
         kept = thinned(values)

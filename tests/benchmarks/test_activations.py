@@ -154,6 +154,7 @@ def test_an_unknown_method_is_refused_with_the_known_ones(tmp_path: Path) -> Non
     assert "fp32 has no method trl. It has resident, storm-offload." in done.stderr
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("first", ["trl=2", "storm=0", "storm", "24"])
 def test_where_to_look_first_is_said_by_method(first: str, tmp_path: Path) -> None:
     done = activations("budget", "--first", first, "--out", str(tmp_path))

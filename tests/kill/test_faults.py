@@ -176,7 +176,11 @@ print("\\n" + json.dumps(seen))
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs a mount namespace, and there is no unshare here")
-@pytest.mark.parametrize(("checkpoints", "weights_fit"), [(2.1, False), (2.6, True)], ids=["full", "nearly full"])
+@pytest.mark.parametrize(
+    ("checkpoints", "weights_fit"),
+    [(2.1, False), pytest.param(2.6, True, marks=pytest.mark.wide)],
+    ids=["full", "nearly full"],
+)
 def test_a_disk_that_is_full(checkpoints: float, weights_fit: bool, command: Command, tmp_path: Path) -> None:
     assert command() == (0, [])
     expected = [[record["step"], record["loss"]] for record in command.records("step")]

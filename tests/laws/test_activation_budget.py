@@ -362,7 +362,9 @@ def test_inputs_that_grow_when_all_is_settled(
         assert _top(model, [given(20)] * 11 + [given(32)] * PASSES, meter, limit) <= limit * NARROW
 
 
-@pytest.mark.parametrize(("length", "passes"), [(12, 1), (48, PASSES)], ids=["from_little", "from_much"])
+@pytest.mark.parametrize(
+    ("length", "passes"), [(12, 1), pytest.param(48, PASSES, marks=pytest.mark.wide)], ids=["from_little", "from_much"]
+)
 def test_what_is_outside_of_blocks_when_inputs_grow(length: int, passes: int) -> None:
     """It is counted and planned for anew, too; and where all of it stayed so far, it leaves in the pass that grows."""
     torch.manual_seed(0)

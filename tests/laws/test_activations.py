@@ -865,7 +865,7 @@ IN_PARTS = [
 ]
 
 
-@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
+@pytest.mark.parametrize("away", [True, pytest.param(False, marks=pytest.mark.wide)], ids=["away", "kept"])
 @pytest.mark.parametrize("case", [*CASES, *IN_PARTS], ids=lambda case: case.name)
 def test_results_are_replayed_in_parts(
     case: Case, away: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch

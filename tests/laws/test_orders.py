@@ -328,6 +328,7 @@ def test_any_order(device: torch.device, scenario: Scenario) -> None:
     play(scenario, device, look=True)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scenario", [*ONE_BACKWARD, *MORE], ids=lambda scenario: scenario.__name__)
 def test_any_order_where_all_fits(scenario: Scenario) -> None:
     play(scenario, torch.device("cpu"), look=True, vram="auto", step="auto", seed=None)

@@ -493,7 +493,7 @@ class Watched(torch.autograd.Function):
         return gradients[0]
 
 
-@pytest.mark.parametrize("parts", [True, False], ids=["parts", "whole"])
+@pytest.mark.parametrize("parts", [True, pytest.param(False, marks=pytest.mark.wide)], ids=["parts", "whole"])
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_of_a_graph_stays(
     name: str, parts: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch

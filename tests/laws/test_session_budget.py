@@ -75,7 +75,11 @@ def train(
     return peaks, losses, reason
 
 
-@pytest.mark.parametrize(("vocabulary", "rate"), [(64, 2e6), (2048, 2e8)], ids=["small_loss_slow", "large_loss_fast"])
+@pytest.mark.parametrize(
+    ("vocabulary", "rate"),
+    [pytest.param(64, 2e6, marks=pytest.mark.wide), (2048, 2e8)],
+    ids=["small_loss_slow", "large_loss_fast"],
+)
 def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_scale: Callable[[float], None]) -> None:
     small_scale(rate)
     peaks, expected, _ = train(vocabulary, 16 * MiB, mode="keep", step="forward", checkpointed=True)
@@ -112,7 +116,9 @@ def test_a_host_that_runs_ahead_of_the_device(
     assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True))
 
 
-@pytest.mark.parametrize("known_after", [0, 1], ids=["from_the_start", "when_seen"])
+@pytest.mark.parametrize(
+    "known_after", [pytest.param(0, marks=pytest.mark.wide), 1], ids=["from_the_start", "when_seen"]
+)
 def test_what_holes_would_take_is_left_alone(known_after: int, small_scale: Callable[[float], None]) -> None:
     """Also if that is seen after the first time that somebody asks, when the session is opened."""
     small_scale(2e6)
@@ -129,7 +135,11 @@ def test_what_holes_would_take_is_left_alone(known_after: int, small_scale: Call
     assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "share"), [((48, 48), 0.8), ((12, 48), 0.65)], ids=["long", "short"])
+@pytest.mark.parametrize(
+    ("rows", "share"),
+    [pytest.param((48, 48), 0.8, marks=pytest.mark.wide), ((12, 48), 0.65)],
+    ids=["long", "short"],
+)
 def test_a_loop_that_checkpoints_by_itself_may_need_more_than_there_is(
     rows: tuple[int, int], share: float, small_scale: Callable[[float], None]
 ) -> None:
