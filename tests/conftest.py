@@ -2,7 +2,8 @@
 anew.
 
 Many laws are a grid of cases, and all of them take half an hour on two cores. Without ``STORM_WIDE`` a part of each
-large grid runs, the same one every time, with every value of every axis in it; and benchmarks do not run at all."""
+large grid runs, the same one every time, with every value of every axis in it; and what is marked ``wide``, as tiny
+runs of benchmarks, does not."""
 
 from __future__ import annotations
 
@@ -42,10 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """What only a wide run has. What needs a GPU is never left out."""
     grids: defaultdict[str, dict[str, pytest.Item]] = defaultdict(dict)
+    left_out: set[pytest.Item] = set()
     for item in items:
-        if "gpu" not in item.keywords and hasattr(item, "callspec"):
+        if "gpu" in item.keywords:
+            continue
+        if "wide" in item.keywords and len(items) > 1:
+            left_out.add(item)
+        elif hasattr(item, "callspec"):
             grids[item.nodeid.partition("[")[0]][item.nodeid] = item
-    left_out = {item for item in items if "wide" in item.keywords and "gpu" not in item.keywords and len(items) > 1}
     for cases in grids.values():
         values = {name: _values_of(item) for name, item in cases.items()}
         kept = thinned(values)
