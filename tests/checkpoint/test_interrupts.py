@@ -30,7 +30,9 @@ def unfinished(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["wait, every third", "behind"])
+@pytest.mark.parametrize(
+    "wait", [pytest.param(True, marks=pytest.mark.wide), False], ids=["wait, every third", "behind"]
+)
 def test_ctrl_c_at_every_line_of_a_save(tmp_path: Path, wait: bool) -> None:
     run = Run()
     run.step()
@@ -122,7 +124,12 @@ main()  # and everything in it is forgotten, unclosed
 
 @pytest.mark.parametrize(
     ("how", "status", "words"),
-    [("plain", 0, ""), ("raises", 5, ""), ("forked", 0, ""), ("full", 0, "A save in the background has failed: ")],
+    [
+        pytest.param("plain", 0, "", marks=pytest.mark.wide),
+        ("raises", 5, ""),
+        ("forked", 0, ""),
+        ("full", 0, "A save in the background has failed: "),
+    ],
     ids=str,
 )
 def test_a_script_that_ends_without_close(tmp_path: Path, how: str, status: int, words: str) -> None:

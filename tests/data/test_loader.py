@@ -227,7 +227,7 @@ def test_what_counts_as_used_does_not_depend_on_a_debugger() -> None:
     assert done.stdout.strip() == "True"
 
 
-@pytest.mark.parametrize("kind", ["rows", "items"])
+@pytest.mark.parametrize("kind", ["rows", pytest.param("items", marks=pytest.mark.wide)])
 def test_a_script_may_end_in_the_middle_of_a_loop(tmp_path: Path, kind: str) -> None:
     """Its loop is dropped after the modules that it would need to end in order."""
     np.save(tmp_path / "x.npy", np.arange(4000).reshape(1000, 4))

@@ -212,7 +212,7 @@ def test_peak_is_within_vram_of_a_device_that_we_count(
         )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.wide), 2])
 @pytest.mark.parametrize("vocabulary", [64, 2048])
 def test_beside_checkpoints_of_the_users_own(vocabulary: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What those save may leave, never cost more."""

@@ -250,7 +250,7 @@ print("survived" if hits > 100 else f"only {{hits}} came through")
 """
 
 
-@pytest.mark.parametrize("hidden", [False, True], ids=["native", "fallback"])
+@pytest.mark.parametrize("hidden", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["native", "fallback"])
 def test_a_storm_of_ctrl_c(hidden: bool) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STORM.format(hidden=hidden)], capture_output=True, text=True, timeout=60, check=False
