@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stormtorch.checkpoint.folder import complete
 from stormtorch.core.errors import CheckpointError, SettingError
 from stormtorch.training.settings import TrainSettings
 
@@ -118,6 +120,20 @@ def test_what_a_kill_left_unpruned_is_pruned(tmp_path: Path) -> None:
     assert steps_saved(chosen) == [3, 6, 8]
     assert run(dataclasses.replace(chosen, keep=2)) == 0
     assert steps_saved(chosen) == [6, 8]
+
+
+def test_copies_of_the_users_stay(tmp_path: Path) -> None:
+    """Under names that no run gives: neither pruned, nor counted among those to keep, nor taken for damaged."""
+    short = settings(tmp_path, steps=4, save_every=2, keep=2, schedule="constant", warmup=0)
+    assert run(short) == 0
+    copies = [checkpoint(short, 2).with_name("best"), checkpoint(short, 4).with_name("step-00000004-backup")]
+    shutil.copytree(checkpoint(short, 2), copies[0])
+    shutil.copytree(checkpoint(short, 4), copies[1])
+    assert run(dataclasses.replace(short, steps=8)) == 0
+    assert all(complete(path) for path in copies)
+    assert not (Path(short.output) / "damaged").exists()
+    kept = sorted(path.name for path in checkpoint(short, 2).parent.iterdir() if path not in copies)
+    assert kept == ["step-00000006", "step-00000008"]
 
 
 def test_it_never_begins_anew_over_checkpoints(tmp_path: Path) -> None:

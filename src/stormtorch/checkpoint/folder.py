@@ -149,7 +149,11 @@ def prune(parent: Path | str, keep: int) -> list[Path]:
     """Remove all but the ``keep`` newest complete checkpoints; returns what was removed. Touches nothing else."""
     if keep < 1:
         raise SettingError(f"keep={keep} is not accepted. Accepted: whole numbers of at least 1.")
-    old = all_complete(parent)[:-keep]
+    return remove_all(all_complete(parent)[:-keep])
+
+
+def remove_all(old: list[Path]) -> list[Path]:
+    """Remove these checkpoints, as far as they are still there; returns them."""
     for path in old:
         try:
             remove(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api import Session
-from ..checkpoint.folder import prune, read_manifest
+from ..checkpoint.folder import read_manifest
 from ..core.errors import CheckpointError, StorageError
 from ..memory.file_calls import storage_error
 from .ending import Spent
@@ -80,7 +80,7 @@ class Checkpoints:
         self.last, self._coming = self._coming, None
         self._on_saved(self._step, _spent(self.last, self._began_s))
         try:
-            prune(self._folder.checkpoints, self._keep)
+            self._folder.prune(self._keep)
         except StorageError as error:
             self._warn(f"An old checkpoint could not be removed: {error}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api import Session
-from ..checkpoint.folder import all_complete, check_complete, prune, read_manifest, remove
+from ..checkpoint.folder import all_complete, check_complete, read_manifest, remove
 from ..core.errors import CheckpointError, SettingError, StorageError, WrongModel
 from ..data.loader import DataLoader
 from ..memory.file_calls import storage_error
@@ -50,8 +50,8 @@ def _named(path: Path, folder: RunFolder) -> Path:
     later = [other for other in all_complete(folder.checkpoints) if read_run_file(other).step > step]
     if later:
         raise SettingError(
-            f"{later[-1]} is of a later step than --resume {path}, and would be taken for the newest. Delete it, or "
-            "use another --output."
+            f"{later[-1]} is of a later step than --resume {path}, and would be taken for the newest. Go on from "
+            "it with --resume auto, or use another --output."
         )
     return path
 
@@ -70,8 +70,8 @@ class Resumed:
         It is moved to ``damaged/``, for whoever wants to look at it; returns where. What a kill left unpruned goes too.
         """
         moved = []
-        for path in sorted(folder.checkpoints.glob("step-*")):
-            if path.name > folder.checkpoint(self.record.step).name:
+        for path in sorted(folder.checkpoints.iterdir()):
+            if folder.is_own(path) and int(path.name.removeprefix("step-")) > self.record.step:
                 target = folder.path / "damaged" / path.name
                 try:
                     target.parent.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ class Resumed:
                 except OSError as error:
                     raise storage_error(f"move {path} to {target}", error) from error
                 moved.append(target)
-        prune(folder.checkpoints, keep)
+        folder.prune(keep)
         return moved
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import re
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from ..checkpoint.folder import not_created, sweep
+from ..checkpoint.folder import all_complete, not_created, remove_all, sweep
 from ..core.errors import SettingError, StorageError
 from ..memory.file_calls import storage_error
+
+_CHECKPOINT = re.compile(r"step-\d{8,}")
 
 
 class RunFolder:
@@ -25,6 +28,15 @@ class RunFolder:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
+
+    @staticmethod
+    def is_own(path: Path) -> bool:
+        """Whether a checkpoint has a name that runs give. A copy under any other is the user's, and stays."""
+        return _CHECKPOINT.fullmatch(path.name) is not None
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the ``keep`` newest of the run's own."""
+        remove_all([path for path in all_complete(self.checkpoints) if self.is_own(path)][:-keep])
 
     def __enter__(self) -> Self:
         try:
