@@ -60,7 +60,7 @@ def speed_of_resident(result: Result, results: list[Result]) -> float | None:
 
 _COLUMNS = (
     "case", "model", "batch", "step s", "wall s", "tokens/s", "of resident",
-    "VRAM GiB (reserved)", "RSS GiB", "B/param", "set-up s", "loss",
+    "VRAM GiB (reserved)", "RSS GiB", "B/param", "set-up s", "first step s", "loss",
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def table(results: list[Result]) -> str:
         case = result.case
         head = [f"{case.name}{f', {case.vram}' if case.vram else ''}", case.size, str(case.micro_batch)]
         if result.failed:
-            figures = [f"FAILED: {result.failed.replace('|', '/')}", "", "", "", *_memory(result), "", ""]
+            figures = [f"FAILED: {result.failed.replace('|', '/')}", "", "", "", *_memory(result), "", "", ""]
         else:
             figures = [
                 _shown(result.step_s, ".3f"),
@@ -80,6 +80,7 @@ def table(results: list[Result]) -> str:
                 _shown(speed_of_resident(result, results), ".0%"),
                 *_memory(result),
                 _shown(result.setup_s, ".1f"),
+                _shown(result.first_step_s, ".1f"),
                 _shown(result.loss, ".4f"),
             ]
         lines.append(f"| {' | '.join(head + figures)} |")

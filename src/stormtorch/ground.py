@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from .core.endings import Endings
-from .core.errors import SettingError
+from .core.errors import OutOfBudget, SettingError
+from .core.sizes import format_bytes
 from .core.tags import Tag, Tier
 from .memory.device_meter import DeviceMeter, device_meter_for
 from .memory.flags import Flags
@@ -20,6 +21,7 @@ from .memory.host import HostArena
 from .memory.lane import Lane
 from .memory.lanes import Lanes, open_lanes
 from .memory.ledger import Ledger, open_ledger
+from .memory.limits import page_lock_limit
 from .memory.page_lock import PageLock, page_lock_for
 from .memory.pool import DevicePool
 from .memory.torch_allocator import expand_segments
@@ -58,8 +60,25 @@ class Ground:
         return self.partition.units
 
     def arena(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
-        """Home memory; whoever asks for it says when it ends."""
-        return HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock)
+        """Home memory that lanes can copy; whoever asks for it says when it ends."""
+        arena = HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock)
+        if not self.can_copy(arena):
+            arena.close()
+            raise OutOfBudget(
+                f"Cannot page-lock {format_bytes(arena.capacity_bytes)} of RAM for {tag.name}",
+                f"{format_bytes(self.ledger.pinned_bytes)} are page-locked already",
+                f"The limit is {page_lock_limit()}.",
+                "Raise it, or stream less with only= or leave=.",
+            )
+        return arena
+
+    def arena_locked_behind(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
+        """Home memory that only the CPU may use until it is settled, and after that if lanes cannot copy it."""
+        return HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock, lock_behind=True)
+
+    def can_copy(self, arena: HostArena) -> bool:
+        """Whether lanes copy that memory: locked, or through a ring that is."""
+        return arena.pinned or self.page_lock is None or self.lanes.ring is not None
 
 
 def open_ground(

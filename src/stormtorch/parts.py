@@ -132,8 +132,8 @@ def _open(
         masters = settings.master_dtype is not None
         mode = "forward" if settings.step == "auto" else settings.step
         if ground.homes.adam:
-            adam, worker = _open_adam(ground, images, flags, parameters, gradients, trial)
-            tuning.take_adam(adam, worker, fixed_share=trial.device_share)
+            adam, worker, can_travel = _open_adam(ground, images, flags, parameters, gradients, trial)
+            tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
         elif mode == "backward" and not is_separable(optimizer):
             raise SettingError(
                 f'step="backward" needs an optimizer of torch.optim that updates each parameter by itself; '
@@ -273,9 +273,10 @@ def _open_adam(
     parameters: ParameterStream,
     gradients: GradientStream,
     trial: Trial,
-) -> tuple[AdamStream, Worker]:
+) -> tuple[AdamStream, Worker, Callable[[], bool | None]]:
+    """Adam's stream, its worker, and whether its states can be copied to the device: None as long as nobody knows."""
     units, endings = ground.units, ground.endings
-    states = ground.arena(ground.homes.states, Tag.OPTIMIZER)
+    states = ground.arena_locked_behind(ground.homes.states, Tag.OPTIMIZER)  # no lane needs them in the first steps
     endings.before_others(states.close)
     factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)
@@ -304,6 +305,8 @@ def _open_adam(
         poison=ground.poison,
     )
     endings.after_others(adam.forget)
+    if trial.kept or trial.device_share:
+        states.settle()
     if trial.kept:
         ground.pool.grow(sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept]))
         adam.there.keep([unit.index for unit in units[: trial.kept]], wide=True)
@@ -312,7 +315,7 @@ def _open_adam(
     parameters.prepare = adam.prepare
     parameters.prepare_early = adam.prepare_early
     parameters.give_way = adam.there.give_way
-    return adam, worker
+    return adam, worker, lambda: ground.can_copy(states) if states.settled else None
 
 
 def _make_known(

@@ -49,6 +49,7 @@ class Tuning:
         self._partition, self._recorder, self._mode = partition, recorder, mode
         self._adam: AdamStream | None = None
         self._worker: Worker | None = None
+        self._can_travel: Callable[[], bool | None] = lambda: False
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
         self._planned_at = Totals()  # when activations were last planned
         self._share_is_fixed = self._is_share_due = self._is_growth_due = False
@@ -71,9 +72,19 @@ class Tuning:
             self.foreign_bytes = max(0, self.meter.allocated() - mine)
             self.meter.forget_peak()
 
-    def take_adam(self, adam: AdamStream, worker: Worker, *, fixed_share: float | None) -> None:
-        """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests."""
+    def take_adam(
+        self,
+        adam: AdamStream,
+        worker: Worker,
+        *,
+        can_travel: Callable[[], bool | None],
+        fixed_share: float | None,
+    ) -> None:
+        """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests.
+
+        ``can_travel``: whether lanes can copy the states; None as long as that is not known."""
         self._adam, self._worker, self._share_is_fixed = adam, worker, fixed_share is not None
+        self._can_travel = can_travel
         self.share_reason = "on the CPU" + ("" if self.meter is None else " until rates have been measured")
         if fixed_share:
             self._share(fixed_share)
@@ -88,11 +99,13 @@ class Tuning:
         """Use what was learned."""
         self._recorder.step()
         self._steps += 1
-        self._is_share_due = self._steps in _SHARE_AT
+        self._is_share_due |= self._steps in _SHARE_AT
         if self.meter is not None and (self._steps in _GROW_AT or self._is_growth_due):
-            self._grow(gradients, self.meter)
-            # The host may be steps ahead of a device that has not told yet what activations take.
-            self._is_growth_due = self._steps >= _GROW_AT[-1] and self.activation_wish() > 0
+            self._is_growth_due = True
+            if self._can_travel() is not None:  # else weights would take the room of states, which travel more
+                self._grow(gradients, self.meter)
+                # The host may be steps ahead of a device that has not told yet what activations take.
+                self._is_growth_due = self._steps >= _GROW_AT[-1] and self.activation_wish() > 0
         if self._mode == "backward":
             self._divide(gradients)
 
@@ -102,7 +115,13 @@ class Tuning:
         if self._adam is None or self.meter is None:
             return  # RAM on either side, and the same cores
         if is_due and not self._share_is_fixed:
-            self._choose_share()
+            can_travel = self._can_travel()
+            if can_travel:
+                self._choose_share()
+            elif can_travel is None:
+                self._is_share_due = True
+            else:
+                self.share_reason = "on the CPU: its states could not be page-locked"
         elif began and self._adam.there.sets_bytes:
             self._share(self._adam.there.share_now)  # out of the room that is needed now
 
@@ -112,7 +131,7 @@ class Tuning:
         """Give the pool what activations have left of the budget."""
         wide = any(home.wide is not None for home in gradients.homes)
         states = {}
-        if self._adam is not None:
+        if self._adam is not None and self._can_travel():
             states = {h.unit.index: kept_bytes(h.unit, wide=wide) for h in self._adam.homes if h.kept is None}
         grown = growth(
             self._placement,

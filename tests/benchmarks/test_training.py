@@ -133,3 +133,16 @@ def test_checkpointing_changes_no_number() -> None:
     assert gradients[0] is not None
     assert gradients[1] is not None
     assert torch.equal(gradients[0], gradients[1])
+
+
+@pytest.mark.wide
+def test_what_opening_a_session_does_is_shown_as_a_timeline(tmp_path: Path) -> None:
+    words = ("--size", "tiny", "--device", "cpu", "--vram", "1GiB", "--processes", "2", "--as-it-is")
+    command = [sys.executable, "-m", "benchmarks.training.opening", *words, "--out", str(tmp_path / "opening")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads((tmp_path / "opening.json").read_text())["processes"]
+    assert {span["name"] for span in first["spans"]} == {span["name"] for span in second["spans"]}
+    assert {"touch", "copy weights", "states' memory"} <= {span["name"] for span in first["spans"]}
+    assert all(0 <= span["start_s"] <= span["end_s"] <= first["opened_s"] for span in first["spans"])
+    assert "| opened, s |" in done.stdout

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -223,6 +224,108 @@ def test_a_region_is_locked_while_the_next_one_is_touched(ledger: Ledger, monkey
     assert list(lock.locked.values()) == regions_for(sizes) == [5 * PAGE, 7 * PAGE, 9 * PAGE]
     assert arena.pinned
     arena.close()
+
+
+class Gated(RecordingLock):
+    """Locks what ``gate`` lets through."""
+
+    def __init__(self, allow: int = 1 << 30) -> None:
+        super().__init__(allow)
+        self.gate = threading.Semaphore(0)
+
+    def lock(self, address: int, size: int) -> None:
+        assert self.gate.acquire(timeout=30)
+        super().lock(address, size)
+
+
+def behind(lock: RecordingLock, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> HostArena:
+    """Three regions that are locked behind."""
+    monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 8 * PAGE)
+    return HostArena(24 * PAGE, ledger=ledger, tag=Tag.OPTIMIZER, page_lock=lock, lock_behind=True)
+
+
+def test_memory_can_be_used_while_it_is_locked_behind(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = Gated()
+    arena = behind(lock, ledger, monkeypatch)
+    tensors = [arena.tensor((8 * PAGE,), torch.uint8).fill_(number + 1) for number in range(3)]
+    assert not arena.settled
+    assert not arena.pinned
+    assert ledger.pinned_bytes == 0
+    lock.gate.release(3)
+    arena.settle()
+    assert arena.settled
+    assert arena.pinned
+    assert sorted(lock.locked) == sorted(tensor.data_ptr() for tensor in tensors)
+    assert ledger.pinned_bytes == 24 * PAGE
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1], [2], [3]]
+    arena.close()
+    assert lock.locked == {}
+
+
+def test_a_lock_refused_behind_is_undone_and_said(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = Gated(allow=2)
+    arena = behind(lock, ledger, monkeypatch)
+    tensor = arena.tensor((8,), torch.float32).fill_(7)
+    lock.gate.release(3)
+    arena.settle()
+    assert arena.settled
+    assert not arena.pinned
+    assert lock.locked == {}
+    assert ledger.pinned_bytes == 0
+    assert "optimizer states stay with the CPU" in caplog.messages[0]
+    assert float(tensor.sum()) == 56
+    arena.close()
+
+
+def test_an_arena_can_be_closed_while_it_is_locked_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region that is being locked is unlocked when it is; the others are left alone."""
+    ledger, lock = roomy(), Gated()
+    arena = behind(lock, ledger, monkeypatch)
+    lock.gate.release(1)
+    while not lock.locked:
+        pass
+    threading.Timer(0.2, lock.gate.release, [2]).start()
+    arena.close()
+    assert lock.locked == {}
+    assert ledger.used_bytes(Tier.HOST) == 0
+    arena.settle()
+    assert not arena.pinned
+    assert lock.locked == {}
+
+
+def test_an_arena_that_is_dropped_while_it_is_locked_behind_goes_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, lock = roomy(), Gated()
+    arena = behind(lock, ledger, monkeypatch)
+    outcome = arena._hold.outcome
+    assert outcome is not None
+    del arena
+    lock.gate.release(3)
+    outcome.result(timeout=30)
+    del outcome
+    deadline_s = time.monotonic() + 30
+    while lock.locked or ledger.used_bytes(Tier.HOST):
+        gc.collect()
+        assert time.monotonic() < deadline_s
+
+
+def test_an_interrupt_while_memory_is_touched_ends_what_was_to_be_locked_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger, lock, touched = roomy(), Gated(), []
+
+    def touch(address: int, _size: int) -> None:
+        touched.append(address)
+        if len(touched) == 3:
+            threading.Timer(0.1, lock.gate.release, [3]).start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("stormtorch.memory.host.first_touch", touch)
+    with pytest.raises(KeyboardInterrupt):
+        behind(lock, ledger, monkeypatch)
+    assert lock.locked == {}
+    assert ledger.used_bytes(Tier.HOST) == 0
 
 
 def test_large_arenas_are_locked_in_regions_that_no_block_crosses(

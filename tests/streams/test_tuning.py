@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from stormtorch.api import Session
-from stormtorch.core.errors import OutOfBudget
+from stormtorch.core.errors import OutOfBudget, StormError
 from stormtorch.core.records import Copied, Waited
 from stormtorch.core.tags import Tag
 from stormtorch.memory.pool import DevicePool
@@ -42,7 +44,7 @@ def tuning_of(mode: str, waits_s: float, cause: str = "updates", *, steps: int =
         recorder=recorder,
         mode=mode,
     )
-    tuning.take_adam(nothing, nothing, fixed_share=None)
+    tuning.take_adam(nothing, nothing, can_travel=lambda: True, fixed_share=None)
     for _ in range(steps):
         recorder(Copied(lane="store", tag=Tag.GRADIENTS, bytes=int(RATE / 100), start_s=0.0, seconds=0.01))
         recorder(Waited(cause=cause, seconds=waits_s))
@@ -223,3 +225,99 @@ def test_a_new_share_leaves_no_update_to_the_host(mode: str, monkeypatch: pytest
                 seen.append(session._parts.adam.there.share_now)
     assert not late
     assert seen == [0.0] * 2 + [0.5] + [0.0] * 2 + [1.0] * 3 + [0.25] * 2
+
+
+class SlowLock:
+    """Locks what ``gate`` lets through; if ``refuses``, then only what is small."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.gate, self.refuses = threading.Event(), refuses
+
+    def lock(self, _address: int, size: int) -> None:
+        if threading.current_thread().name.startswith("storm-page-lock") and size > STATES_FROM:
+            assert self.gate.wait(30)
+            if self.refuses:
+                raise StormError("CUDA_ERROR_OUT_OF_MEMORY")
+
+    def unlock(self, _address: int) -> None:
+        pass
+
+
+STATES_FROM = 200_000  # bytes: nothing else in this session is as large
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("refuses", [False, True], ids=["late", "refused"])
+def test_states_travel_when_they_are_page_locked(mode: str, refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening does not wait for that. Until then the CPU updates all; where it is refused, for good."""
+    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (0.5, "50% on the device: said the test"))
+    grown: list[bool] = []
+
+    def growth(*_: object, state_bytes: dict[int, int], **__: object) -> Growth:
+        grown.append(bool(state_bytes))
+        return Growth(pool_bytes=0, keep=[])
+
+    monkeypatch.setattr("stormtorch.tuning.growth", growth)
+    lock, shares = SlowLock(refuses=refuses), list[float]()
+
+    def run(meter: Counting | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings = Settings(vram=400_000, device="cpu", step=mode, activations="keep")
+        with Session(model, optimizer, settings, trial=Trial(meter=meter, poison=True)) as session:
+            for number in range(9):
+                if number == 5:
+                    lock.gate.set()
+                    if meter is not None:
+                        lock_is_over(session)
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).bfloat16()
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if meter is not None:
+                    assert session._parts.adam is not None
+                    shares.append(session._parts.adam.there.share_now)
+            if meter is not None and refuses:
+                assert "could not be page-locked" in session.report().share_reason
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    plain = run(None)
+    lock.gate.clear()
+    monkeypatch.setattr("stormtorch.ground.page_lock_for", lambda _device: lock)
+    with Counting() as meter:
+        ours = run(meter)
+    assert all(torch.equal(*pair) for pair in zip(ours, plain, strict=True))
+    assert not any(shares[:5])
+    assert all(shares[5:]) != refuses
+    assert grown == [not refuses]
+
+
+def lock_is_over(session: Session) -> None:
+    deadline_s = time.monotonic() + 30
+    while session._parts.tuning._can_travel() is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_gradients_that_cannot_be_page_locked_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights could, so lanes copy locked memory only. Some systems allow so many bytes of it, and no more."""
+    locked: list[int] = []
+
+    class Most:
+        def lock(self, _address: int, size: int) -> None:
+            if locked and size > 16_384:
+                raise StormError("CUDA_ERROR_OUT_OF_MEMORY")
+            locked.append(size)
+
+        def unlock(self, _address: int) -> None:
+            pass
+
+    monkeypatch.setattr("stormtorch.ground.page_lock_for", lambda _device: Most())
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(OutOfBudget, match=r"Cannot page-lock .* for GRADIENTS .*only= or leave="):
+        Session(model, optimizer, Settings(vram=1 << 30, device="cpu"))
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -112,10 +112,13 @@ class HostArena:
         tag: Tag,
         page_lock: PageLock | None = None,
         shared: bool = False,
+        lock_behind: bool = False,
     ) -> None:
         """Maps, touches and page-locks everything now. ``capacity``: bytes, or those of each region (``regions_for``).
 
-        With ``page_lock`` given and refused, the arena stays pageable and says so.
+        With ``page_lock`` given and refused, the arena stays pageable and says so. ``lock_behind`` leaves the locking,
+        most of the time that all this takes, to a thread: the memory is there for the CPU, and for lanes once it is
+        ``settled``.
         """
         sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
         self.capacity_bytes = sum(sizes)
@@ -133,7 +136,7 @@ class HostArena:
                 yield region
 
         try:
-            self._finish(touched())
+            self._finish(touched(), behind=lock_behind)
         except BaseException:
             with contextlib.suppress(StormError):  # an interrupted lock may or may not have happened
                 self._hold.end_all()
@@ -161,11 +164,29 @@ class HostArena:
             raise
         return arena
 
-    def _finish(self, regions: Iterable[_Region]) -> None:
+    def _finish(self, regions: Iterable[_Region], *, behind: bool = False) -> None:
         self._lock = threading.Lock()
         self._returned: deque[tuple[_Region, int, int]] = deque()
         self._closed = False
-        self.pinned = self._hold.lock(regions)
+        self._hold.lock(regions)
+        if not behind:
+            self.settle()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known if all of it is page-locked."""
+        return self._hold.outcome is None or self._hold.outcome.done()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all of it is page-locked by now."""
+        outcome = self._hold.outcome
+        return not self._closed and outcome is not None and outcome.done() and outcome.result()
+
+    def settle(self) -> None:
+        """Block until it is ``settled``."""
+        if self._hold.outcome is not None:
+            self._hold.outcome.result()
 
     @property
     def taken_bytes(self) -> int:
@@ -228,7 +249,7 @@ class HostArena:
 
         The memory itself goes when the last tensor made from it does.
         """
-        self._closed, self.pinned = True, False
+        self._closed = True
         try:
             self._hold.end_all()
         finally:
@@ -345,6 +366,7 @@ class _Hold:
         self.owner_pid = os.getpid()
         self.locked: set[int] = set()
         self.locking, self.is_over = threading.Lock(), False
+        self.outcome: Future[bool] | None = None  # whether all is locked; None where nothing is to be
         self.size_bytes = 0
         self.finalizers: list[weakref.finalize[[int, int | None], ctypes.Array[ctypes.c_ubyte]]] = []
 
@@ -356,26 +378,37 @@ class _Hold:
         self.size_bytes += region.size
         del region.pages
 
-    def lock(self, regions: Iterable[_Region]) -> bool:
-        """Page-lock all regions or none, each while the next one is being made; says so once if it is none although a
-        lock was given."""
+    def lock(self, regions: Iterable[_Region]) -> None:
+        """Page-lock all regions or none, each while the next one is being made; ``outcome`` says which. Returns when
+        all are made."""
         if self.page_lock is None:
             deque(regions, maxlen=0)
-            return False
-        with ThreadPoolExecutor(1, "storm-page-lock") as locker:
+            return
+        locker = ThreadPoolExecutor(1, "storm-page-lock")
+        try:
             asked = [locker.submit(self._lock_one, self.page_lock, region) for region in regions]
+            self.outcome = locker.submit(self._conclude, asked)
+        finally:
+            locker.shutdown(wait=False)
+
+    def _conclude(self, asked: list[Future[StormError | None]]) -> bool:
+        """Whether all are locked; says so once if not."""
         refused = [refusal for future in asked if (refusal := future.result()) is not None]
-        if refused:
+        with self.locking:
+            if self.is_over:
+                return False
+            if not refused:
+                if self.reservation is not None:
+                    self.reservation.pinned = True
+                return True
             self._unlock_all()
-            say_once(
-                f"Host page-lock refused for {format_bytes(self.size_bytes)} ({refused[0]}); the limit is "
-                f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, more slowly.",
-                key="page-lock refused",
-            )
-            return False
-        if self.reservation is not None:
-            self.reservation.pinned = True
-        return True
+        say_once(
+            f"Host page-lock refused for {format_bytes(self.size_bytes)} ({refused[0]}); the limit is "
+            f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, more slowly, and "
+            "optimizer states stay with the CPU.",
+            key="page-lock refused",
+        )
+        return False
 
     def _lock_one(self, page_lock: PageLock, region: _Region) -> StormError | None:
         with self.locking:
@@ -391,8 +424,9 @@ class _Hold:
 
     def end_all(self) -> None:
         """End what has not ended. Goes through to the last region, then raises the first error."""
-        with self.locking:  # after a Ctrl-C another thread may be at it still, and can be undone only then
-            self.is_over = True
+        if self.owner_pid == os.getpid():  # a forked child has not the thread, but perhaps the lock that it held
+            with self.locking:  # another thread may be at it still, and can be undone only then
+                self.is_over = True
         errors = []
         for finalizer in self.finalizers:
             try:
