@@ -10,7 +10,7 @@ import torch
 
 from stormtorch.core.errors import SettingError
 
-from .tiny import checkpoint, losses, one_thread, records, run, settings, write_model  # noqa: F401
+from .tiny import checkpoint, losses, one_thread, records, run, settings, with_weights, write_model  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,10 +22,12 @@ def test_the_numbers_are_those_of_the_plain_loss(tmp_path: Path, changes: dict[s
     data = tmp_path / "completions.jsonl"
     lines = [{"prompt": "p" * (3 * index % 17 + 1), "completion": "some answer"} for index in range(40)]
     data.write_text("\n".join(map(json.dumps, lines)))
+    model = with_weights(tmp_path / "model")
     found = {}
     for chunked in (False, True):
         chosen = settings(
             tmp_path,
+            model=str(model),
             data=(str(data),),
             eval_data=(str(data),),
             packing=False,

@@ -11,23 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stormtorch.core.errors import SettingError, StormError
+from stormtorch.core.errors import OutOfBudget, SettingError, StormError
 from stormtorch.training import hf_model
 from stormtorch.training.build import build
 from stormtorch.training.settings import TrainSettings
 
-from .tiny import Quiet, checkpoint, losses, one_thread, run, settings, write_model  # noqa: F401
+from .tiny import Quiet, checkpoint, losses, one_thread, run, settings, with_weights, write_model  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
-
-
-def with_weights(folder: Path, *, shard: str = "5GB", dtype: torch.dtype = torch.float32, **changes: object) -> Path:
-    """A directory as ``save_pretrained`` writes it."""
-    write_model(folder, **changes)
-    torch.manual_seed(5)
-    config = transformers.AutoConfig.from_pretrained(folder)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size=shard)
-    return folder
 
 
 @pytest.mark.parametrize("shard", ["5GB", "40KB"], ids=["one file", "shards"])
@@ -148,6 +139,45 @@ def test_adapters_begin_as_peft_has_them(tmp_path: Path) -> None:
         assert not parameter.is_meta
         most = float(parameter.abs().max())
         assert most == 0.0 if "lora_B" in name else 0.8 * bound < most <= bound, name
+
+
+def test_an_embedding_can_have_adapters_too(tmp_path: Path) -> None:
+    """Peft keeps those as parameters, not as modules. A begins as zero there: the first loss is the model's own."""
+    peft = pytest.importorskip("peft")
+    model = with_weights(tmp_path / "model")
+    targets = ("embed_tokens", "q_proj")
+    chosen = settings(tmp_path, model=str(model), lora_rank=4, lora_targets=targets, lr=1e-2, steps=3)
+    plain = settings(tmp_path, model=str(model), steps=1, output=str(tmp_path / "plain"))
+    assert run(chosen) == 0
+    assert run(plain) == 0
+    assert losses(chosen)[1] == losses(plain)[1]
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(checkpoint(chosen, 3), dtype=torch.float32)
+    moved = [p for n, p in adapted.named_parameters() if "lora_embedding_A" in n]
+    assert len(moved) == 1
+    assert bool((moved[0] != 0).any())
+
+
+def test_adapters_need_a_model_that_is_somewhere(tmp_path: Path) -> None:
+    """Random weights under them would be saved nowhere."""
+    with pytest.raises(SettingError, match="has no weights: adapters are saved without the model under them"):
+        run(settings(tmp_path, lora_rank=4))
+
+
+def test_a_rank_beyond_the_model_is_refused(tmp_path: Path) -> None:
+    """It would take all of the machine's RAM."""
+    pytest.importorskip("peft")
+    model = with_weights(tmp_path / "model")
+    with pytest.raises(SettingError, match=r"lora_rank=1000000 is more than .* the longest has 257"):
+        run(settings(tmp_path, model=str(model), lora_rank=1_000_000))
+
+
+def test_a_model_that_ram_cannot_hold_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    """The system would kill whoever makes it, without a word."""
+    model = write_model(tmp_path / "model", hidden_size=1 << 20, intermediate_size=1 << 20)
+    began = torch.get_rng_state()
+    with pytest.raises(OutOfBudget, match=r"Cannot make .*model in RAM \(its weights alone take .* TiB, and"):
+        build(settings(tmp_path, model=str(model)), values=True)
+    assert torch.equal(torch.get_rng_state(), began)
 
 
 OWN = """

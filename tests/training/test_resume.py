@@ -14,9 +14,22 @@ import pytest
 
 from stormtorch.checkpoint.folder import complete
 from stormtorch.core.errors import CheckpointError, SettingError
+from stormtorch.training.identity import identity
 from stormtorch.training.settings import TrainSettings
 
-from .tiny import Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved, write_model, write_text  # noqa: F401
+from .tiny import (
+    Quiet,
+    checkpoint,
+    losses,
+    one_thread,  # noqa: F401
+    records,
+    run,
+    settings,
+    steps_saved,
+    with_weights,
+    write_model,
+    write_text,
+)
 
 pytest.importorskip("transformers")
 
@@ -42,7 +55,8 @@ def elsewhere(chosen: TrainSettings, name: str, **changes: Any) -> TrainSettings
 def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, changes: dict[str, Any]) -> None:
     if "lora_rank" in changes:
         pytest.importorskip("peft")
-    model = str(write_model(tmp_path / "model", attention_dropout=0.1))
+    make = with_weights if "lora_rank" in changes else write_model
+    model = str(make(tmp_path / "model", attention_dropout=0.1))
     whole = settings(tmp_path, model=model, **changes)
     assert run(whole) == 0
     broken = elsewhere(whole, "broken")
@@ -257,3 +271,37 @@ def test_a_file_about_the_run_that_is_damaged_gives_way_too(tmp_path: Path) -> N
     assert run(chosen, watcher) == 0
     assert "run.json is damaged" in watcher.warned[0]
     assert [record["step"] for record in records(chosen, "resume")] == [6]
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["", "adapters"])
+def test_a_config_with_other_values_is_another_model(tmp_path: Path, adapters: bool) -> None:
+    """The shapes are the same, so nothing else would notice; what does not change a number does not matter."""
+    if adapters:
+        pytest.importorskip("peft")
+    model = with_weights(tmp_path / "model") if adapters else write_model(tmp_path / "model")
+    chosen = settings(tmp_path, model=str(model), steps=4, save_every=2, lora_rank=2 if adapters else 0)
+    whole = elsewhere(chosen, "whole")
+    assert run(whole) == 0
+    assert run(chosen, stop_after(2)) == 143
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
+    with pytest.raises(SettingError, match=r"rms_norm_eps in the model's config: .* then, 0.01 now"):
+        run(chosen)
+    (model / "config.json").write_text(json.dumps({**config, "transformers_version": "4.0.0", "use_cache": False}))
+    assert run(chosen) == 0
+    assert losses(chosen) == losses(whole)
+
+
+def test_a_checkpoint_that_does_not_know_its_config_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those made before it was written down."""
+    chosen = settings(tmp_path, steps=4)
+
+    def as_before(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = identity(*args, **kwargs)
+        assert found.pop("config of the model")["hidden_size"] == 32
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stormtorch.training.run.identity", as_before)
+        assert run(chosen, stop_after(2)) == 143
+    assert run(chosen) == 0

@@ -94,6 +94,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"sample_every": 5}, "sample_every needs prompts"),
         ({"model": "here", "loss": "a:b"}, "loss is for module:callable models"),
         ({"model": "a.b:c", "lora_rank": 2}, "lora_rank is for models of transformers"),
+        ({"output": "run\udcff"}, "holds bytes that are not UTF-8, or a NUL, and could not be written"),
+        ({"output": "run\0"}, "holds bytes that are not UTF-8, or a NUL"),
+        ({"model": "a\0b"}, "holds bytes that are not UTF-8, or a NUL"),
+        ({"sample_prompts": ["good", "bad \ud800"]}, "Accepted: a text, or several, as UTF-8"),
+        ({"accumulate": 1 << 40}, "at most 65536"),
+        ({"data": {"a": "b"}}, "is not accepted. Accepted: a path, or several"),
+        ({"data": ["texts"], "output": "./texts"}, "--data texts: the run writes"),
+        (
+            {"data": ["a"], "eval_data": ["run/metrics.jsonl"], "output": "run"},
+            "--eval-data run/metrics.jsonl: the run",
+        ),
     ],
 )
 def test_values_that_cannot_be_meant(changes: dict[str, Any], words: str) -> None:

@@ -73,6 +73,16 @@ def write_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def with_weights(folder: Path, *, shard: str = "5GB", dtype: torch.dtype = torch.float32, **changes: object) -> Path:
+    """A directory as ``save_pretrained`` writes it."""
+    transformers = pytest.importorskip("transformers")
+    write_model(folder, **changes)
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
 def write_text(path: Path, documents: int = 20) -> Path:
     lines = [json.dumps({"text": f"{index}. {TEXT}"}) for index in range(documents)]
     path.write_text("\n".join(lines) + "\n")

@@ -132,7 +132,7 @@ def _unexpected(error: Exception, output: Path) -> str:
     try:
         file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         rest = f"All of it is in {file}."
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a message that cannot be written as UTF-8
         rest = f"({file} could not be written.)"
     return f"{reason_and_place(error)}. {rest}"
 

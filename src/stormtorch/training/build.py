@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..core.errors import OutOfBudget, SettingError
+from ..core.sizes import format_bytes
+from ..memory.limits import host_available_bytes
 from . import hf_model
 from .chunked_loss import ChunkedLoss
 from .lora import add_adapters
@@ -60,16 +63,24 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
         config.name_or_path = str(path.resolve())  # by which adapters find their base again
     weights: Path | None = None
     files = hf_model.weight_files(path) if values else []
+    if settings.lora_rank and not files:
+        raise SettingError(
+            f"--lora-rank {settings.lora_rank}, and --model {path} has no weights: adapters are saved without the "
+            "model under them, which would be lost. Name a model with weights, or train all of it."
+        )
+    with torch.random.fork_rng(devices=[]):  # random weights are those of the seed
+        model = hf_model.build_empty(config, dtype)
     if not values:
-        model, origin = hf_model.build_empty(config, dtype), "from the checkpoint"
+        origin = "from the checkpoint"
     elif not files:
+        _check_room(model, path)
         model, origin = hf_model.build_random(config, dtype), f"random, seed {settings.seed}"
     else:
-        model = hf_model.build_empty(config, dtype)
         reason = hf_model.why_not_direct(model, path)
         if reason is None:
             weights, origin = path, f"read from {path} straight into their homes"
         else:
+            _check_room(model, path)
             model = hf_model.build_in_ram(path, dtype)
             origin = f"loaded by transformers, then moved: {reason}"
     base = model
@@ -86,6 +97,18 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
         copy_files=lambda folder: hf_model.copy_generation_config(path, folder),
         opening=_opening_adapters if settings.lora_rank else _opening,
     )
+
+
+def _check_room(model: nn.Module, path: Path) -> None:
+    """Before a model is made in RAM, where nobody counts yet: what it takes at least. The system would kill us."""
+    size, room = sum(parameter.nbytes for parameter in model.parameters()), host_available_bytes()
+    if size > room:
+        raise OutOfBudget(
+            f"Cannot make {path} in RAM",
+            f"its weights alone take {format_bytes(size)}, and {format_bytes(room)} are free",
+            "The limit is what other programs leave.",
+            "Take a smaller model, or a machine with more RAM.",
+        )
 
 
 def _opening(path: str) -> str:

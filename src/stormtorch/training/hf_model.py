@@ -28,6 +28,7 @@ from .reason import reason
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+_NO_NUMBERS = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
 def hf_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -39,7 +40,7 @@ def hf_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 def read_config(path: Path) -> Any:
     """The configuration in a model's directory, or in a JSON file."""
     transformers = require("transformers", extra="hf", why=f"--model {path}")
-    file = path / "config.json" if path.is_dir() else path
+    file = _config_file(path)
     if not file.is_file():
         what = "has no config.json" if path.is_dir() else "does not exist"
         if (path / "adapter_config.json").is_file():
@@ -58,6 +59,10 @@ def read_config(path: Path) -> Any:
     if getattr(config, "quantization_config", None):
         raise SettingError(f"--model {path} is quantised, and such weights cannot be trained here. Name the original.")
     return config
+
+
+def _config_file(path: Path) -> Path:
+    return path / "config.json" if path.is_dir() else path
 
 
 def _download(path: Path) -> str:
@@ -108,6 +113,13 @@ def fingerprint(path: Path) -> str:
         except OSError as error:
             raise storage_error(f"read {file}", error) from error
     return found.hexdigest()
+
+
+def values_in_config(path: Path) -> dict[str, Any]:
+    """What the config's file says that may change a number. Not what this version of transformers adds to it: the next
+    one adds other things."""
+    given: dict[str, Any] = json.loads(_config_file(path).read_text(encoding="utf-8"))
+    return {name: value for name, value in given.items() if name not in _NO_NUMBERS}
 
 
 def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:

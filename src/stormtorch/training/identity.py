@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError, SettingError
-from .hf_model import fingerprint
+from .hf_model import fingerprint, values_in_config
 from .schedule import warmup_steps
 from .settings import TrainSettings, is_callable_name
 
 RUN_FILE = Path("storm") / "run.json"
+_CONFIG = "config of the model"
 _SETTINGS = (
     "sequence",
     "batch",
@@ -44,6 +45,8 @@ def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any
     found["dtype"] = settings.dtype
     if own:
         found["model"] = settings.model
+    else:
+        found[_CONFIG] = values_in_config(Path(str(settings.model)))
     if settings.lora_rank:  # a checkpoint holds adapters alone
         found["weights of the model"] = fingerprint(Path(str(settings.model)))
     if settings.schedule != "constant":
@@ -88,6 +91,7 @@ def read_run_file(checkpoint: Path) -> RunRecord:
 
 def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises SettingError with one line for each difference."""
+    then, now = _flat(then), _flat(now if _CONFIG in then else {**now, _CONFIG: {}})  # older ones do not say
     names = list(dict.fromkeys([*then, *now]))
     different = [name for name in names if then.get(name) != now.get(name)]
     if different:
@@ -96,6 +100,13 @@ def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> N
             f"{checkpoint} was made with settings that give other numbers. Make them as they were, or begin anew with "
             "another --output:\n" + "\n".join(lines)
         )
+
+
+def _flat(made_with: dict[str, Any]) -> dict[str, Any]:
+    """With the config's values beside the settings."""
+    rest = {name: value for name, value in made_with.items() if name != _CONFIG}
+    config = made_with.get(_CONFIG) or {}
+    return rest | {f"{name} in the model's config": value for name, value in config.items()}
 
 
 def _shown(value: Any) -> str:

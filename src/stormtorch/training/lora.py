@@ -17,6 +17,12 @@ def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
     """The model with adapters, the only parameters that train; torch's seed decides their first values."""
     peft = require("peft", extra="hf", why="lora_rank")
     targets = list(settings.lora_targets) if settings.lora_targets is not None else linear_layers(model)
+    widest = max(max(parameter.shape, default=0) for parameter in model.parameters())
+    if settings.lora_rank > widest:
+        raise SettingError(
+            f"lora_rank={settings.lora_rank} is more than any side of the model's matrices, of which the longest has "
+            f"{widest}. Accepted: usually 4 to 256."
+        )
     config = peft.LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha if settings.lora_alpha is not None else 2 * settings.lora_rank,
@@ -60,4 +66,9 @@ def _give_values(layer: Any) -> None:
         if any(parameter.is_meta for part in parts for parameter in part.parameters()):
             for part in parts:
                 part.to_empty(device=torch.device("cpu"))
+            layer.reset_lora_parameters(name, True)
+    for name in list(layer.lora_embedding_A):  # an embedding's are parameters, not modules
+        if layer.lora_embedding_A[name].is_meta:
+            for parameters in (layer.lora_embedding_A, layer.lora_embedding_B):
+                parameters[name] = nn.Parameter(torch.empty_like(parameters[name], device="cpu"))
             layer.reset_lora_parameters(name, True)

@@ -11,6 +11,7 @@ from typing import Self, TextIO
 from ..checkpoint.folder import all_complete, not_created, remove_all, sweep
 from ..core.errors import SettingError, StorageError
 from ..memory.file_calls import storage_error
+from .settings import METRICS
 
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 
@@ -21,7 +22,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = path / METRICS
         self.data = path / "data"
         self.tensorboard = path / "tensorboard"
         self._lock: TextIO | None = None
@@ -55,7 +56,7 @@ class RunFolder:
             raise storage_error(f"write to --output {self.path}", error) from error
         try:
             sweep(self.checkpoints)
-            for rest in self.path.glob(".metrics.jsonl.writing-*"):
+            for rest in self.path.glob(f".{METRICS}.writing-*"):
                 rest.unlink(missing_ok=True)
         except BaseException:
             self._unlock()

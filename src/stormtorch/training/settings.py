@@ -44,6 +44,7 @@ def _seen(default: Any, kind: Kind, meaning: str) -> Any:
     return _setting(default, kind, "metrics, evaluation and samples", meaning)
 
 
+METRICS = "metrics.jsonl"  # in the output
 _PATH, _PATHS = path(), several(path())
 _CALLABLE = text("module:callable", "MODULE:CALLABLE")
 
@@ -94,7 +95,7 @@ class TrainSettings:
     )
 
     batch: int = _update(1, count(1), "rows in a forward pass")
-    accumulate: int = _update(1, count(1), "forward passes in a step")
+    accumulate: int = _update(1, count(1, 1 << 16), "forward passes in a step")
     epochs: float = _update(1.0, number(0.0, above=True, most=1e6), "passes over the data, unless steps are given")
     steps: int | None = _update(None, count(1), "optimizer steps, instead of epochs")
     optimizer: str = _update("adamw", text("the name of an optimizer of torch.optim", "NAME"), "one of torch.optim")
@@ -124,7 +125,9 @@ class TrainSettings:
         ("modules that get adapters (default: all linear layers but the head)"),
     )
 
-    output: str = _run("storm-run", _PATH, "directory of the run: checkpoints, metrics.jsonl, prepared data")
+    output: str = _run(
+        "storm-run", path(written=True), "directory of the run: checkpoints, metrics.jsonl, prepared data"
+    )
     resume: str = _run(
         "auto",
         path("auto, never or a checkpoint's directory", "auto|never|PATH"),
@@ -141,7 +144,9 @@ class TrainSettings:
     eval_every: int = _seen(500, count(0), "steps between evaluations; 0: only at the end")
     eval_batches: int | None = _seen(None, count(1), "batches of an evaluation at most (default: all)")
     sample_every: int = _seen(0, count(0), "steps between samples; 0: only at the end")
-    sample_prompts: tuple[str, ...] | None = _seen(None, several(text("a text", "TEXT")), "what samples begin with")
+    sample_prompts: tuple[str, ...] | None = _seen(
+        None, several(text("a text", "TEXT", written=True)), "what samples begin with"
+    )
     sample_tokens: int = _seen(64, count(1), "tokens of a sample")
 
     def __post_init__(self) -> None:
@@ -190,6 +195,7 @@ def _check_pairs(settings: TrainSettings) -> None:
                 )
         if settings.on_nan == "skip":
             raise SettingError("step=backward has updated before a step can be skipped. Use --step forward.")
+    _check_output(settings)
     if settings.sample_every and not settings.sample_prompts:
         raise SettingError("sample_every needs prompts. Say --sample-prompts 'Once upon a time'.")
     if settings.loss is not None and not is_callable_name(settings.model):
@@ -200,6 +206,18 @@ def _check_pairs(settings: TrainSettings) -> None:
         )
     if settings.lora_rank and is_callable_name(settings.model):
         raise SettingError("lora_rank is for models of transformers. Put adapters in where the model is made.")
+
+
+def _check_output(settings: TrainSettings) -> None:
+    """What a run writes must not be what the next one reads."""
+    output = Path(settings.output).resolve()
+    for name in ("data", "eval_data"):
+        for given in getattr(settings, name) or ():
+            if Path(given).resolve() in (output, output / METRICS):
+                raise SettingError(
+                    f"--{name.replace('_', '-')} {given}: the run writes {output / METRICS}, which would be read as "
+                    "text when it goes on. Use another --output."
+                )
 
 
 def is_callable_name(name: str | None) -> bool:

@@ -35,6 +35,11 @@ def accept(name: str, kind: Kind, value: object) -> Any:
         return kind.convert(value)
     except SettingError:
         raise
+    except UnicodeError:
+        raise SettingError(
+            f"{name}={value!r} holds bytes that are not UTF-8, or a NUL, and could not be written. Accepted: "
+            f"{kind.accepted}, as UTF-8."
+        ) from None
     except (ValueError, TypeError):
         raise SettingError(f"{name}={value!r} is not accepted. Accepted: {kind.accepted}.") from None
 
@@ -72,18 +77,24 @@ def number(least: float = 0.0, *, above: bool = False, most: float = math.inf) -
     return Kind(convert, f"a number {least_text}{f' and at most {most:g}' if most < math.inf else ''}", metavar="X")
 
 
-def text(accepted: str, metavar: str | None = None) -> Kind:
+def text(accepted: str, metavar: str | None = None, *, written: bool = False) -> Kind:
+    """``written``: it ends up in files, as UTF-8."""
+
     def convert(value: object) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
             raise ValueError
+        if "\0" in str(value):
+            raise UnicodeError
+        if written:
+            str(value).encode()
         return str(value)
 
     return Kind(convert, accepted, metavar=metavar)
 
 
-def path(accepted: str = "a path", metavar: str = "PATH") -> Kind:
+def path(accepted: str = "a path", metavar: str = "PATH", *, written: bool = False) -> Kind:
     """A path or some other word; ``~`` is the home, in a file too."""
-    word = text(accepted)
+    word = text(accepted, written=written)
 
     def convert(value: object) -> str:
         return os.path.expanduser(str(word.convert(value)))  # noqa: PTH111  # a Path would drop a leading ./
