@@ -397,7 +397,7 @@ def test_a_larger_batch_is_measured_anew() -> None:
             loss = model(torch.randn(rows, 16)).square().mean()
         loss.backward()
         if rows == 64:
-            measured = max(profile.input_bytes for profile in activations.saving._profiles.values() or [_Largest])
+            measured = max(profile.input_bytes for profile in activations.saving.known.profiles.values() or [_Largest])
             assert measured == 64 * 16 * 4
     activations.close()
 
@@ -926,7 +926,7 @@ def test_what_a_norm_gives_to_a_part_is_made_again(training: bool, monkeypatch: 
             results.append(outcome(side, loss))
         same(results[1], results[0], f"step {step}")
     assert counted.seen["aten.native_layer_norm.default"] == 4 * 2 * (2 if training else 3)
-    profile = next(iter(activations.saving._profiles.values()))
+    profile = next(iter(activations.saving.known.profiles.values()))
     size = 8 * 16 * 4
     statistics = 3 * 2 * 8 * 4
     assert profile.led_bytes == (4 if training else 3) * size + statistics
@@ -1066,7 +1066,7 @@ def test_a_block_that_is_measured_while_it_leaves_shows_the_same() -> None:
             with activations:
                 loss = model(torch.randn(64, 64)).square().mean()
             loss.backward()
-        profiles = activations.saving._profiles.values()
+        profiles = activations.saving.known.profiles.values()
         known.append([(p.saved_bytes, p.parts, p.tape.operations, len(p.tape.saved), p.tape.written) for p in profiles])
         activations.close()
     assert len(known[0]) == 2  # the first block's input needs no gradient

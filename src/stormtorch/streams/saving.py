@@ -17,7 +17,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +53,7 @@ from .blocks import (
     tensors_in,
 )
 from .held import Held
+from .knowledge import ROUNDS, Knowledge
 from .levels import UNCOUNTED, Levels, Way
 from .loose import Loose
 from .measurement import Measurement
@@ -69,7 +69,6 @@ from .torch_private import (
     innermost_hooks,
 )
 
-_ROUNDS = 2
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
 
 
@@ -120,11 +119,8 @@ class Saving:
         self._in_block = False
         self._is_packing = False  # what runs now sends an activation away, and is not the block's
         self._measuring: Measurement | None = None
-        self._measured: dict[Any, Measurement] = {}  # by kind of block
-        self._profiles: dict[Any, BlockProfile] = {}
-        self._rounds: dict[Any, list[int]] = {}  # the passes in which a kind was measured
+        self.known = Knowledge()
         self._given: tuple[Any, Untouched] = (None, Untouched(()))  # what the last block was, and its kind
-        self._not_again: set[Any] = set()  # shapes of blocks that have shown that they cannot be run again
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._tight = False  # whether the device may run out
         self._is_past_blocks = False
@@ -166,7 +162,7 @@ class Saving:
 
     def _set_ways(self) -> None:
         """What may be on its way, to begin with. Nothing, as long as nobody knows whether there is room for it."""
-        unknown = self.plan is None and (self._age <= _ROUNDS or bool(self._last_sequence))
+        unknown = self.plan is None and (self._age <= ROUNDS or bool(self._last_sequence))
         careful = unknown and self.mode != "offload" and self._room() < UNCOUNTED
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._loose.way_bytes
         self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
@@ -201,7 +197,7 @@ class Saving:
 
     def _see_loose(self, tensor: torch.Tensor) -> None:
         settled = self._age > _REPLAN_AT[-1]
-        self._sending = self._loose.see(tensor, leaving=self._sending, measured=self._age > _ROUNDS, settled=settled)
+        self._sending = self._loose.see(tensor, leaving=self._sending, measured=self._age > ROUNDS, settled=settled)
         self._tight = self._tight or self._loose.leaves
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -222,7 +218,7 @@ class Saving:
             return f"activations={self.mode!r}"
         if self.plan is not None:
             return self.plan.reason
-        if self.passes < 2 or self._profiles or self._measured:
+        if self.passes < 2 or self.known:
             return "not measured yet"
         return self._loose.reason or "kept: no blocks were found to arrange"
 
@@ -232,7 +228,7 @@ class Saving:
         checkpoint around each would keep."""
         if self._last_sequence or self._sequence:
             return self._input_bytes  # of a pass without a plan
-        return self._loose.away_bytes if self._age <= _ROUNDS else 0
+        return self._loose.away_bytes if self._age <= ROUNDS else 0
 
     def _look_back(self) -> None:
         """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
@@ -241,25 +237,18 @@ class Saving:
         if self.mode not in ("auto", "recompute"):
             return
         self._tight = self._tight or self._is_tight()
-        if self._age > _ROUNDS and (self.plan is None or self._age in _REPLAN_AT):
+        if self._age > ROUNDS and (self.plan is None or self._age in _REPLAN_AT):
             before = self.plan
             self._plan_blocks()
-            is_new = self.plan is not before or self._age in (_ROUNDS + 1, *_REPLAN_AT)
+            is_new = self.plan is not before or self._age in (ROUNDS + 1, *_REPLAN_AT)
             if self.mode == "auto" and is_new and self._age <= _REPLAN_AT[-1]:  # later nobody counts what is loose
                 self._plan_loose()
 
     def _plan_blocks(self) -> None:
-        for kind, measurement in list(self._measured.items()):
-            profile = measurement.profile()
-            if profile is not None:
-                self._profiles[kind] = profile
-                del self._measured[kind]
         kinds = self._last_sequence
-        if not kinds or any(len(self._rounds.get(kind, ())) < _ROUNDS for kind in kinds):
+        profiles = self.known.profiles_of(kinds)
+        if not profiles:
             return
-        if any(kind in self._measured or kind not in self._profiles for kind in kinds):
-            return  # the device is still at it
-        profiles = [self._profiles[kind] for kind in kinds]
         means = self._means(kinds, profiles, self._held)
         plan = (choose if self.mode == "auto" else recompute)(profiles, means)
         if self.plan is not None and self._planned == kinds and self._has_held():
@@ -324,12 +313,11 @@ class Saving:
                 and self._may_run_again(block, args, kwargs)
             ):
                 plan = OFFLOAD
-            profile = self._profiles.get(kind)
-            known = profile or self._measured[kind]
+            known = self.known.planned_with(kind)
             held = plan.held_bytes(
                 input_bytes=known.input_bytes,
                 saved_bytes=known.saved_bytes,
-                operations=profile.results(plan.parts) if profile is not None else {},
+                operations=known.results(plan.parts) if isinstance(known, BlockProfile) else {},
             )
             way = plan.way(known.parts)
             if self.plan is None and plan.inputs_away:
@@ -353,10 +341,10 @@ class Saving:
     def _is_to_be_measured(self, kind: Any, position: int) -> bool:
         """In the first pass the first block of a kind, since the others depend on what it does; then the last one,
         which is held for the shortest time."""
-        rounds = self._rounds.setdefault(kind, [])
-        if len(rounds) >= _ROUNDS or self.passes in rounds:
+        measured = self.known.passes_of(kind)
+        if len(measured) >= ROUNDS or self.passes in measured:
             return False
-        return not rounds or position >= self._last_of_kind.get(kind, 0)
+        return not measured or position >= self._last_of_kind.get(kind, 0)
 
     def _plan_for(self, position: int, kind: Any) -> BlockPlan:
         if self.plan is not None and self._planned[position : position + 1] == [kind]:
@@ -430,27 +418,18 @@ class Saving:
         self._given = None, Untouched(())
 
     def _may_not_run_again(self, kind: Any) -> None:
-        """Nor may any other kind of the same shape."""
-        shape = kind[0]
-        if shape in self._not_again:
-            return
-        self._not_again.add(shape)
-        self.plan = None
-        for measured in (kind for kind in self._measured if kind[0] == shape):
-            self._measured[measured].repeatable = False
-        for known in (kind for kind in self._profiles if kind[0] == shape):
-            self._profiles[known] = replace(self._profiles[known], repeatable=False)
+        if self.known.never_again(kind):
+            self.plan = None
 
     def _may_run_again(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return not is_listened_to(block) and is_plain((*args, *kwargs.values())) and self._can_recompute(block)
 
     def _forget_if_larger(self, kind: Any, size: int) -> None:
         """What was learned from smaller inputs does not hold."""
-        known = self._known(kind)
+        known = self.known.of(kind)
         if known is None or size <= known.input_bytes:
             return
-        for table in (self._profiles, self._measured, self._rounds):
-            table.pop(kind, None)
+        self.known.forget(kind)
         self.plan = None
         self._levels.forget(size / max(1, known.input_bytes))
         self._passes_before = self.passes - 1  # this one is the first of them
@@ -462,13 +441,11 @@ class Saving:
             finally:
                 self._is_packing = False
 
-    def _known(self, kind: Any) -> Measurement | BlockProfile | None:
-        return self._measured.get(kind) or self._profiles.get(kind)
-
     def _provisional(self, position: int, kind: Any) -> BlockPlan:
         """Before there is a plan: keep, if there is room for all that follows and for as much again. Not while nobody
         knows what the loss will take, as in the first pass."""
-        known = self._measured.get(kind) or self._profiles[kind]
+        known = self.known.of(kind)
+        assert known is not None
         count = len(self._last_sequence) or len(self._blocks)
         ahead = max(1, count - position) + 1  # and one to compute with
         room = self._room()
@@ -514,18 +491,14 @@ class Saving:
         still = state_of(block, args, kwargs) == before
         if not still:
             self._may_not_run_again(kind)
-        measurement.repeatable = kind[0] not in self._not_again and self._may_run_again(block, args, kwargs)
-        larger = self._known(kind)
-        if larger is None or larger.input_bytes <= size:
-            self._measured[kind] = measurement
-        elif not measurement.repeatable:  # blocks of a kind, and passes, may differ in size; in this they may not
-            self._may_not_run_again(kind)
-        self._rounds[kind].append(self.passes)
+        measurement.repeatable = self.known.may_be_again(kind) and self._may_run_again(block, args, kwargs)
+        if self.known.learn(kind, measurement, self.passes):
+            self.plan = None
         return result, 0 if away else measurement.saved_bytes
 
     def _has_room_as_last(self, kind: Any) -> bool:
         """Whether the block that is being called may be kept: backward begins with the last one."""
-        known = self._known(kind)
+        known = self.known.of(kind)
         if known is None or not self._is_last():
             return False
         return known.saved_bytes + self._levels.rise_at_the_end(kind) <= self._room()
