@@ -315,7 +315,13 @@ def _open_adam(
     parameters.prepare = adam.prepare
     parameters.prepare_early = adam.prepare_early
     parameters.give_way = adam.there.give_way
-    return adam, worker, lambda: ground.can_copy(states) if states.settled else None
+
+    def can_travel() -> bool | None:
+        if states.settled:
+            states.say_if_refused()
+        return ground.can_copy(states) if states.settled else None
+
+    return adam, worker, can_travel
 
 
 def _make_known(

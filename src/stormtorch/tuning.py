@@ -50,6 +50,8 @@ class Tuning:
         self._adam: AdamStream | None = None
         self._worker: Worker | None = None
         self._can_travel: Callable[[], bool | None] = lambda: False
+        self._travels: bool | None = None  # what it has answered; as long as it has not, nothing is decided
+        self._undecided_steps = 0  # until then
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
         self._planned_at = Totals()  # when activations were last planned
         self._share_is_fixed = self._is_share_due = self._is_growth_due = False
@@ -99,13 +101,17 @@ class Tuning:
         """Use what was learned."""
         self._recorder.step()
         self._steps += 1
-        self._is_share_due |= self._steps in _SHARE_AT
-        if self.meter is not None and (self._steps in _GROW_AT or self._is_growth_due):
-            self._is_growth_due = True
-            if self._can_travel() is not None:  # else weights would take the room of states, which travel more
-                self._grow(gradients, self.meter)
-                # The host may be steps ahead of a device that has not told yet what activations take.
-                self._is_growth_due = self._steps >= _GROW_AT[-1] and self.activation_wish() > 0
+        if self._travels is None:
+            self._travels = self._can_travel()
+            self._undecided_steps = max(0, self._steps - _SHARE_AT[0])
+        age = self._steps - self._undecided_steps if self._travels is not None else 0
+        self._is_share_due = age in _SHARE_AT
+        # Not before it is known: weights would take the room of states, which travel more. And before the share, which
+        # needs that room.
+        if self.meter is not None and (age in _GROW_AT or self._is_growth_due):
+            self._grow(gradients, self.meter)
+            # The host may be steps ahead of a device that has not told yet what activations take.
+            self._is_growth_due = age >= _GROW_AT[-1] and self.activation_wish() > 0
         if self._mode == "backward":
             self._divide(gradients)
 
@@ -115,11 +121,8 @@ class Tuning:
         if self._adam is None or self.meter is None:
             return  # RAM on either side, and the same cores
         if is_due and not self._share_is_fixed:
-            can_travel = self._can_travel()
-            if can_travel:
+            if self._travels:
                 self._choose_share()
-            elif can_travel is None:
-                self._is_share_due = True
             else:
                 self.share_reason = "on the CPU: its states could not be page-locked"
         elif began and self._adam.there.sets_bytes:
@@ -131,7 +134,7 @@ class Tuning:
         """Give the pool what activations have left of the budget."""
         wide = any(home.wide is not None for home in gradients.homes)
         states = {}
-        if self._adam is not None and self._can_travel():
+        if self._adam is not None and self._travels:
             states = {h.unit.index: kept_bytes(h.unit, wide=wide) for h in self._adam.homes if h.kept is None}
         grown = growth(
             self._placement,
@@ -186,6 +189,7 @@ class Tuning:
         self._past = (totals, worker.busy_s, worker.elements)
         ends = totals.step_ends_s
         steps = len(ends) - len(past_totals.step_ends_s)
+        between = max(1, min(steps, len(ends) - 1))  # nobody knows when the first step began
         busy_s = (worker.busy_s - past_busy_s) / self._worker.threads
         loads, states_in = link_rates(totals)[1], lane_rate(totals, "aside", since=past_totals)
         units = self._partition.units
@@ -197,7 +201,7 @@ class Tuning:
                 cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
                 load_bytes_per_s=min(loads, states_in) if states_in else loads,  # RAM is shared with the CPU then
                 cpu_busy_s=busy_s / steps,
-                step_s=(ends[-1] - ends[-1 - steps]) / steps if len(ends) > steps else ends[-1] - ends[0],
+                step_s=(ends[-1] - ends[-1 - between]) / between,
             ),
             mode="backward" if self._mode == "backward" else "forward",
             share=there.share_now,

@@ -274,9 +274,115 @@ def test_a_lock_refused_behind_is_undone_and_said(
     assert not arena.pinned
     assert lock.locked == {}
     assert ledger.pinned_bytes == 0
-    assert "optimizer states stay with the CPU" in caplog.messages[0]
+    assert not caplog.messages, "nobody was there to be told: that was a thread"
+    arena.say_if_refused()
+    assert "Optimizer states stay with the CPU" in caplog.messages[0]
     assert float(tensor.sum()) == 56
     arena.close()
+
+
+def test_after_a_refusal_behind_nothing_more_is_locked(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be undone, and be missing meanwhile where others need it."""
+    asked = []
+
+    class Second(RecordingLock):
+        def lock(self, address: int, size: int) -> None:
+            asked.append(address)
+            if len(asked) == 2:
+                raise StormError("CUDA_ERROR_OUT_OF_MEMORY")
+            super().lock(address, size)
+
+    lock = Second()
+    arena = behind(lock, ledger, monkeypatch)
+    arena.settle()
+    assert len(asked) == 2
+    assert lock.locked == {}
+    arena.close()
+
+
+def test_who_is_refused_while_others_lock_behind_asks_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they have locked so far may be given back."""
+    lock = Gated(allow=2)
+    arena = behind(lock, ledger, monkeypatch)
+    lock.gate.release(2)
+    while len(lock.locked) < 2:
+        time.sleep(0.001)
+    threading.Timer(0.2, lock.gate.release, [3]).start()  # its third is refused; then ours, twice
+    lock.gate.release(1)
+    ours = HostArena(PAGE, ledger=ledger, tag=Tag.GRADIENTS, page_lock=lock)
+    assert ours.pinned
+    assert arena.settled
+    assert not arena.pinned
+    ours.close()
+    arena.close()
+
+
+def test_memory_is_there_until_it_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread undoes what was locked before a refusal; nobody else holds that memory any more."""
+    ledger, unlocking, go_on, mapped = roomy(), threading.Event(), threading.Event(), []
+
+    class Slow(RecordingLock):
+        def unlock(self, address: int) -> None:
+            unlocking.set()
+            assert go_on.wait(30)
+            mapped.append(is_mapped(address))
+            super().unlock(address)
+
+    lock = Slow(allow=2)
+    arena = behind(lock, ledger, monkeypatch)
+    assert unlocking.wait(30)
+    outcome = arena._hold.outcome
+    assert outcome is not None
+    del arena
+    gc.collect()
+    go_on.set()
+    assert outcome.result(timeout=30) is False
+    assert mapped == [True, True]
+
+
+def is_mapped(address: int) -> bool:
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(end, 16) for first, end in spans)
+
+
+def test_ctrl_c_while_close_waits_for_a_lock_leaves_nothing_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, lock = roomy(), Gated()
+    arena = behind(lock, ledger, monkeypatch)
+    kept = arena.tensor((8,), torch.uint8)  # as an optimizer's state would be
+    outcome = arena._hold.outcome
+    assert outcome is not None
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        arena.close()
+    lock.gate.release(3)
+    assert outcome.result(timeout=30) is False
+    assert lock.locked == {}
+    assert ledger.used_bytes(Tier.HOST) == 0
+    del kept
+
+
+def test_a_device_that_fails_while_locks_are_undone_is_not_pinned(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever asks is not told again and again: training goes on."""
+
+    class Broken(RecordingLock):
+        def unlock(self, address: int) -> None:
+            super().unlock(address)
+            raise StormError("CUDA_ERROR_LAUNCH_FAILED")
+
+    class Mistaken(RecordingLock):
+        def lock(self, _address: int, _size: int) -> None:
+            raise RuntimeError("not a refusal")
+
+    for lock in (Broken(allow=2), Mistaken()):
+        arena = behind(lock, ledger, monkeypatch)
+        while not arena.settled:
+            time.sleep(0.001)
+        assert not arena.pinned
+        assert not arena.pinned
+        arena._hold.locked.clear()
+        arena.close()
 
 
 def test_an_arena_can_be_closed_while_it_is_locked_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,9 +288,67 @@ def test_states_travel_when_they_are_page_locked(mode: str, refuses: bool, monke
     with Counting() as meter:
         ours = run(meter)
     assert all(torch.equal(*pair) for pair in zip(ours, plain, strict=True))
-    assert not any(shares[:5])
-    assert all(shares[5:]) != refuses
-    assert grown == [not refuses]
+    first = 5 if mode == "backward" else 6  # the step after the one that finds it out
+    assert not any(shares[:first])
+    assert all(shares[first:]) != refuses
+    assert grown == [not refuses] * 2
+
+
+@pytest.mark.parametrize("first", [2, 20, 51])
+def test_a_late_decision_knows_how_long_a_step_takes(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is followed by others, as if training had begun then."""
+    clock, seen, decided = [0.0], list[Rates](), list[int]()
+    monkeypatch.setattr("stormtorch.observe.recorder.time.perf_counter", lambda: clock[0])
+    tuning = tuning_of("backward", 0.0, steps=0)
+
+    def note(rates: Rates, **_: object) -> tuple[float, str]:
+        seen.append(rates)
+        decided.append(tuning._steps)
+        return 0.0, ""
+
+    monkeypatch.setattr("stormtorch.tuning.device_share", note)
+    there = SimpleNamespace(share_now=0.0, gave_way=False, share=lambda *_, **__: None, kept_bytes=0)
+    tuning._adam = cast(Any, SimpleNamespace(there=there, homes=[]))
+    busy = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=0.9 * tuning._steps, elements=4e9))
+    tuning._worker = cast(Any, busy)
+    tuning._partition = cast(Any, SimpleNamespace(units=[]))
+    tuning._pool = cast(Any, SimpleNamespace(capacity_bytes=0))
+    tuning._placement = cast(Any, SimpleNamespace(least_bytes=0, adding_bytes=0))
+    tuning.meter = cast(Any, object())
+    monkeypatch.setattr(tuning, "_grow", lambda *_: None)
+    tuning._can_travel = lambda: True if tuning._steps >= first else None
+    for _ in range(60):
+        clock[0] += 1.0
+        tuning.after_step(cast(Any, SimpleNamespace(has_added=False)))
+    assert [rates.step_s for rates in seen] == [pytest.approx(1.0)] * len(seen)
+    assert [rates.cpu_busy_s for rates in seen] == [pytest.approx(0.9)] * len(seen)
+    assert decided[:4] == [first, first + 1, first + 3, first + 6]
+
+
+@pytest.mark.parametrize("settles", [0, 51])
+def test_the_pool_grows_before_states_get_their_share(settles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the lock is there, also between two steps: a share that finds no room would be none, for long."""
+    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (0.5, "50% on the device: said the test"))
+    monkeypatch.setattr("stormtorch.streams.placement.headroom", lambda _limit: 1024)
+    monkeypatch.setattr(f"{__name__}.STATES_FROM", 400_000)
+    lock = SlowLock(refuses=False)
+    monkeypatch.setattr("stormtorch.ground.page_lock_for", lambda _device: lock)
+    with Counting() as meter:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))).bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings = Settings(vram=300_000, device="cpu", step="forward", activations="keep")
+        with Session(model, optimizer, settings, trial=Trial(meter=meter)) as session:
+            assert session._parts.adam is not None
+            for number in range(60):
+                for _ in range(2):
+                    model(torch.randn(4, 64).bfloat16()).square().mean().backward()
+                if number == settles:
+                    lock.gate.set()
+                    lock_is_over(session)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert session._parts.adam.there.share_now == 0.5
 
 
 def lock_is_over(session: Session) -> None:

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +125,7 @@ class HostArena:
         self.tag = tag
         self._regions: list[_Region] = []
         reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes)
-        self._hold = _Hold(reservation, page_lock)
+        self._hold = _Hold(reservation, page_lock, behind=lock_behind)
 
         def touched() -> Iterator[_Region]:
             for index, size in enumerate(size for size in sizes if size):
@@ -171,6 +171,10 @@ class HostArena:
         self._hold.lock(regions)
         if not behind:
             self.settle()
+            if self._hold.refusal is not None and _settle_others(self._hold):
+                self._hold.lock(self._regions)  # others may have held what they have given back since
+                self.settle()
+            self.say_if_refused()
 
     @property
     def settled(self) -> bool:
@@ -181,12 +185,19 @@ class HostArena:
     def pinned(self) -> bool:
         """Whether all of it is page-locked by now."""
         outcome = self._hold.outcome
-        return not self._closed and outcome is not None and outcome.done() and outcome.result()
+        if self._closed or outcome is None or not outcome.done():
+            return False
+        return outcome.exception() is None and outcome.result()
 
     def settle(self) -> None:
         """Block until it is ``settled``."""
         if self._hold.outcome is not None:
             self._hold.outcome.result()
+
+    def say_if_refused(self) -> None:
+        """Tell the user, once, that it could not be page-locked, if it could not."""
+        if self._hold.refusal is not None:
+            self._hold.say_refused(self._hold.refusal)
 
     @property
     def taken_bytes(self) -> int:
@@ -361,12 +372,13 @@ class _Hold:
     The ties are made before anything is locked, so that an interrupt at any moment leaves nothing locked behind.
     """
 
-    def __init__(self, reservation: Reservation | None, page_lock: PageLock | None) -> None:
-        self.reservation, self.page_lock = reservation, page_lock
+    def __init__(self, reservation: Reservation | None, page_lock: PageLock | None, *, behind: bool = False) -> None:
+        self.reservation, self.page_lock, self.behind = reservation, page_lock, behind
         self.owner_pid = os.getpid()
         self.locked: set[int] = set()
         self.locking, self.is_over = threading.Lock(), False
         self.outcome: Future[bool] | None = None  # whether all is locked; None where nothing is to be
+        self.refusal: StormError | None = None
         self.size_bytes = 0
         self.finalizers: list[weakref.finalize[[int, int | None], ctypes.Array[ctypes.c_ubyte]]] = []
 
@@ -384,49 +396,60 @@ class _Hold:
         if self.page_lock is None:
             deque(regions, maxlen=0)
             return
+        self.refusal, made = None, list[_Region]()
         locker = ThreadPoolExecutor(1, "storm-page-lock")
         try:
-            asked = [locker.submit(self._lock_one, self.page_lock, region) for region in regions]
-            self.outcome = locker.submit(self._conclude, asked)
+            asked = []
+            for region in regions:
+                made.append(region)
+                asked.append(locker.submit(self._lock_one, self.page_lock, region))
+            self.outcome = locker.submit(self._conclude, asked, made)
+            if self.behind:
+                _BEHIND.add(self)
         finally:
             locker.shutdown(wait=False)
 
-    def _conclude(self, asked: list[Future[StormError | None]]) -> bool:
-        """Whether all are locked; says so once if not."""
-        refused = [refusal for future in asked if (refusal := future.result()) is not None]
+    def _lock_one(self, page_lock: PageLock, region: _Region) -> None:
         with self.locking:
-            if self.is_over:
-                return False
-            if not refused:
-                if self.reservation is not None:
-                    self.reservation.pinned = True
-                return True
-            self._unlock_all()
-        say_once(
-            f"Host page-lock refused for {format_bytes(self.size_bytes)} ({refused[0]}); the limit is "
-            f"{limits.page_lock_limit()}. Copies go through a small page-locked ring instead, more slowly, and "
-            "optimizer states stay with the CPU.",
-            key="page-lock refused",
-        )
-        return False
-
-    def _lock_one(self, page_lock: PageLock, region: _Region) -> StormError | None:
-        with self.locking:
-            if self.is_over:
-                return None
+            if self.is_over or self.refusal is not None:
+                return
             self.locked.add(region.address)
             try:
                 page_lock.lock(region.address, region.size)
             except StormError as refusal:
                 self.locked.remove(region.address)
-                return refusal
-        return None
+                self.refusal = refusal
+
+    def _conclude(self, asked: list[Future[None]], regions: list[_Region]) -> bool:  # noqa: ARG002
+        """Whether all are locked; if not, none is. ``regions``: kept until then, or their memory could go while it is
+        being unlocked."""
+        for future in asked:
+            future.result()
+        with self.locking:
+            if not self.is_over and self.refusal is None:
+                if self.reservation is not None:
+                    self.reservation.pinned = True
+                return True
+            with contextlib.suppress(StormError):  # of a device that has failed, its owner was told
+                self._unlock_all()
+            if self.is_over and self.reservation is not None:  # an interrupted ``end_all`` may not have come to it
+                self.reservation.release()
+        return False
+
+    def say_refused(self, refusal: StormError) -> None:
+        instead = "Optimizer states stay with the CPU" if self.behind else "Copies go through a small page-locked ring"
+        say_once(
+            f"Host page-lock refused for {format_bytes(self.size_bytes)} ({refusal}); the limit is "
+            f"{limits.page_lock_limit()}. {instead} instead, more slowly.",
+            key="page-lock refused",
+        )
 
     def end_all(self) -> None:
         """End what has not ended. Goes through to the last region, then raises the first error."""
+        self.is_over = True
         if self.owner_pid == os.getpid():  # a forked child has not the thread, but perhaps the lock that it held
             with self.locking:  # another thread may be at it still, and can be undone only then
-                self.is_over = True
+                pass
         errors = []
         for finalizer in self.finalizers:
             try:
@@ -441,10 +464,8 @@ class _Hold:
     def _end(self, address: int, descriptor: int | None) -> None:
         try:
             # A forked child inherits this object, but the lock is its parent's.
-            if address in self.locked and self.owner_pid == os.getpid() and not sys.is_finalizing():
-                self.locked.remove(address)
-                assert self.page_lock is not None
-                self.page_lock.unlock(address)
+            if self.owner_pid == os.getpid() and not sys.is_finalizing():
+                self._unlock(address)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -452,6 +473,25 @@ class _Hold:
                 self.reservation.release()
 
     def _unlock_all(self) -> None:
+        for address in tuple(self.locked):
+            self._unlock(address)
+
+    def _unlock(self, address: int) -> None:
+        """Whoever takes it out of the set unlocks it: the thread that locks, or whoever ends the region."""
+        try:
+            self.locked.remove(address)
+        except KeyError:
+            return
         assert self.page_lock is not None
-        while self.locked:
-            self.page_lock.unlock(self.locked.pop())
+        self.page_lock.unlock(address)
+
+
+_BEHIND: weakref.WeakSet[_Hold] = weakref.WeakSet()  # those that a thread locks, or has locked
+
+
+def _settle_others(asking: _Hold) -> bool:
+    """Block until nobody is locking behind. True if somebody was: what is refused then may not be any more."""
+    others = [hold.outcome for hold in list(_BEHIND) if hold is not asking and hold.outcome is not None]
+    pending = [outcome for outcome in others if not outcome.done()]
+    wait(pending)
+    return bool(pending)
