@@ -162,6 +162,27 @@ def test_masters(tmp_path: Path, maker: str, dtype: torch.dtype) -> None:
     resumes(tmp_path, CHAIN, maker, dtype=dtype)
 
 
+class Scaled(nn.Module):
+    """One of its parameters is a number, as the temperature of a contrastive loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = CHAIN.make(), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x) * self.scale.exp()
+        return y
+
+
+@pytest.mark.parametrize("maker", ["adamw", "adam", "amsgrad", "sgd-momentum", "adafactor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_parameter_that_is_one_number(tmp_path: Path, maker: str, dtype: torch.dtype) -> None:
+    """Its moments are numbers too, but not of those that lie beside the files."""
+    if maker in ("amsgrad", "adam") and dtype is torch.float16:
+        pytest.skip("the same as AdamW there")
+    resumes(tmp_path, Case("scaled", Scaled, CHAIN.batch, CHAIN.loss), maker, dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("case", "maker"),
     [

@@ -180,6 +180,36 @@ def test_a_model_that_ram_cannot_hold_is_refused_before_it_is_made(tmp_path: Pat
     assert torch.equal(torch.get_rng_state(), began)
 
 
+def test_a_target_that_is_no_module_is_refused(tmp_path: Path) -> None:
+    """Beside one that is, peft would leave it out without a word."""
+    pytest.importorskip("peft")
+    model = with_weights(tmp_path / "model")
+    with pytest.raises(SettingError, match=r"no module 'qq_proj'\. Did you mean q_proj"):
+        run(settings(tmp_path, model=str(model), lora_rank=2, lora_targets=("k_proj", "qq_proj")))
+
+
+def test_an_encoder_is_no_causal_model(tmp_path: Path) -> None:
+    """It would see what it is to predict, and learn nothing else."""
+    small = {"model_type": "bert", "bos_token_id": None, "num_key_value_heads": None}
+    model = write_model(tmp_path / "model", **small)
+    with pytest.raises(SettingError, match="looks at the tokens that it is to predict"):
+        run(settings(tmp_path, model=str(model)))
+    write_model(tmp_path / "model", **small, is_decoder=True)
+    assert run(settings(tmp_path, model=str(model), steps=1)) == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"pad_token_id": -1}, {"output_attentions": True}], ids=["pad token", "attentions"]
+)
+def test_what_could_not_be_saved_is_refused_before_the_first_step(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """transformers reads it, and says only when it is to write it that it will not."""
+    model = write_model(tmp_path / "model", **changes)
+    chosen = settings(tmp_path, model=str(model), steps=2)
+    with pytest.raises(SettingError, match="could not be saved with a checkpoint"):
+        run(chosen)
+    assert not (Path(chosen.output) / "metrics.jsonl").exists()
+
+
 OWN = """
 import torch
 from torch import nn

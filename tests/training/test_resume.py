@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from stormtorch.checkpoint.folder import complete
 from stormtorch.core.errors import CheckpointError, SettingError
-from stormtorch.training.identity import identity
+from stormtorch.training.identity import RUN_FILE, identity
 from stormtorch.training.settings import TrainSettings
 
 from .tiny import (
@@ -305,3 +307,159 @@ def test_a_checkpoint_that_does_not_know_its_config_goes_on(tmp_path: Path, monk
         patch.setattr("stormtorch.training.run.identity", as_before)
         assert run(chosen, stop_after(2)) == 143
     assert run(chosen) == 0
+
+
+def test_a_base_that_was_trained_further_is_another_one(tmp_path: Path) -> None:
+    """Also where its file is as long as before, and ends as it did."""
+    pytest.importorskip("peft")
+    model = with_weights(tmp_path / "model", hidden_size=256, vocab_size=2048)
+    chosen = settings(tmp_path, model=str(model), steps=4, lora_rank=2)
+    assert run(chosen, stop_after(2)) == 143
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] *= 1.5
+    changed, before = tmp_path / "changed.safetensors", file.read_bytes()
+    save_file(tensors, changed, metadata={"format": "pt"})
+    assert len(changed.read_bytes()) == len(before)
+    assert changed.read_bytes()[-(1 << 20) :] == before[-(1 << 20) :], "or the test shows nothing"
+    changed.replace(file)
+    with pytest.raises(SettingError, match="samples of the model's weights: "):
+        run(chosen)
+    file.write_bytes(before)
+    assert run(chosen) == 0
+
+
+def test_the_file_that_says_which_step_it_was_is_checked(tmp_path: Path) -> None:
+    """One bit makes a 4 a 6: then steps are missing, and nobody notices."""
+    chosen = settings(tmp_path, steps=8, save_every=2, keep=4)
+    assert run(chosen) == 0
+    expected = losses(chosen)
+    shutil.rmtree(checkpoint(chosen, 8))
+    shutil.rmtree(checkpoint(chosen, 6))
+    file = checkpoint(chosen, 4) / RUN_FILE
+    file.write_text(file.read_text().replace('"step": 4', '"step": 6'))
+    watcher = Quiet()
+    assert run(chosen, watcher) == 0
+    assert "run.json" in watcher.warned[0]
+    assert [record["step"] for record in records(chosen, "resume")] == [2]
+    assert losses(chosen) == expected
+
+
+def test_a_copy_of_another_runs_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    other = settings(tmp_path, steps=2, seed=7, output=str(tmp_path / "other"))
+    assert run(other) == 0
+    chosen = settings(tmp_path, steps=4)
+    assert run(chosen, stop_after(2)) == 143
+    copy = Path(chosen.output) / "checkpoints" / "other-best"
+    shutil.copytree(checkpoint(other, 2), copy)
+    watcher = Quiet()
+    assert run(chosen, watcher) == 0
+    assert any("other-best is left alone" in line for line in watcher.warned)
+    assert [record["step"] for record in records(chosen, "resume")] == [2]
+    assert copy.is_dir()
+
+
+def test_tokens_that_were_changed_on_the_disk_are_made_anew(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, steps=4)
+    whole = elsewhere(chosen, "whole")
+    assert run(whole) == 0
+    assert run(chosen, stop_after(2)) == 143
+    for file in (Path(chosen.output) / "data").glob("*/input_ids.npy"):
+        data = bytearray(file.read_bytes())
+        data[200::4] = bytes(len(data[200::4]))
+        file.write_bytes(data)
+    assert run(chosen) == 0
+    assert losses(chosen) == losses(whole)
+
+
+def test_tokens_that_were_copied_are_not_made_anew(tmp_path: Path) -> None:
+    """A run that was moved to another disk: they are read once, and found to be the same."""
+    chosen = settings(tmp_path, steps=4)
+    assert run(chosen, stop_after(2)) == 143
+    moved = elsewhere(chosen, "moved")
+    shutil.copytree(chosen.output, moved.output, copy_function=shutil.copyfile)
+    (file,) = (Path(moved.output) / "data").glob("*/input_ids.npy")
+    before = file.stat().st_ino
+    assert run(moved) == 0
+    assert file.stat().st_ino == before
+
+
+def test_data_beside_the_run_can_be_read_again(tmp_path: Path) -> None:
+    """``--data data --output .``: the prepared rows lie in the very folder with the data."""
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    data = write_text(tmp_path / "run" / "data" / "text.jsonl").parent
+    chosen = settings(tmp_path, data=(str(data),), eval_data=(str(data),), steps=4)
+    assert run(chosen, stop_after(2)) == 143
+    assert run(chosen) == 0
+
+
+@pytest.mark.parametrize("when", ["evaluation", "samples"])
+def test_a_signal_in_an_evaluation_is_heard_at_once(tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is patient with a step may not be with an evaluation, and kills: nothing would be saved."""
+    more = {"eval_every": 2, "eval_data": (str(write_text(tmp_path / "other.jsonl")),)}
+    if when == "samples":
+        more = {"sample_every": 2, "sample_prompts": ("one", "two", "three")}
+    chosen = settings(tmp_path, steps=4, **more)
+    whole = elsewhere(chosen, "whole")
+    assert run(whole) == 0
+    calls: list[int] = []
+    place = (
+        "stormtorch.training.evaluation.trained_tokens" if when == "evaluation" else "stormtorch.training.loop.sample"
+    )
+    module, _, name = place.rpartition(".")
+    plain = getattr(importlib.import_module(module), name)
+
+    def signalling(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, signalling)
+        watcher = Quiet()
+        assert run(chosen, watcher) == 143
+    assert len(calls) == 1
+    assert any("left out" in line for line in watcher.warned)
+    assert steps_saved(chosen) == [2]
+    assert run(chosen) == 0
+    assert losses(chosen) == losses(whole)
+
+
+def test_what_fails_between_two_steps_loses_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(tmp_path, steps=4, save_every=0, sample_every=3, sample_prompts=("one",))
+
+    def failing(*_: Any, **__: Any) -> str:
+        raise MemoryError("no room for that")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stormtorch.training.loop.sample", failing)
+        with pytest.raises(MemoryError, match="no room"):
+            run(chosen)
+    assert steps_saved(chosen) == [3]
+    assert run(chosen) == 0
+
+
+def test_prompts_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", vocab_size=140, eos_token_id=139, pad_token_id=139)
+    rows = [json.dumps({"input_ids": [index % 100 + 1 for index in range(40)]}) for _ in range(20)]
+    data = tmp_path / "tokens.jsonl"
+    data.write_text("\n".join(rows))
+    chosen = settings(tmp_path, model=str(model), data=(str(data),), sample_prompts=("\u00e9",))
+    with pytest.raises(SettingError, match=r"--sample-prompts .* is beyond the model's vocabulary of 140"):
+        run(chosen)
+
+
+def test_metrics_of_others_stay(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, steps=2)
+    file = Path(chosen.output) / "metrics.jsonl"
+    file.parent.mkdir()
+    theirs = ['{"epoch": 1, "loss": 2.0}', '{"step": 9, "loss": 2.0}']
+    real = tmp_path / "elsewhere.jsonl"
+    real.write_text("\n".join([*theirs, "[" * 100_000, '{"kind": "step", "step": 5}', '{"cut in t']) + "\n")
+    file.symlink_to(real)
+    assert run(chosen) == 0
+    lines = real.read_text().splitlines()
+    assert lines[:2] == theirs
+    assert [json.loads(line)["step"] for line in lines[2:] if json.loads(line)["kind"] == "step"] == [1, 2]
+    assert file.is_symlink()

@@ -99,6 +99,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"model": "a\0b"}, "holds bytes that are not UTF-8, or a NUL"),
         ({"sample_prompts": ["good", "bad \ud800"]}, "Accepted: a text, or several, as UTF-8"),
         ({"accumulate": 1 << 40}, "at most 65536"),
+        ({"lora_targets": ["q_proj"]}, "lora_targets is for adapters, and lora_rank=0 trains all weights"),
+        ({"lora_dropout": 0.1}, "lora_dropout is for adapters"),
         ({"data": {"a": "b"}}, "is not accepted. Accepted: a path, or several"),
         ({"data": ["texts"], "output": "./texts"}, "--data texts: the run writes"),
         (

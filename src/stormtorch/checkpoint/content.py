@@ -185,11 +185,14 @@ def _optimizer(
     }
 
 
+_IN_HOMES = ("exp_avg", "exp_avg_sq", MASTER)  # states that are read straight into the memory they live in
+
+
 def _has_file_form(key: str, value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
-        and value.ndim > 0
+        and (value.ndim > 0 or key in _IN_HOMES)  # a parameter may be one number; so is "step", which is none of these
         and value.dtype in NAMES
         and "." not in key
     )

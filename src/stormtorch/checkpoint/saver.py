@@ -22,6 +22,11 @@ from .writing import Writing, check_space
 Directory = Path | str | os.PathLike[str]
 
 
+def write_configs(model: nn.Module, folder: Path) -> None:
+    """What ``from_pretrained``, or peft's, wants beside the weights."""
+    (adapter if adapter.is_adapted(model) else pretrained).write_configs(model, folder)
+
+
 class Saver:
     """Saves and loads one session's model and optimizer; knows the save that is under way."""
 
@@ -82,10 +87,7 @@ class Saver:
     def _write_beside(self, path: Path, files: Callable[[Path], None] | None) -> None:
         """What others read, and what the user wants there."""
         try:
-            if adapter.is_adapted(self._model):
-                adapter.write_configs(self._model, path)
-            else:
-                pretrained.write_configs(self._model, path)
+            write_configs(self._model, path)
             if files is not None:
                 files(path)
         except StorageError:

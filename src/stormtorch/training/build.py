@@ -56,6 +56,16 @@ def build(settings: TrainSettings, *, values: bool) -> Built:
     return _build_hf(Path(settings.model), settings, values=values or settings.lora_rank > 0)
 
 
+def check_base(settings: TrainSettings) -> None:
+    """Adapters need a model under them that is somewhere."""
+    path = Path(str(settings.model))
+    if path.exists() and not hf_model.weight_files(path):
+        raise SettingError(
+            f"--lora-rank {settings.lora_rank}, and --model {path} has no weights: adapters are saved without the "
+            "model under them, which would be lost. Name a model with weights, or train all of it."
+        )
+
+
 def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
     dtype = DTYPES[settings.dtype]
     config = hf_model.read_config(path)
@@ -63,11 +73,6 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
         config.name_or_path = str(path.resolve())  # by which adapters find their base again
     weights: Path | None = None
     files = hf_model.weight_files(path) if values else []
-    if settings.lora_rank and not files:
-        raise SettingError(
-            f"--lora-rank {settings.lora_rank}, and --model {path} has no weights: adapters are saved without the "
-            "model under them, which would be lost. Name a model with weights, or train all of it."
-        )
     with torch.random.fork_rng(devices=[]):  # random weights are those of the seed
         model = hf_model.build_empty(config, dtype)
     if not values:

@@ -32,9 +32,8 @@ class ChunkedLoss:
         anything: Any = model
         head = anything.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise SettingError(
-                f"chunked_loss needs a linear head, and this one is {type(head).__name__}. Leave it out."
-            )
+            what = "has adapters" if hasattr(head, "base_layer") else f"is a {type(head).__name__}"
+            raise SettingError(f"chunked_loss needs a plain linear head, and this one {what}. Leave it out.")
         self._head: Any = head
         self._plain = self._head.forward
         self._labels: torch.Tensor | None = None

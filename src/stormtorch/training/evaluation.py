@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -18,13 +18,22 @@ def trained_tokens(batch: Batch) -> torch.Tensor:
 
 
 def evaluate(
-    model: nn.Module, loss_of: Loss, batches: Iterable[Batch], *, limit: int | None, device: torch.device
-) -> float:
-    """Mean loss per token over at most ``limit`` batches. Waits for the result; changes nothing."""
+    model: nn.Module,
+    loss_of: Loss,
+    batches: Iterable[Batch],
+    *,
+    limit: int | None,
+    device: torch.device,
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean loss per token over at most ``limit`` batches; None if somebody wants it to ``stop`` before that. Waits for
+    the result; changes nothing."""
     total: torch.Tensor | None = None
     count: torch.Tensor | None = None
     with untouched(model, device):
         for batch in itertools.islice(batches, limit):
+            if stop():
+                return None
             tokens = trained_tokens(batch)
             weighted = loss_of(model, batch).double() * tokens
             total = weighted if total is None else total + weighted

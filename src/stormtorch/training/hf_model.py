@@ -28,6 +28,7 @@ from .reason import reason
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+_SAMPLE_BYTES = 4096
 _NO_NUMBERS = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -115,6 +116,29 @@ def fingerprint(path: Path) -> str:
     return found.hexdigest()
 
 
+def samples(path: Path) -> str:
+    """Of the weights in a folder: a little of the beginning, the middle and the end of every tensor in safetensors. So
+    a model that was trained further, or had adapters merged into it, is another one."""
+    found = hashlib.blake2b(digest_size=16)
+    for file in weight_files(path):
+        if file.suffix != ".safetensors":
+            continue  # pickles end with checksums, which the fingerprint has
+        try:
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(size))
+                for name in sorted(header.keys() - {"__metadata__"}):
+                    start, end = (8 + size + offset for offset in header[name]["data_offsets"])
+                    for at in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
+                        stream.seek(at)
+                        found.update(stream.read(min(_SAMPLE_BYTES, end - at)))
+        except OSError as error:
+            raise storage_error(f"read {file}", error) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{file} cannot be read ({reason(error)}). Copy it again.") from error
+    return found.hexdigest()
+
+
 def values_in_config(path: Path) -> dict[str, Any]:
     """What the config's file says that may change a number. Not what this version of transformers adds to it: the next
     one adds other things."""
@@ -129,6 +153,11 @@ def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:
     initialization = require("transformers.initialization", extra="hf", why="This model")
     with _refused(config), accelerate.init_empty_weights(include_buffers=False), initialization.no_init_weights():
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(model.config, "is_decoder", False):
+        raise SettingError(
+            f"A model of type {config.model_type!r} looks at the tokens that it is to predict, unless its config says "
+            '"is_decoder": true. Name a causal language model.'
+        )
     model.tie_weights()
     model.train()
     return model  # type: ignore[no-any-return]  # transformers is an extra, so its types are not known here

@@ -7,16 +7,20 @@ is how often something is saved, logged or evaluated. The data is, by its tokens
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..checkpoint import disk
+from ..checkpoint.folder import read_manifest
 from ..core.errors import CheckpointError, SettingError
-from .hf_model import fingerprint, values_in_config
+from .hf_model import fingerprint, samples, values_in_config
 from .schedule import warmup_steps
 from .settings import TrainSettings, is_callable_name
 
 RUN_FILE = Path("storm") / "run.json"
-_CONFIG = "config of the model"
+_CONFIG, _SAMPLES = "config of the model", "samples of the model's weights"
+_NEWER = {_CONFIG, _SAMPLES}  # older checkpoints do not say
 _SETTINGS = (
     "sequence",
     "batch",
@@ -49,6 +53,7 @@ def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any
         found[_CONFIG] = values_in_config(Path(str(settings.model)))
     if settings.lora_rank:  # a checkpoint holds adapters alone
         found["weights of the model"] = fingerprint(Path(str(settings.model)))
+        found[_SAMPLES] = samples(Path(str(settings.model)))
     if settings.schedule != "constant":
         found["steps in all"] = total  # which the learning rate depends on
     found["warm-up steps"] = warmup_steps(settings, total)
@@ -79,7 +84,10 @@ def write_run_file(folder: Path, record: RunRecord, settings: TrainSettings) -> 
 def read_run_file(checkpoint: Path) -> RunRecord:
     path = checkpoint / RUN_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        if (expected := read_manifest(checkpoint).files.get(str(RUN_FILE))) is not None:
+            disk.check(path, disk.Record(len(data), zlib.crc32(data)), expected)
+        content = json.loads(data)
         return RunRecord(int(content["step"]), dict(content["identity"]), bool(content.get("optimizer", True)))
     except FileNotFoundError:
         raise CheckpointError(
@@ -91,9 +99,9 @@ def read_run_file(checkpoint: Path) -> RunRecord:
 
 def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises SettingError with one line for each difference."""
-    then, now = _flat(then), _flat(now if _CONFIG in then else {**now, _CONFIG: {}})  # older ones do not say
+    then, now = _flat(then), _flat({name: value for name, value in now.items() if name in then or name not in _NEWER})
     names = list(dict.fromkeys([*then, *now]))
-    different = [name for name in names if then.get(name) != now.get(name)]
+    different = [name for name in names if _json(then.get(name)) != _json(now.get(name))]
     if different:
         lines = [f"  {name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now" for name in different]
         raise SettingError(
@@ -107,6 +115,11 @@ def _flat(made_with: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in made_with.items() if name != _CONFIG}
     config = made_with.get(_CONFIG) or {}
     return rest | {f"{name} in the model's config": value for name, value in config.items()}
+
+
+def _json(value: Any) -> str:
+    """For comparing: a NaN is a NaN, and the order of names does not matter."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _shown(value: Any) -> str:

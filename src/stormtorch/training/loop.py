@@ -149,8 +149,11 @@ class Loop:
                     self._evaluate()
                 if settings.sample_prompts and _due(step, settings.sample_every, last):
                     self._sample()
+                if self.stopping.signal is not None:
+                    return  # saved at once, before somebody loses patience
             except Exception:  # of memory, say: the work up to here is kept
-                self._save_due(last=last)
+                self._note(self._readings.all())
+                self._save(wait=True)
                 raise
             self._save_due(last=last)
 
@@ -180,17 +183,27 @@ class Loop:
         assert self.eval_loader is not None
         self.eval_loader.set_epoch(0)
         loss = evaluate(
-            self.model, self.loss, self.eval_loader, limit=self.settings.eval_batches, device=self.session.device
+            self.model,
+            self.loss,
+            self.eval_loader,
+            limit=self.settings.eval_batches,
+            device=self.session.device,
+            stop=lambda: self.stopping.signal is not None,
         )
+        if loss is None:
+            self.watcher.warn(f"The evaluation of step {self.done} is left out.")
+            return
         self._write("evaluation", self.done, loss=loss if math.isfinite(loss) else None)
         self.watcher.say(f"step {self.done}: loss {loss:.4f} on the evaluation data")
 
     def _sample(self) -> None:
-        prompts = self.settings.sample_prompts or ()
-        texts = sample(
-            self.model, self.tokenizer, prompts, tokens=self.settings.sample_tokens, device=self.session.device
-        )
-        for prompt, text in zip(prompts, texts, strict=True):
+        for prompt in self.settings.sample_prompts or ():
+            if self.stopping.signal is not None:
+                self.watcher.warn(f"Samples of step {self.done} are left out.")
+                return
+            text = sample(
+                self.model, self.tokenizer, prompt, tokens=self.settings.sample_tokens, device=self.session.device
+            )
             self._write("sample", self.done, prompt=prompt, text=text)
             self.watcher.say(f"step {self.done}: {prompt!r} -> {text!r}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
             f"lora_rank={settings.lora_rank} is more than any side of the model's matrices, of which the longest has "
             f"{widest}. Accepted: usually 4 to 256."
         )
+    known = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in known):
+            near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in known}, n=2, cutoff=0.4)
+            meant = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise SettingError(f"lora_targets: the model has no module {target!r}.{meant}")
     config = peft.LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha if settings.lora_alpha is not None else 2 * settings.lora_rank,

@@ -21,7 +21,9 @@ from .settings import TrainSettings
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Leave out every line of a later step than ``step``, and a last one that was cut in two. Atomic."""
+    """Leave out every record of a later step than ``step``, and a last line that was cut in two. Atomic. What others
+    have written there, stays."""
+    path = path.resolve()  # a link stays one
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a text may hold other line ends
     except FileNotFoundError:
@@ -32,9 +34,10 @@ def cut_back(path: Path, step: int) -> None:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
+        is_ours = isinstance(record, dict) and "kind" in record and isinstance(record.get("step"), int)
+        if not is_ours or record["step"] <= step:
             kept.append(line + "\n")
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
     try:

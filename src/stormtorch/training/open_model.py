@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..api import Session, stream
 from ..checkpoint import load_weights
-from .build import Built, build
+from ..checkpoint.saver import write_configs
+from ..core.errors import SettingError
+from .build import Built, build, check_base
 from .describe import describe_model, describe_placement, describe_schedule
 from .ending import Spent
 from .optimizer import make_optimizer, optimizer_and_options
 from .own_model import check_callables
+from .reason import reason
 from .sampling import check_can_sample
 from .settings import TrainSettings, is_callable_name
 from .text_data import TextData
@@ -39,12 +44,31 @@ def check_names(settings: TrainSettings) -> None:
     _seed(settings)  # a module of the user's own may draw numbers as it is imported
     if is_callable_name(settings.model):
         check_callables(str(settings.model), settings.loss)
+    elif settings.lora_rank:
+        check_base(settings)
 
 
 def _seed(settings: TrainSettings) -> None:
     random.seed(settings.seed)
     np.random.seed(settings.seed % (1 << 32))
     torch.manual_seed(settings.seed)
+
+
+def _rehearse_saving(built: Built, data: TextData) -> None:
+    """Write the small files of a checkpoint to nowhere: what transformers reads but will not write is refused now, not
+    after hours, at the first save."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            write_configs(built.model, Path(folder))
+            built.copy_files(Path(folder))
+            data.tokenizer.save_pretrained(folder)
+        except OSError:  # of this folder, which is not where they will be
+            pass
+        except Exception as error:
+            raise SettingError(
+                f"The model or its tokenizer could not be saved with a checkpoint: {reason(error)}. Correct its "
+                "config.json, generation_config.json or tokenizer_config.json."
+            ) from error
 
 
 def open_model(
@@ -57,6 +81,7 @@ def open_model(
     built_s = time.perf_counter() - began_s
     if settings.sample_prompts:
         check_can_sample(built.model)
+    _rehearse_saving(built, data)
     watcher.say(describe_model(built.model, built.origin))
     watcher.say(describe_schedule(settings, data.total, data.rows.rows))
     optimizer = make_optimizer(built.model, settings)

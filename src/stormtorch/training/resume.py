@@ -99,7 +99,13 @@ def same_run(
             if path != found[-1]:
                 warn(f"{error} The checkpoint before it is tried.")
             continue
-        check_same(path, record.made_with, made_with)
+        try:
+            check_same(path, record.made_with, made_with)
+        except SettingError:
+            if RunFolder.is_own(path) or settings.resume != "auto":
+                raise
+            warn(f"{path} is left alone: it was made with settings that give other numbers, under a name of yours.")
+            continue
         if path == found[0] and not record.optimizer and settings.save_optimizer and record.step < total:
             raise SettingError(
                 f"{path} holds the weights alone: whoever goes on from it begins the optimizer anew, with other "

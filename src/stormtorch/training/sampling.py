@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,24 +25,21 @@ def _positions(model: nn.Module) -> int:
     return known if isinstance(known, int) else sys.maxsize
 
 
-def sample(model: nn.Module, tokenizer: Any, prompts: Sequence[str], *, tokens: int, device: torch.device) -> list[str]:
-    """The continuation of each prompt, without it, as far as positions go. Changes nothing, random numbers included."""
-    found = []
+def sample(model: nn.Module, tokenizer: Any, prompt: str, *, tokens: int, device: torch.device) -> str:
+    """The continuation of a prompt, without it, as far as positions go. Changes nothing, random numbers included."""
     generator: Any = model
     with untouched(model, device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that home and device differ is how streaming works
-        for prompt in prompts:
-            given = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64).to(device)
-            most = min(tokens, _positions(model) - given.shape[1])
-            if most < 1 or not given.numel():
-                found.append("")
-                continue
-            written = generator.generate(
-                input_ids=given,
-                attention_mask=torch.ones_like(given),
-                max_new_tokens=most,
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            )
-            found.append(tokenizer.decode(written[0, given.shape[1] :], skip_special_tokens=True))
-    return found
+        given = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64).to(device)
+        most = min(tokens, _positions(model) - given.shape[1])
+        if most < 1 or not given.numel():
+            return ""
+        written = generator.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=most,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+        text: str = tokenizer.decode(written[0, given.shape[1] :], skip_special_tokens=True)
+    return text

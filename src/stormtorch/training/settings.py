@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,19 +205,24 @@ def _check_pairs(settings: TrainSettings) -> None:
         raise SettingError(
             "chunked_loss is for models of transformers. See stormtorch.linear_cross_entropy for others."
         )
+    if not settings.lora_rank:
+        for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+            if getattr(settings, name):
+                raise SettingError(f"{name} is for adapters, and lora_rank=0 trains all weights. Say --lora-rank 16.")
     if settings.lora_rank and is_callable_name(settings.model):
         raise SettingError("lora_rank is for models of transformers. Put adapters in where the model is made.")
 
 
 def _check_output(settings: TrainSettings) -> None:
     """What a run writes must not be what the next one reads."""
-    output = Path(settings.output).resolve()
+    output = os.path.realpath(settings.output)  # Path.resolve raises for a link to itself
+    metrics = os.path.join(output, METRICS)  # noqa: PTH118
     for name in ("data", "eval_data"):
         for given in getattr(settings, name) or ():
-            if Path(given).resolve() in (output, output / METRICS):
+            if os.path.realpath(given) in (output, metrics):
                 raise SettingError(
-                    f"--{name.replace('_', '-')} {given}: the run writes {output / METRICS}, which would be read as "
-                    "text when it goes on. Use another --output."
+                    f"--{name.replace('_', '-')} {given}: the run writes {metrics}, which would be read as text when "
+                    "it goes on. Use another --output."
                 )
 
 

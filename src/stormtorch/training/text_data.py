@@ -16,6 +16,7 @@ from ..data.transforms import Cast
 from . import hf_model
 from .settings import TrainSettings, is_callable_name
 from .text import Prepared, data_files, prepare
+from .text.encode import beyond_vocabulary
 from .tokenizer import load_tokenizer
 from .watch import Watcher
 
@@ -67,6 +68,7 @@ def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextDat
             progress=watcher.reading(sum(file_size(path) for path in data_files(paths))),
         )
 
+    _check_prompts(settings, tokenizer, vocabulary)
     rows = prepared(settings.data)
     watcher.say(f"data       {rows}")
     eval_rows = None
@@ -74,6 +76,14 @@ def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextDat
         eval_rows = prepared(settings.eval_data)
         watcher.say(f"evaluation {eval_rows}")
     return TextData(tokenizer, rows, eval_rows, total_steps(settings, rows.rows))
+
+
+def _check_prompts(settings: TrainSettings, tokenizer: Any, vocabulary: int | None) -> None:
+    """A token that the model does not know would end the run when samples are due."""
+    for prompt in settings.sample_prompts or ():
+        largest = max(tokenizer.encode(prompt), default=0)
+        if vocabulary is not None and largest >= vocabulary:
+            raise beyond_vocabulary(f"--sample-prompts {prompt!r}", largest, vocabulary, tokenizer)
 
 
 def total_steps(settings: TrainSettings, rows: int) -> int:
@@ -86,7 +96,7 @@ def total_steps(settings: TrainSettings, rows: int) -> int:
         )
     if settings.steps is not None:
         return settings.steps
-    steps = int(settings.epochs * batches / settings.accumulate)
+    steps = int(settings.epochs * batches / settings.accumulate + 1e-9)  # 0.57 * 100 is 56.99999999999999
     if steps == 0:
         raise SettingError(
             f"epochs={settings.epochs:g} of {batches} batches make no step of accumulate={settings.accumulate}. "

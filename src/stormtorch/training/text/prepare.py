@@ -27,7 +27,7 @@ from .cache import being_written, digest_of, sweep
 from .documents import Document, Reading, settle
 from .encode import Encoder, beyond_vocabulary
 from .records import Progress, data_files, is_plain_text, records
-from .rows import RowWriter, array_bytes
+from .rows import RowWriter, array_bytes, is_as_written
 
 _VERSION = 1  # of what is written: another number makes all caches anew
 
@@ -174,6 +174,7 @@ def _write(
             reused=True,
         )
         facts = {name: value for name, value in asdict(made).items() if name not in ("arrays", "reused")}
+        facts["marks"] = writer.marks()
         with (directory / "prepared.json").open("w") as file:
             json.dump(facts, file)
             file.flush()
@@ -185,11 +186,13 @@ def _found(directory: Path, *, reused: bool = True) -> Prepared | None:
     arrays = {name: directory / f"{name}.npy" for name in ("input_ids", "labels")}
     try:
         facts = json.loads((directory / "prepared.json").read_bytes())
+        marks = facts.pop("marks", {})  # older ones have none
         found = Prepared(arrays=arrays, reused=reused, **facts)
         size = array_bytes(found.rows, found.sequence)
-        if all(path.stat().st_size == size for path in arrays.values()):
+        whole = all(path.stat().st_size == size for path in arrays.values())
+        if whole and all(is_as_written(arrays[name], mark) for name, mark in marks.items()):
             return found
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, KeyError):
         pass
     shutil.rmtree(directory, ignore_errors=True)
     return None

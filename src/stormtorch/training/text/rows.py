@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from ...core.sizes import MiB
 from .encode import IGNORED, Ids
 
+Mark = tuple[int, int, int]
 _HEADER_BYTES = 128
 _BUFFER_TOKENS = 1 << 18
 
@@ -34,6 +38,7 @@ class RowWriter:
         self._buffer = np.empty((2, self._capacity * sequence), dtype="<i4")
         self._filled = 0
         self._digest = hashlib.blake2b(digest_size=16)
+        self._sums = [0, 0]
         self.rows = self.tokens = self.trained_tokens = self.empty_rows = self.cut_documents = 0
 
     def add(self, ids: Ids, labels: Ids) -> None:
@@ -67,6 +72,11 @@ class RowWriter:
         self._digest.update(_header(self.rows, self._sequence))
         return self._digest.hexdigest()
 
+    def marks(self) -> dict[str, Mark]:
+        """Of the files, when they are closed: a checksum of the tokens in each, and by what to tell that it may not
+        hold any more."""
+        return {path.stem: (total, *_touched(path)) for path, total in zip(self._paths, self._sums, strict=True)}
+
     def __enter__(self) -> Self:
         return self
 
@@ -93,11 +103,30 @@ class RowWriter:
         self.empty_rows += int((~kept).sum())
         self.trained_tokens += int(trained.sum())
         self.rows += int(kept.sum())
-        for file, part in zip(self._files, rows, strict=True):
+        for number, (file, part) in enumerate(zip(self._files, rows, strict=True)):
             data = np.ascontiguousarray(part[kept])
             file.write(data.data)
             self._digest.update(data.data)
+            self._sums[number] = zlib.crc32(data.data, self._sums[number])
         self._filled = 0
+
+
+def is_as_written(path: Path, mark: Sequence[int]) -> bool:
+    """Whether the file holds what was written. Read only where somebody has touched or copied it since."""
+    total, *touched = mark
+    if touched == list(_touched(path)):
+        return True
+    found = 0
+    with path.open("rb") as file:
+        file.seek(_HEADER_BYTES)
+        while piece := file.read(8 * MiB):
+            found = zlib.crc32(piece, found)
+    return found == total
+
+
+def _touched(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_ino
 
 
 def array_bytes(rows: int, sequence: int) -> int:
