@@ -184,7 +184,7 @@ def test_a_target_that_is_no_module_is_refused(tmp_path: Path) -> None:
     """Beside one that is, peft would leave it out without a word."""
     pytest.importorskip("peft")
     model = with_weights(tmp_path / "model")
-    with pytest.raises(SettingError, match=r"no module 'qq_proj'\. Did you mean q_proj"):
+    with pytest.raises(SettingError, match=r"no module 'qq_proj' to adapt\. Did you mean q_proj"):
         run(settings(tmp_path, model=str(model), lora_rank=2, lora_targets=("k_proj", "qq_proj")))
 
 

@@ -203,7 +203,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, tokenizer: Any) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         prepare([path], tokenizer, sequence=4, cache=cache, progress=stop)
-    assert {file.name for file in cache.iterdir()} <= {"digests.json"}
+    assert {file.name for file in cache.iterdir()} <= {"digests.cache"}
 
 
 def test_a_full_disk_is_said(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,10 @@ def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> N
     names = list(dict.fromkeys([*then, *now]))
     different = [name for name in names if _json(then.get(name)) != _json(now.get(name))]
     if different:
-        lines = [f"  {name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now" for name in different]
+        lines = [f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now" for name in different]
         raise SettingError(
             f"{checkpoint} was made with settings that give other numbers. Make them as they were, or begin anew with "
-            "another --output:\n" + "\n".join(lines)
+            "another --output:" + (f" {lines[0]}" if len(lines) == 1 else "\n  " + "\n  ".join(lines))
         )
 
 

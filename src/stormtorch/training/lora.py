@@ -24,12 +24,6 @@ def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
             f"lora_rank={settings.lora_rank} is more than any side of the model's matrices, of which the longest has "
             f"{widest}. Accepted: usually 4 to 256."
         )
-    known = [name for name, _ in model.named_modules()]
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in known):
-            near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in known}, n=2, cutoff=0.4)
-            meant = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise SettingError(f"lora_targets: the model has no module {target!r}.{meant}")
     config = peft.LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha if settings.lora_alpha is not None else 2 * settings.lora_rank,
@@ -51,7 +45,19 @@ def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
             )
         if hasattr(module, "reset_lora_parameters"):
             _give_values(module)
+    _check_all_are_used(targets, adapted)
     return adapted
+
+
+def _check_all_are_used(targets: list[str], adapted: Any) -> None:
+    """Peft leaves a name that fits nothing out without a word, as long as another fits."""
+    used = [str(name) for name in adapted.targeted_module_names]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in used):
+            known = {name.rpartition(".")[2] for name, _ in adapted.named_modules()}
+            near = difflib.get_close_matches(target, known, n=2, cutoff=0.5)
+            meant = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise SettingError(f"lora_targets: the model has no module {target!r} to adapt.{meant}")
 
 
 def linear_layers(model: nn.Module) -> list[str]:

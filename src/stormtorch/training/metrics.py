@@ -36,7 +36,9 @@ def cut_back(path: Path, step: int) -> None:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        is_ours = isinstance(record, dict) and "kind" in record and isinstance(record.get("step"), int)
+        if not isinstance(record, dict):
+            continue
+        is_ours = "kind" in record and isinstance(record.get("step"), int)
         if not is_ours or record["step"] <= step:
             kept.append(line + "\n")
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ...core.sizes import MiB
 
-_DIGESTS = ".digests.json"  # hidden: the directory may be one with data, of which all that is not is read
+_DIGESTS = "digests.cache"  # no name of data: the directory may be one with data
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def digest_of(files: Sequence[Path], cache: Path) -> list[str]:
         digest = before[-1] if isinstance(before, list) and before[:-1] == mark else _content_digest(file)
         found[str(file.resolve())] = [*mark, digest]
     if any(known.get(name) != value for name, value in found.items()):
-        beside = store.with_name(f"{_DIGESTS}-{os.getpid()}-{secrets.token_hex(4)}")
+        beside = store.with_name(f".{_DIGESTS}-{os.getpid()}-{secrets.token_hex(4)}")
         beside.write_text(json.dumps(known | found))
         beside.replace(store)
     return [str(found[str(file.resolve())][-1]) for file in files]
