@@ -94,9 +94,9 @@ def _measured(vram: str, link_share: float, micro_batch: int) -> dict[str, Any]:
     origin_s, origin = begins[0]
     steps_ms = [one.elapsed_time(two) for (_, one), (_, two) in pairwise(begins)]
     ahead_ms = [origin.elapsed_time(event) - (at_s - origin_s) * 1e3 for at_s, event in begins[1:]]
-    with tempfile.TemporaryDirectory() as folder, profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         steps(3)
-        profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         parts = taken_apart(json.loads(path.read_text())["traceEvents"])
