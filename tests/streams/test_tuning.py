@@ -235,7 +235,7 @@ class SlowLock:
 
     def lock(self, _address: int, size: int) -> None:
         if threading.current_thread().name.startswith("storm-page-lock") and size > STATES_FROM:
-            assert self.gate.wait(30)
+            assert self.gate.wait(300)
             if self.refuses:
                 raise StormError("CUDA_ERROR_OUT_OF_MEMORY")
 
@@ -325,7 +325,7 @@ def test_a_late_decision_knows_how_long_a_step_takes(first: int, monkeypatch: py
     assert decided[:4] == [first, first + 1, first + 3, first + 6]
 
 
-@pytest.mark.parametrize("settles", [0, 51])
+@pytest.mark.parametrize("settles", [0, 8])
 def test_the_pool_grows_before_states_get_their_share(settles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the lock is there, also between two steps: a share that finds no room would be none, for long."""
     monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (0.5, "50% on the device: said the test"))
@@ -340,7 +340,7 @@ def test_the_pool_grows_before_states_get_their_share(settles: int, monkeypatch:
         settings = Settings(vram=300_000, device="cpu", step="forward", activations="keep")
         with Session(model, optimizer, settings, trial=Trial(meter=meter)) as session:
             assert session._parts.adam is not None
-            for number in range(60):
+            for number in range(11):
                 for _ in range(2):
                     model(torch.randn(4, 64).bfloat16()).square().mean().backward()
                 if number == settles:
