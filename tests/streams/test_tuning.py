@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -130,6 +131,38 @@ def test_blocks_would_like_to_keep_their_inputs(mode: str) -> None:
             assert wish >= 5 * x.nbytes if step < 2 else wish == 0
 
 
+def trained(
+    mode: str,
+    micro_batches: tuple[int, ...],
+    meter: Counting | None,
+    *,
+    begin: Callable[[Session], None] = lambda _session: None,
+    see: Callable[[Session, int], None] = lambda _session, _number: None,
+) -> list[torch.Tensor]:
+    """The weights after a step for each of ``micro_batches``, in a pool of the least size. ``see`` looks on after each
+    step, where a ``meter`` makes the session one of a device that counts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = Settings(vram=400_000, device="cpu", step=mode, activations="keep")
+    with Session(model, optimizer, settings, trial=Trial(meter=meter, poison=True)) as session:
+        if meter is not None:
+            begin(session)
+        for number, count in enumerate(micro_batches):
+            for _ in range(count):
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).bfloat16()
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if meter is not None:
+                see(session, number)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same_weights(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize(
     ("mode", "micro_batches"),
     [("forward", (1,) * 8), ("forward", (2,) * 8), ("forward", (1,) * 5 + (2,) * 3), ("backward", (1,) * 8)],
@@ -144,30 +177,19 @@ def test_states_pass_where_nobody_adds_gradients_up(
     monkeypatch.setattr("stormtorch.tuning.growth", lambda *_, **__: Growth(pool_bytes=0, keep=[]))
     accumulates, passed = [count > 1 for count in micro_batches], []
 
-    def run(meter: Counting | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).bfloat16()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        settings = Settings(vram=400_000, device="cpu", step=mode, activations="keep")
-        with Session(model, optimizer, settings, trial=Trial(meter=meter, poison=True)) as session:
-            if meter is not None and budget_is_spent:  # then states give way in the middle of a backward
-                session._parts.parameters._enlarge = lambda _size: False
-            for number, count in enumerate(micro_batches):
-                for _ in range(count):
-                    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).bfloat16()
-                    model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if meter is not None:
-                    assert session._parts.adam is not None
-                    passed.append(session._parts.adam.there.sets_bytes > 0)
-            if meter is not None and any(accumulates):
-                assert session.report().share_reason.startswith("on the CPU: ")
-        return [parameter.detach().clone() for parameter in model.parameters()]
+    def begin(session: Session) -> None:
+        if budget_is_spent:  # then states give way in the middle of a backward
+            session._parts.parameters._enlarge = lambda _size: False
+
+    def see(session: Session, number: int) -> None:
+        assert session._parts.adam is not None
+        passed.append(session._parts.adam.there.sets_bytes > 0)
+        if number == 7 and any(accumulates):
+            assert session.report().share_reason.startswith("on the CPU: ")
 
     with Counting() as meter:
-        ours = run(meter)
-    assert all(torch.equal(*pair) for pair in zip(ours, run(None), strict=True))
+        ours = trained(mode, micro_batches, meter, begin=begin, see=see)
+    assert same_weights(ours, trained(mode, micro_batches, None))
     first = 1 if mode == "backward" else 2  # share follows the step there
     assert passed == [number >= first and not any(accumulates[: number + 1]) for number in range(8)]
 
@@ -260,34 +282,20 @@ def test_states_travel_when_they_are_page_locked(mode: str, refuses: bool, monke
     monkeypatch.setattr("stormtorch.tuning.growth", growth)
     lock, shares = SlowLock(refuses=refuses), list[float]()
 
-    def run(meter: Counting | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).bfloat16()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        settings = Settings(vram=400_000, device="cpu", step=mode, activations="keep")
-        with Session(model, optimizer, settings, trial=Trial(meter=meter, poison=True)) as session:
-            for number in range(9):
-                if number == 5:
-                    lock.gate.set()
-                    if meter is not None:
-                        lock_is_over(session)
-                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).bfloat16()
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if meter is not None:
-                    assert session._parts.adam is not None
-                    shares.append(session._parts.adam.there.share_now)
-            if meter is not None and refuses:
-                assert "could not be page-locked" in session.report().share_reason
-        return [parameter.detach().clone() for parameter in model.parameters()]
+    def see(session: Session, number: int) -> None:
+        assert session._parts.adam is not None
+        shares.append(session._parts.adam.there.share_now)
+        if number == 4:
+            lock.gate.set()
+            lock_is_over(session)
+        if number == 8 and refuses:
+            assert "could not be page-locked" in session.report().share_reason
 
-    plain = run(None)
-    lock.gate.clear()
+    plain = trained(mode, (1,) * 9, None)
     monkeypatch.setattr("stormtorch.ground.page_lock_for", lambda _device: lock)
     with Counting() as meter:
-        ours = run(meter)
-    assert all(torch.equal(*pair) for pair in zip(ours, plain, strict=True))
+        ours = trained(mode, (1,) * 9, meter, see=see)
+    assert same_weights(ours, plain)
     first = 5 if mode == "backward" else 6  # the step after the one that finds it out
     assert not any(shares[:first])
     assert all(shares[first:]) != refuses
