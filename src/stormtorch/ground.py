@@ -12,16 +12,15 @@ import torch
 from torch import nn
 
 from .core.endings import Endings
-from .core.errors import OutOfBudget, SettingError
-from .core.sizes import format_bytes
+from .core.errors import SettingError
 from .core.tags import Tag, Tier
 from .memory.device_meter import DeviceMeter, device_meter_for
 from .memory.flags import Flags
+from .memory.hold import cannot_lock
 from .memory.host import HostArena
 from .memory.lane import Lane
 from .memory.lanes import Lanes, open_lanes
 from .memory.ledger import Ledger, open_ledger
-from .memory.limits import page_lock_limit
 from .memory.page_lock import PageLock, page_lock_for
 from .memory.pool import DevicePool
 from .memory.torch_allocator import expand_segments
@@ -64,12 +63,7 @@ class Ground:
         arena = HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock)
         if not self.can_copy(arena):
             arena.close()
-            raise OutOfBudget(
-                f"Cannot page-lock {format_bytes(arena.capacity_bytes)} of RAM for {tag.name}",
-                f"{format_bytes(self.ledger.pinned_bytes)} are page-locked already",
-                f"The limit is {page_lock_limit()}.",
-                "Raise it, or stream less with only= or leave=.",
-            )
+            raise cannot_lock(arena.capacity_bytes, tag, self.ledger, "stream less with only= or leave=")
         return arena
 
     def arena_locked_behind(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:

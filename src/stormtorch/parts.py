@@ -317,9 +317,10 @@ def _open_adam(
     parameters.give_way = adam.there.give_way
 
     def can_travel() -> bool | None:
-        if states.settled:
-            states.say_if_refused()
-        return ground.can_copy(states) if states.settled else None
+        if not states.settled:
+            return None
+        states.say_if_refused()
+        return ground.can_copy(states)
 
     return adam, worker, can_travel
 

@@ -14,6 +14,10 @@ import torch
 from torch import nn, optim
 
 from stormtorch.api import Session
+from stormtorch.checkpoint import content
+from stormtorch.checkpoint.content import STATE
+from stormtorch.streams.adam_home import MOMENTS
+from stormtorch.streams.masters import MASTER
 
 from .models import (
     CHAIN,
@@ -174,6 +178,9 @@ class Scaled(nn.Module):
         return y
 
 
+SCALED = Case("scaled", Scaled, CHAIN.batch, CHAIN.loss)
+
+
 @pytest.mark.parametrize(
     ("maker", "dtype"),
     [
@@ -184,8 +191,23 @@ class Scaled(nn.Module):
     ids=str,
 )
 def test_a_parameter_that_is_one_number(tmp_path: Path, maker: str, dtype: torch.dtype) -> None:
-    """Its moments are numbers too, but not of those that lie beside the files."""
-    resumes(tmp_path, Case("scaled", Scaled, CHAIN.batch, CHAIN.loss), maker, dtype=dtype)
+    """Its moments are numbers too: they lie beside the files, alone, and go to where moments live."""
+    resumes(tmp_path, SCALED, maker, dtype=dtype)
+    assert (tmp_path / "four" / STATE).stat().st_size < 64 << 10, "the memory around them was saved too"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_parameter_that_is_one_number_in_a_file(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where some earlier versions put its moments and its master."""
+    has_file_form = content._has_file_form
+
+    def earlier(key: str, value: Any) -> bool:
+        return has_file_form(key, value[None] if key in (*MOMENTS, MASTER) else value)
+
+    monkeypatch.setattr(content, "_has_file_form", earlier)
+    resumes(tmp_path, SCALED, "adamw", dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def _optimizer(
                 pieces[f"{name}.{key}"] = Piece(value.detach(), durable.unit_of(parameter))
                 numbers[name][key] = None  # keeps its place in the order
             else:
-                numbers[name][key] = value
+                numbers[name][key] = value.clone() if isinstance(value, torch.Tensor) else value  # it may be a view
     shards = into_shards({name: piece.tensor.nbytes for name, piece in pieces.items()}, OPTIMIZER, SHARD_BYTES)
     _add(content, shards, pieces)
     groups = [
@@ -181,18 +181,15 @@ def _optimizer(
         "class": type(optimizer).__name__,
         "groups": groups,
         "numbers": numbers if with_states else None,
-        "masters": any(name.endswith(f".{MASTER}") for name in pieces),
+        "masters": any(MASTER in state for state in numbers.values()),
     }
-
-
-_IN_HOMES = ("exp_avg", "exp_avg_sq", MASTER)  # states that are read straight into the memory they live in
 
 
 def _has_file_form(key: str, value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
-        and (value.ndim > 0 or key in _IN_HOMES)  # a parameter may be one number; so is "step", which is none of these
+        and value.ndim > 0
         and value.dtype in NAMES
         and "." not in key
     )

@@ -52,6 +52,7 @@ def load_into(
     names = names_of(model)
     jobs, weights = _weights(model, names, directory, manifest)
     states: dict[nn.Parameter, dict[str, Any]] = {}
+    single: list[tuple[torch.Tensor, torch.Tensor]] = []
     saved = state["optimizer"]
     groups: list[dict[str, Any]] = []
     if durable.optimizer is not None:
@@ -59,11 +60,13 @@ def load_into(
             groups = _groups_that_fit(durable.optimizer, names, saved)
             _say_anew(directory, durable.optimizer, bool(groups))
         else:
-            jobs += _states(durable, names, directory, manifest, saved, states)
+            jobs += _states(durable, names, directory, manifest, saved, states, single)
             groups = saved["groups"]
     begin(directory)
     with torch.no_grad(), durable.rewriting(model.parameters(), with_states=durable.optimizer is not None):
         read_all(jobs)
+        for room, value in single:
+            room.copy_(value)
     durable.note_written(weights)
     if durable.optimizer is not None:
         with torch.no_grad():
@@ -151,8 +154,10 @@ def _states(
     manifest: Manifest,
     saved: dict[str, Any] | None,
     states: dict[nn.Parameter, dict[str, Any]],
+    single: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[Job]:
-    """The jobs that fill the optimizer's states, which are put into ``states``."""
+    """The jobs that fill the optimizer's states, which are put into ``states``; into ``single``, which of these are one
+    number each, and what it is."""
     optimizer = durable.optimizer
     assert optimizer is not None
     _check_optimizer(durable, optimizer, names, directory, saved)
@@ -169,16 +174,25 @@ def _states(
         for full, entry in header.items():
             name, key = full.rsplit(".", 1)
             forms.setdefault(name, {})[key] = (torch.Size(entry.shape), entry.dtype)
-    for name in saved["numbers"]:
+    for name, numbers in saved["numbers"].items():
         parameter = parameters[name]
+        beside = {  # the moments and the master of a parameter that is one number are in no file
+            key: value
+            for key, value in numbers.items()
+            if isinstance(value, torch.Tensor) and durable.has_home(parameter, key)
+        }
+        shapes = {key: (value.shape, value.dtype) for key, value in beside.items()}
         try:
-            rooms = durable.room_for(parameter, forms.get(name, {}))
+            rooms = durable.room_for(parameter, {**forms.get(name, {}), **shapes})
         except TypeError as error:
             raise WrongModel(
                 f"{directory} has {error.args[0]!r} of {name!r} in another shape or dtype than is kept here."
             ) from None
-        numbers = _where_torch_wants(optimizer, parameter, saved["numbers"][name], durable.unit_of(parameter) is None)
-        states[parameter] = {**numbers, **rooms}
+        single += [(rooms[key], value) for key, value in beside.items()]
+        states[parameter] = {
+            **_where_torch_wants(optimizer, parameter, numbers, durable.unit_of(parameter) is None),
+            **rooms,
+        }
     jobs = []
     for file, header in headers.items():
         jobs.append(

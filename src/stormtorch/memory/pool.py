@@ -18,16 +18,15 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.errors import OutOfBudget
-from ..core.sizes import MiB, format_bytes, round_down, round_up
+from ..core.sizes import MiB, round_down, round_up
 from ..core.tags import Tag, Tier
 from .alias import alias
 from .device import DeviceBlock
 from .extents import Extents
+from .hold import cannot_lock
 from .host import PAGE, HostArena
 from .lane import Event, Lane
 from .ledger import Ledger
-from .limits import page_lock_limit
 from .page_lock import PageLock
 
 _HOST_STEP = 64 * MiB  # small pieces share an allocation
@@ -220,12 +219,7 @@ class HostPool(Pool):
         arena = HostArena(round_up(size, GRAIN), ledger=self._ledger, tag=self._tag, page_lock=self._page_lock)
         if not arena.pinned and not self._pageable:
             arena.close()
-            raise OutOfBudget(
-                f"Cannot page-lock {format_bytes(size)} more of RAM for {self._tag.name}",
-                f"{format_bytes(self._ledger.pinned_bytes)} are page-locked already",
-                f"The limit is {page_lock_limit()}.",
-                'Raise it, or use activations="recompute".',
-            )
+            raise cannot_lock(arena.capacity_bytes, self._tag, self._ledger, 'use activations="recompute"')
         self._blocks.append(_Block(_HostBlock(arena), None))
 
     def room(self, size: int, lane: Lane) -> Piece:

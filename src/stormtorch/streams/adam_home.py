@@ -14,6 +14,7 @@ from ..native.update import AdamStep, AdamTensors
 from .chunks import Chunk
 from .unit import Place, Unit
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # their names among the states of a parameter, as torch has them
 _SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from .adam import AdamStream
+from .adam_home import MOMENTS
 from .gradients import GradientStream
 from .home import Access, HomeView, home_view, joined, plain
 from .param_groups import ParamGroups
 from .torch_private import without_torch_function
 from .unit import Place, Unit
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamStates:
@@ -77,7 +76,7 @@ class AdamStates:
                 state, shown = self._optimizer.state.get(place.parameter), self._shown.get(id(place.parameter))
                 if not state and not shown:
                     continue
-                if state and shown and all(state.get(name) is shown[name] for name in _MOMENTS):
+                if state and shown and all(state.get(name) is shown[name] for name in MOMENTS):
                     home.steps[number] = int(state["step"])
                     continue
                 self._adam.join_states(home.unit)
@@ -113,19 +112,19 @@ class AdamStates:
                 state = self._optimizer.state.get(place.parameter)
                 if state and "exp_avg" in state:
                     state.pop("master", None)
-                    for name in _MOMENTS:
+                    for name in MOMENTS:
                         state[name] = home.narrow(name, place)
 
     def _show(self, place: Place, before: Mapping[str, Any] | None = None) -> None:
         """An entry of our own; what ``before`` has beyond it stays in it."""
         home = self._adam.homes[place.unit.index]
         state: dict[str, Any] = {"step": torch.tensor(float(home.steps[home.unit.trained.index(place)]))}
-        for name in _MOMENTS:
+        for name in MOMENTS:
             state[name] = home_view(home.moment(name, place), self._access, place, "state")
         master = home.master(place)
         if master is not None:
             state["master"] = home_view(master, self._access, place, "state")
-        more = {key: value for key, value in (before or {}).items() if key not in ("step", "master", *_MOMENTS)}
+        more = {key: value for key, value in (before or {}).items() if key not in ("step", "master", *MOMENTS)}
         self._optimizer.state[place.parameter] = {**state, **more}
         self._shown[id(place.parameter)] = state
 
@@ -133,7 +132,7 @@ class AdamStates:
         """Make these the states. They may be views of each other's home memory: all is read before one is written."""
         for place, state in states:
             shown = self._shown.get(id(place.parameter))
-            if shown is None or any(state.get(name) is not shown[name] for name in _MOMENTS):
+            if shown is None or any(state.get(name) is not shown[name] for name in MOMENTS):
                 self._let_go(place)
         sources = [self._sources(place, state) if "exp_avg" in state else {} for place, state in states]
         for (place, state), source in zip(states, sources, strict=True):
@@ -141,7 +140,7 @@ class AdamStates:
             home.steps[place.index] = int(state["step"]) if "exp_avg" in state else 0
             if "exp_avg" not in state:
                 self._optimizer.state.pop(place.parameter, None)
-                for name in _MOMENTS:
+                for name in MOMENTS:
                     home.moment(name, place).zero_()
                 continue
             for name, value in source.items():
@@ -153,7 +152,7 @@ class AdamStates:
     def _sources(self, place: Place, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What is to be written, by name: not what is there already, nor the master of a state that was another's."""
         sources, shown = {}, self._shown.get(id(place.parameter), {})
-        for name in _MOMENTS:
+        for name in MOMENTS:
             value = plain(joined(state[name]))
             if state[name] is not shown.get(name):
                 sources[name] = value.clone() if self._is_live(state[name]) else value
@@ -168,7 +167,7 @@ class AdamStates:
     def _let_go(self, place: Place) -> None:
         """The moments are about to change: views of them that others hold keep what they have."""
         shown = self._shown.pop(id(place.parameter), {})
-        held = {name: weakref.ref(shown[name]) for name in _MOMENTS if name in shown}
+        held = {name: weakref.ref(shown[name]) for name in MOMENTS if name in shown}
         shown.clear()
         home = self._adam.homes[place.unit.index]
         for name, reference in held.items():

@@ -16,6 +16,7 @@ from torch import nn
 from ..core.errors import StormError
 from .access import UserAccess
 from .adam import AdamStream
+from .adam_home import MOMENTS
 from .gradients import GradientStream
 from .home import plain
 from .masters import MASTER
@@ -184,12 +185,17 @@ class Durable:
             found[key] = room
         return found
 
+    def has_home(self, parameter: nn.Parameter, key: str) -> bool:
+        """Whether such a state of the parameter lies in memory of the session's own."""
+        place = self._place.get(id(parameter))
+        return place is not None and place.trained and (key == MASTER or key in self._homes_of(place))
+
     def _homes_of(self, place: Place) -> dict[str, torch.Tensor]:
         """The tensors of home memory that belong to a parameter's state; none where torch keeps it."""
         if self._adam is None or not place.trained:
             return {}
         home = self._adam.homes[place.unit.index]
-        mine = {name: home.moment(name, place) for name in ("exp_avg", "exp_avg_sq")}
+        mine = {name: home.moment(name, place) for name in MOMENTS}
         master = home.master(place)
         return mine if master is None else {**mine, MASTER: master}
 
