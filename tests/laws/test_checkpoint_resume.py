@@ -15,9 +15,7 @@ from torch import nn, optim
 
 from stormtorch.api import Session
 from stormtorch.checkpoint import content
-from stormtorch.checkpoint.content import STATE
-from stormtorch.streams.adam_home import MOMENTS
-from stormtorch.streams.masters import MASTER
+from stormtorch.core.errors import WrongModel
 
 from .models import (
     CHAIN,
@@ -191,23 +189,40 @@ SCALED = Case("scaled", Scaled, CHAIN.batch, CHAIN.loss)
     ids=str,
 )
 def test_a_parameter_that_is_one_number(tmp_path: Path, maker: str, dtype: torch.dtype) -> None:
-    """Its moments are numbers too: they lie beside the files, alone, and go to where moments live."""
+    """Its moments are numbers too, but not of those that lie beside the files."""
     resumes(tmp_path, SCALED, maker, dtype=dtype)
-    assert (tmp_path / "four" / STATE).stat().st_size < 64 << 10, "the memory around them was saved too"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_parameter_that_is_one_number_in_a_file(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("maker", "dtype"),
+    [("adamw", torch.float32), ("adam", torch.bfloat16), ("adamw", torch.float16), ("sgd-momentum", torch.bfloat16)],
+    ids=str,
+)
+def test_a_parameter_that_is_one_number_beside_the_files(
+    tmp_path: Path, maker: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where some earlier versions put its moments and its master."""
+    """Where earlier versions put its moments. They lie there alone, not with the memory that they are views of."""
     has_file_form = content._has_file_form
+    monkeypatch.setattr(content, "_has_file_form", lambda key, value, _at_home: has_file_form(key, value, False))
+    resumes(tmp_path, SCALED, maker, dtype=dtype)
+    assert (tmp_path / "four" / content.STATE).stat().st_size < 64 << 10
 
-    def earlier(key: str, value: Any) -> bool:
-        return has_file_form(key, value[None] if key in (*MOMENTS, MASTER) else value)
 
-    monkeypatch.setattr(content, "_has_file_form", earlier)
-    resumes(tmp_path, SCALED, "adamw", dtype=dtype)
+@pytest.mark.parametrize("maker", ["adamw", "amsgrad", "adafactor", "sgd"])
+def test_a_master_of_what_is_left_on_the_device_is_refused(tmp_path: Path, maker: str) -> None:
+    """torch's own step would fail with the states that belong to one; nothing is changed."""
+    run = Run(CHAIN, maker, dtype=torch.bfloat16)
+    run.losses(0, 2)
+    run.save(tmp_path / "two")
+    run.session.close()
+    other = Run(CHAIN, maker, dtype=torch.bfloat16, leave=["blocks.3"])
+    other.losses(0, 1)
+    before = other.everything()
+    with pytest.raises(WrongModel, match=r"an fp32 master of 'blocks\.3.*is not streamed here.*leave="):
+        other.load(tmp_path / "two")
+    same(other.everything(), before, "everything")
+    other.losses(1, 2)
+    other.session.close()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -315,6 +316,24 @@ def test_who_is_refused_while_others_lock_behind_asks_again(ledger: Ledger, monk
     assert not arena.pinned
     ours.close()
     arena.close()
+
+
+@pytest.mark.parametrize("close", [False, True], ids=["dropped", "closed"])
+@pytest.mark.parametrize("lock_behind", [False, True], ids=["at once", "behind"])
+@pytest.mark.filterwarnings("ignore:Host page-lock refused")
+def test_an_arena_that_was_refused_goes_like_any_other(lock_behind: bool, close: bool) -> None:
+    """The refusal is kept, to be told; not what it happened to."""
+    ledger, lock = roomy(), RecordingLock(allow=1)
+    arena = HostArena([PAGE] * 3, ledger=ledger, tag=Tag.OPTIMIZER, page_lock=lock, lock_behind=lock_behind)
+    arena.settle()
+    memory = [weakref.ref(region.bytes) for region in arena._regions]
+    if close:
+        arena.close()
+    del arena
+    deadline_s = time.monotonic() + 30
+    while any(reference() is not None for reference in memory) or ledger.used_bytes(Tier.HOST):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def test_memory_is_there_until_it_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:

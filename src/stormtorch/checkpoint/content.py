@@ -163,7 +163,7 @@ def _optimizer(
             continue  # of a parameter that is in no group any more
         numbers[name] = {}
         for key, value in state.items():
-            if _has_file_form(key, value):
+            if _has_file_form(key, value, durable.has_home(parameter, key)):
                 pieces[f"{name}.{key}"] = Piece(value.detach(), durable.unit_of(parameter))
                 numbers[name][key] = None  # keeps its place in the order
             else:
@@ -185,11 +185,12 @@ def _optimizer(
     }
 
 
-def _has_file_form(key: str, value: Any) -> bool:
+def _has_file_form(key: str, value: Any, at_home: bool) -> bool:
+    """``at_home``: it is read straight into the memory that it lives in, also if it is one number."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
-        and value.ndim > 0
+        and (value.ndim > 0 or at_home)
         and value.dtype in NAMES
         and "." not in key
     )

@@ -18,6 +18,7 @@ from ..core.errors import CheckpointError, SettingError, WrongModel
 from ..core.notices import say_once
 from ..streams.durable import Durable
 from ..streams.home import plain
+from ..streams.masters import MASTER
 from . import disk
 from .adapter import WEIGHTS, adapter_files, is_adapted
 from .content import OPTIMIZER, STATE, parameter_names
@@ -176,7 +177,12 @@ def _states(
             forms.setdefault(name, {})[key] = (torch.Size(entry.shape), entry.dtype)
     for name, numbers in saved["numbers"].items():
         parameter = parameters[name]
-        beside = {  # the moments and the master of a parameter that is one number are in no file
+        if MASTER in numbers and durable.unit_of(parameter) is None:
+            raise WrongModel(
+                f"{directory} was saved with an fp32 master of {name!r}, which is not streamed here. Give the only= and "
+                "leave= of that run."
+            )
+        beside = {  # checkpoints of earlier versions, for a parameter that is one number
             key: value
             for key, value in numbers.items()
             if isinstance(value, torch.Tensor) and durable.has_home(parameter, key)

@@ -74,7 +74,7 @@ class Hold:
                 page_lock.lock(region.address, region.size)
             except StormError as refusal:
                 self.locked.remove(region.address)
-                self.refusal = refusal
+                self.refusal = refusal.with_traceback(None)  # which would keep ``region``, and with it the memory
 
     def _conclude(self, asked: list[Future[None]], regions: list[Region]) -> bool:  # noqa: ARG002
         """Whether all are locked; if not, none is. ``regions``: kept until then, or their memory could go while it is

@@ -185,10 +185,12 @@ class Durable:
             found[key] = room
         return found
 
-    def has_home(self, parameter: nn.Parameter, key: str) -> bool:
+    def has_home(self, parameter: torch.Tensor, key: str) -> bool:
         """Whether such a state of the parameter lies in memory of the session's own."""
         place = self._place.get(id(parameter))
-        return place is not None and place.trained and (key == MASTER or key in self._homes_of(place))
+        if place is None or not place.trained:
+            return False
+        return self.has_masters and place.is_split if key == MASTER else key in self._homes_of(place)
 
     def _homes_of(self, place: Place) -> dict[str, torch.Tensor]:
         """The tensors of home memory that belong to a parameter's state; none where torch keeps it."""
