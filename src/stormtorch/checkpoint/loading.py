@@ -179,8 +179,8 @@ def _states(
         parameter = parameters[name]
         if MASTER in numbers and durable.unit_of(parameter) is None:
             raise WrongModel(
-                f"{directory} was saved with an fp32 master of {name!r}, which is not streamed here. Give the only= and "
-                "leave= of that run."
+                f"{directory} was saved with an fp32 master of {name!r}, which is not streamed here. Give the only= "
+                "and leave= of that run."
             )
         beside = {  # checkpoints of earlier versions, for a parameter that is one number
             key: value
