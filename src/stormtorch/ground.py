@@ -90,7 +90,8 @@ def open_ground(
     )
     units = found.units
     if not units:
-        raise SettingError("The model has no parameters to stream.")
+        left = f": all {len(found.left)} are left, by only= or leave=, or for their kind" if found.left else ""
+        raise SettingError(f"The model has no parameters to stream{left}.")
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
     meter = trial.meter or device_meter_for(device)
     placement = place(
@@ -112,7 +113,7 @@ def open_ground(
     board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
     endings.before_others(board.close)
     poison = lanes.store if trial.poison else None
-    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, compute=lanes.compute, poison=poison)
+    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, poison=poison)
     endings.before_others(pool.close)
     pool.grow(placement.pool_bytes)
     ground = Ground(

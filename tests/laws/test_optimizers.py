@@ -129,6 +129,28 @@ def test_five_steps(name: str, step: str) -> None:
 USERS_OWN = ["sign-descent", "whole-norm", "subclass"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", [name for name in MAKERS if name not in USERS_OWN])
+def test_states_of_small_weights_come_and_go(name: str, dtype: torch.dtype) -> None:
+    """Plain steps, streamed ones and plain ones again: states have the dtype of the weights, those of masters fp32."""
+    model = CHAIN.build().to(dtype)
+    optimizer = MAKERS[name](model.parameters())
+
+    def steps() -> set[torch.dtype]:
+        for number in range(2):
+            CHAIN.loss(model, CHAIN.batch(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [optimizer.state[parameter] for parameter in model.parameters()]
+        return {value.dtype for state in states for value in state.values() if torch.is_tensor(value) and value.ndim}
+
+    plain = steps()
+    with stream(model, optimizer):
+        streamed = steps()
+    assert steps() == plain <= {dtype}
+    assert streamed - {torch.int16} == ({torch.float32} if plain else set())
+
+
 @pytest.mark.parametrize("name", USERS_OWN)
 def test_an_optimizer_that_nobody_knows_is_not_run_in_parts(name: str) -> None:
     """It may need the whole gradient, and no promise of the user's changes that: refused in words."""

@@ -353,8 +353,22 @@ def test_parametrizations_come_and_go() -> None:
         lambda p: p.t_(),
         lambda p: p.unsqueeze_(0),
         lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(64, 32))),
+        lambda p: p.share_memory_(),
+        lambda p: p.detach().share_memory_(),
+        lambda p: p.data[:3].share_memory_(),
     ],
-    ids=["set", "set-empty", "set-storage", "resize", "t", "unsqueeze", "swap"],
+    ids=[
+        "set",
+        "set-empty",
+        "set-storage",
+        "resize",
+        "t",
+        "unsqueeze",
+        "swap",
+        "share",
+        "share-detached",
+        "share-part",
+    ],
 )
 def test_a_parameter_that_would_leave_its_memory_is_refused_in_words(
     pair: Pair, change: Callable[[Any], object]
@@ -363,6 +377,41 @@ def test_a_parameter_that_would_leave_its_memory_is_refused_in_words(
     with torch.no_grad(), pytest.raises((storm.StormError, TypeError), match=rf"{FAR}.*[Cc]lose the session"):
         change(pair.streamed.named(FAR))
     pair.steps(2, start=1)
+    pair.check()
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda pair: pair.streamed.model,
+        lambda pair: pair.streamed.named(FAR).grad,
+        lambda pair: pair.streamed.optimizer.state[pair.streamed.named(FAR)]["exp_avg"],
+    ],
+    ids=["model", "gradient", "state"],
+)
+def test_home_memory_is_not_shared_with_other_processes(pair: Pair, of: Callable[[Pair], Any]) -> None:
+    """torch would free it under our feet."""
+    pair.steps(1)
+    pair.both(lambda side: side.loss(1).backward())
+    found = of(pair)
+    with pytest.raises(storm.StormError, match="Share a copy"):
+        found.share_memory() if isinstance(found, nn.Module) else found.share_memory_()
+    pair.both(lambda side: side.optimizer.step())
+    pair.steps(2, start=2)
+    pair.check()
+
+
+def test_gradients_are_zeroed_as_loops_once_did(pair: Pair) -> None:
+    def zero(side: Side) -> None:
+        for parameter in side.model.parameters():
+            if (grad := parameter.grad) is not None:
+                assert grad.detach_() is grad
+                grad.zero_()
+
+    for number in range(3):
+        pair.both(zero)
+        pair.both(lambda side, number=number: side.loss(number).backward())  # type: ignore[misc]
+        pair.both(lambda side: side.optimizer.step())
     pair.check()
 
 

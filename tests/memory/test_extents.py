@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +45,25 @@ def test_nothing_overlaps_nothing_leaks(steps: list[tuple[str, int, int]], grain
         extents.give(offset, size)
     extents.check()
     assert extents.take(CAPACITY, 1) == 0, "all of the space is one hole again"
+
+
+@given(st.lists(st.integers(1, 200), max_size=40), st.integers(0, 1 << 40), st.integers(0, 7))
+def test_what_is_known_to_be_taken_can_be_restored(sizes: list[int], which: int, step: int) -> None:
+    """Ctrl-C has come in the middle of a call, at ``step``: the lists do not fit together any more."""
+    extents = Extents(4096, grain=16)
+    taken = {offset: size for size in sizes if (offset := extents.take(size, 16)) is not None}
+    for number, offset in enumerate(list(taken)):
+        if which >> number & 1:
+            extents.give(offset, taken.pop(offset))
+    lists: list[Any] = [extents._holes, extents._by_start, extents._by_size, extents._taken]
+    lists[step % 4].clear()
+    extents.restore(taken.items())
+    extents.check()
+    assert extents.taken_bytes == sum(taken.values())
+    for offset, size in taken.items():
+        extents.give(offset, size)
+    extents.check()
+    assert extents.take(4096, 16) == 0
 
 
 def fits_anywhere(extents: Extents, size: int, alignment: int) -> bool:

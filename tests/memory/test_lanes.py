@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -379,16 +380,25 @@ def test_a_script_that_forgets_to_close_its_lanes_still_ends_well() -> None:
 
 
 def test_a_forked_child_is_told_to_open_its_own_lanes() -> None:
-    lanes = open_lanes(torch.device("cpu"))
+    lanes, go_on = open_lanes(torch.device("cpu")), threading.Event()
+    reached = lanes.load.record()
+    reached.synchronize()
+    lanes.load.enqueue(go_on.wait)  # type: ignore[attr-defined]
+    queued = lanes.load.record()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork beside other threads
         child = os.fork()
     if child == 0:
-        try:
-            lanes.load.record()
-        except LaneError:
-            os._exit(0)
-        os._exit(1)
+        signal.alarm(10)  # a wait for what the parent had queued would have no end
+        for forbidden in (lanes.load.record, queued.synchronize):
+            try:
+                forbidden()
+            except LaneError:
+                continue
+            os._exit(1)
+        reached.synchronize()
+        os._exit(0)
+    go_on.set()
     assert os.waitpid(child, 0)[1] == 0
     lanes.close()
 

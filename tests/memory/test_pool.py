@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 
 import pytest
@@ -19,9 +20,7 @@ from stormtorch.memory.pool import DevicePool, Piece
 
 def opened(device: torch.device, ledger: Ledger, size: int, *, poison: bool = False) -> tuple[Lanes, DevicePool]:
     lanes = open_lanes(device)
-    pool = DevicePool(
-        device, ledger=ledger, tag=Tag.DATA, compute=lanes.compute, poison=lanes.store if poison else None
-    )
+    pool = DevicePool(device, ledger=ledger, tag=Tag.DATA, lanes=lanes, poison=lanes.store if poison else None)
     pool.grow(size)
     return lanes, pool
 
@@ -70,6 +69,64 @@ def test_whoever_takes_bytes_waits_for_all_their_last_uses(ledger: Ledger) -> No
     lanes.load.synchronize()
     assert time.perf_counter() - start_s > 0.08, "the lane must"
     pool.give(whole, lanes.load.record())
+    pool.close()
+    lanes.close()
+
+
+def test_a_piece_that_is_dropped_returns_behind_all_that_was_asked_for(ledger: Ledger) -> None:
+    """Ctrl-C has ended its holder between two lines."""
+    lanes, pool = opened(torch.device("cpu"), ledger, 4096)
+    piece = pool.take(4096, lanes.load)
+    assert piece is not None
+    read = threading.Event()
+    lanes.store.enqueue(read.wait)  # type: ignore[attr-defined]  # it may be the piece that is read there
+    del piece
+    assert pool.taken_bytes == 0
+    pool.check()
+    again = pool.take(4096, lanes.load)  # the host does not wait
+    assert again is not None
+    ready = lanes.load.record()
+    time.sleep(0.05)
+    assert not ready.done(), "the lane must"
+    read.set()
+    ready.synchronize()
+    pool.give(again)
+    pool.close()
+    lanes.close()
+
+
+def test_an_empty_piece_lies_nowhere(ledger: Ledger) -> None:
+    """It is not in the way of the piece whose offset it has."""
+    lanes, pool = opened(torch.device("cpu"), ledger, 4096)
+    whole, empty = pool.take(4096, lanes.load), pool.take(0, lanes.load)
+    assert whole is not None
+    assert empty is not None
+    assert whole.offset == empty.offset
+    pool.give(empty)
+    assert pool.taken_bytes == 4096
+    pool.give(whole)
+    assert pool.taken_bytes == 0
+    pool.close()
+    lanes.close()
+
+
+def test_a_piece_that_is_given_twice_is_free_once(ledger: Ledger) -> None:
+    """An interrupted call begins anew; somebody else may have the bytes by then."""
+    lanes, pool = opened(torch.device("cpu"), ledger, 4096, poison=True)
+    piece = pool.take(4096, lanes.compute)
+    assert piece is not None
+    pool.give(piece)
+    pool.give(piece)
+    assert pool.taken_bytes == 0
+    other = pool.take(4096, lanes.compute)
+    assert other is not None
+    other.bytes.fill_(1)
+    pool.give(piece)
+    assert pool.taken_bytes == 4096
+    lanes.synchronize()
+    assert other.bytes.eq(1).all()
+    pool.check()
+    pool.give(other)
     pool.close()
     lanes.close()
 

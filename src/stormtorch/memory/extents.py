@@ -12,6 +12,7 @@ powers of two is the waste that this code exists to avoid.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 from ..core.errors import SettingError
 from ..core.sizes import parse_bytes, round_up
@@ -66,6 +67,19 @@ class Extents:
                 self._remove_hole(before)
                 start = before
         self._add_hole(start, end - start)
+
+    def restore(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Make these (offset, size), and no others, the taken ones, whatever an interrupted call has left behind.
+
+        For owners who align to the grain, and know what they have taken."""
+        self.taken_bytes, position = 0, 0
+        self._holes, self._by_start, self._by_size, self._taken = {}, [], [], {}
+        for offset, size in sorted(taken):
+            self._add_hole(position, offset - position)
+            position = min(round_up(offset + size, self.grain), self.capacity_bytes)
+            self._taken[offset] = (offset, position, size)
+            self.taken_bytes += size
+        self._add_hole(position, self.capacity_bytes - position)
 
     def check(self) -> None:
         """Assert conservation: taken and free extents tile the space, no two free ones touch."""

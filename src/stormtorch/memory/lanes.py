@@ -30,7 +30,7 @@ from ..core.tags import Tag
 from .cpu_lanes import CpuComputeLane, CpuLane
 from .cuda_lanes import CudaLane
 from .host import HostArena
-from .lane import Delay, Lane
+from .lane import Delay, Event, Lane
 from .ledger import Ledger
 from .limits import usable_device
 from .page_lock import page_lock_for
@@ -56,6 +56,10 @@ class Lanes:
         """Block until all are empty."""
         for lane in (self.load, self.aside, self.store, self.compute):
             lane.synchronize()
+
+    def record_all(self) -> tuple[Event, ...]:
+        """Events behind everything that was asked of any of them."""
+        return tuple(lane.record() for lane in (self.load, self.aside, self.store, self.compute))
 
     def close(self) -> None:
         """Close all ways. Abort the flags that a lane may wait for first, or drain what leads to them."""

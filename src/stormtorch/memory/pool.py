@@ -3,7 +3,8 @@
 The device's pool is what makes ``vram`` hard: everything that STORM keeps on the device lies in it, whatever the host's
 run-ahead. A piece that is given back carries the events of its last uses; whoever gets the same bytes next waits for
 them in its own lane, never on the host. Pieces may be given back by finalizers, on any thread and in the middle of
-any call, so `give` only puts them aside and `take` sorts them in.
+any call, so `give` only puts them aside and `take` sorts them in. A piece of the device's pool that is dropped without
+having been given back, because Ctrl-C came between two lines of its holder, returns by itself.
 
 Why not a ring of equal slots (`SlotRing`): an embedding can be five times as large as a block, and every slot would
 have to be as large as the largest unit."""
@@ -13,7 +14,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from .extents import Extents
 from .hold import cannot_lock
 from .host import PAGE, HostArena
 from .lane import Event, Lane
+from .lanes import Lanes
 from .ledger import Ledger
 from .page_lock import PageLock
 
@@ -36,7 +38,7 @@ GRAIN = 512  # what torch's CUDA allocator aligns to: kernels then choose as the
 class Piece:
     """Bytes of a pool. ``bytes`` may be used by the lane that took it, until ``DevicePool.give``."""
 
-    __slots__ = ("block", "bytes", "offset", "size")
+    __slots__ = ("__weakref__", "block", "bytes", "offset", "size")
 
     def __init__(self, block: _Block, offset: int, size: int) -> None:
         self.block, self.offset, self.size = block, offset, size
@@ -67,12 +69,17 @@ class _Block:
         self.extents = Extents(memory.size, grain=GRAIN)
         self.uses: list[tuple[int, int, Event]] = [] if fresh is None else [(0, memory.size, fresh)]
 
-    def gates(self, start: int, end: int) -> list[Event]:
-        """The events that ``[start, end)`` has to wait for.
+    def note(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        """Whoever gets these bytes next waits for ``last_uses``."""
+        self.uses = [use for use in self.uses if not use[2].done()]
+        self.uses += [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
 
-        Whoever takes the range waits for them, so what comes after needs the taker's own last use only.
-        """
-        touching = [event for first, last, event in self.uses if first < end and start < last]
+    def gates(self, start: int, end: int) -> list[Event]:
+        """The events that ``[start, end)`` has to wait for."""
+        return [event for first, last, event in self.uses if first < end and start < last]
+
+    def gated(self, start: int, end: int) -> None:
+        """Whoever takes the range waits for them, so what comes after needs the taker's own last use only."""
         kept: list[tuple[int, int, Event]] = []
         for first, last, event in self.uses:
             if first >= end or last <= start:
@@ -83,7 +90,6 @@ class _Block:
             if last > end:
                 kept.append((end, last, event))
         self.uses = kept
-        return touching
 
 
 class Pool(ABC):
@@ -112,12 +118,20 @@ class Pool(ABC):
         """``size`` bytes, with ``lane`` waiting for the last uses of them; None while no hole is large enough."""
         self._sort_in()
         for block in self._blocks:
-            offset = block.extents.take(size, GRAIN)
+            offset = self._find(block, size)
             if offset is not None:
+                piece = self._hand_out(block, offset, size)
                 for event in block.gates(offset, offset + size):
                     lane.wait(event)
-                return Piece(block, offset, size)
+                block.gated(offset, offset + size)
+                return piece
         return None
+
+    def _find(self, block: _Block, size: int) -> int | None:
+        return block.extents.take(size, GRAIN)
+
+    def _hand_out(self, block: _Block, offset: int, size: int) -> Piece:
+        return Piece(block, offset, size)
 
     def give(self, piece: Piece, *last_uses: Event) -> None:
         """Make the piece free behind ``last_uses``. Returns at once; safe in a finalizer."""
@@ -144,7 +158,11 @@ class Pool(ABC):
     def _sort_in(self) -> None:
         while self._returned:
             piece, last_uses = self._returned.popleft()
-            self._melt(piece, self._poisoned(piece, last_uses))
+            if self._is_out(piece):
+                self._melt(piece, self._poisoned(piece, last_uses))
+
+    def _is_out(self, piece: Piece) -> bool:  # noqa: ARG002
+        return True
 
     def _poisoned(self, piece: Piece, last_uses: tuple[Event, ...]) -> tuple[Event, ...]:
         """Fill the piece with NaN, if that is wanted; returns what its next user has to wait for."""
@@ -156,20 +174,31 @@ class Pool(ABC):
         return (self._poison.record(),)
 
     def _melt(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
-        block = piece.block
-        block.uses = [use for use in block.uses if not use[2].done()]
-        block.uses += [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
-        block.extents.give(piece.offset, piece.size)
+        piece.block.note(piece, last_uses)
+        piece.block.extents.give(piece.offset, piece.size)
+
+
+class _Out(weakref.ref[Piece]):
+    """A piece that is out, and where it was when it is there no more."""
+
+    __slots__ = ("block", "offset", "size")
+
+    def __init__(self, piece: Piece, dropped: Callable[[Any], None]) -> None:
+        super().__init__(piece, dropped)  # type: ignore[call-arg]  # weakref.ref has one
+        self.block, self.offset, self.size = piece.block, piece.offset, piece.size
 
 
 class DevicePool(Pool):
     """Memory of the device that computes."""
 
     def __init__(
-        self, device: torch.device, *, ledger: Ledger, tag: Tag, compute: Lane, poison: Lane | None = None
+        self, device: torch.device, *, ledger: Ledger, tag: Tag, lanes: Lanes, poison: Lane | None = None
     ) -> None:
         super().__init__(ledger=ledger, tag=tag, poison=poison)
-        self.device, self._compute = device, compute
+        self.device, self._lanes, self._compute = device, lanes, lanes.compute
+        self._out: dict[tuple[int, int], _Out] = {}
+        self._dropped: deque[_Out] = deque()  # nobody has given these back, and nobody can any more
+        self._unsettled = False  # a call has begun, and not come to its end
         self._gone: deque[weakref.ref[Any]] = deque()  # aliases whose last tensor has been dropped
         self._lent: dict[int, tuple[weakref.ref[Any], Piece, list[Event], set[Hashable]]] = {}
 
@@ -187,12 +216,61 @@ class DevicePool(Pool):
         self._lent[id(reference)] = (reference, piece, uses, places)
         return tensor
 
+    def take(self, size: int, lane: Lane) -> Piece | None:
+        piece = super().take(size, lane)
+        self._unsettled = False
+        return piece
+
+    def close(self) -> None:
+        self._dropped.clear()  # all lanes are empty by now
+        super().close()
+        self._out.clear()
+
+    def _find(self, block: _Block, size: int) -> int | None:
+        self._unsettled = True
+        return super()._find(block, size)
+
+    def _hand_out(self, block: _Block, offset: int, size: int) -> Piece:
+        piece = super()._hand_out(block, offset, size)
+        if size:  # or it lies nowhere
+            self._out[id(block), offset] = _Out(piece, self._dropped.append)
+        return piece
+
     def _sort_in(self) -> None:
+        """Any line of this may be the last one before Ctrl-C, and can be run again."""
+        if self._unsettled:
+            self._mend()
+        self._unsettled = True
         while self._gone:
-            _, piece, uses, places = self._lent.pop(id(self._gone[0]))
-            self.give(piece, *(self._compute.record_at(place) for place in places), *uses)
+            reference = self._gone[0]
+            if id(reference) in self._lent:
+                _, piece, uses, places = self._lent[id(reference)]
+                self.give(piece, *(self._compute.record_at(place) for place in places), *uses)
+                self._lent.pop(id(reference), None)
             self._gone.popleft()
+        while self._dropped:
+            out = self._dropped[0]
+            if self._out.get((id(out.block), out.offset)) is out:
+                piece = Piece(out.block, out.offset, out.size)
+                self._melt(piece, self._poisoned(piece, self._lanes.record_all()))
+            self._dropped.popleft()
         super()._sort_in()
+        self._unsettled = False
+
+    def _mend(self) -> None:
+        """A call was interrupted, and nobody knows where: what is known to be out is out."""
+        for block in self._blocks:
+            block.extents.restore((out.offset, out.size) for out in self._out.values() if out.block is block)
+
+    def _is_out(self, piece: Piece) -> bool:
+        """Or it was given twice: an interrupted call began anew."""
+        out = self._out.get((id(piece.block), piece.offset))
+        return out is not None and out() is piece
+
+    def _melt(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        piece.block.note(piece, last_uses)  # before anybody can take it for free
+        del self._out[id(piece.block), piece.offset]
+        piece.block.extents.give(piece.offset, piece.size)
 
 
 class HostPool(Pool):

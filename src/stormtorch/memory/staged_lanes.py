@@ -43,8 +43,7 @@ class StagedEvent(CudaEvent):
             self._enqueued.set()
 
     def enqueued(self) -> None:
-        wait_interruptibly(self._enqueued)
-        self._failure.raise_if_any()
+        wait_interruptibly(self._enqueued, self._failure)
 
     def done(self) -> bool:
         return self._enqueued.is_set() and super().done()

@@ -24,18 +24,29 @@ class Failure:
     """The first error of a lane; its events share it, so that waiting on one raises and never passes stale data."""
 
     def __init__(self, lane: str) -> None:
-        self.lane = lane
+        self.lane, self._owner_pid = lane, os.getpid()
         self.error: BaseException | None = None
+
+    def raise_if_forked(self) -> None:
+        """In a forked child there is no thread that would come to what was queued."""
+        if self._owner_pid != os.getpid():
+            raise LaneError(f"The {self.lane} lane belongs to the process that opened it. Open lanes after the fork.")
 
     def raise_if_any(self) -> None:
         if self.error is not None:
             raise LaneError(f"Work on the {self.lane} lane failed: {self.error}") from self.error
 
 
-def wait_interruptibly(event: threading.Event) -> None:
-    """Wait without a limit, but let Ctrl-C through: one that arrives just as a wait begins is seen when it ends."""
+def wait_interruptibly(event: threading.Event, failure: Failure | None) -> None:
+    """Wait without a limit, but let Ctrl-C through: one that arrives just as a wait begins is seen when it ends.
+
+    Raises what the lane whose event it is has failed with."""
+    if failure is not None and not event.is_set():
+        failure.raise_if_forked()
     while not event.wait(0.2):
         pass
+    if failure is not None:
+        failure.raise_if_any()
 
 
 class CpuEvent(Event):
@@ -53,9 +64,7 @@ class CpuEvent(Event):
         return self.reached.is_set()
 
     def synchronize(self) -> None:
-        wait_interruptibly(self.reached)
-        if self._failure is not None:
-            self._failure.raise_if_any()
+        wait_interruptibly(self.reached, self._failure)
 
 
 class ThreadLane(Lane):
@@ -88,8 +97,7 @@ class ThreadLane(Lane):
     def enqueue(self, work: Work, *, always: bool = False) -> None:
         """Queue ``work``; with ``always`` it runs even after a failure."""
         self._failure.raise_if_any()
-        if self._owner_pid != os.getpid():
-            raise LaneError(f"The {self.name} lane belongs to the process that opened it. Open lanes after the fork.")
+        self._failure.raise_if_forked()
         with self._open_lock:
             if not self._finalizer.alive:
                 raise LaneError(f"The {self.name} lane was closed.")

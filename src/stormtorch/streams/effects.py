@@ -31,7 +31,7 @@ RESHAPING = frozenset(
     for name in ("resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided")
 )
 # Gives others the address of the memory, to write there unseen.
-EXPOSING = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
+EXPOSING = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__"})
 
 
 def target_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -259,7 +259,36 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
                 f"{name} cannot give the streamed parameter {homes[0]._storm[1].name!r} another shape: its memory "
                 "is its unit's. Close the session first, then stream anew."
             )
+        if name in _OF_ITSELF and homes and homes[0] is args[0]:
+            return _OF_ITSELF[name](homes[0])
         return _with_homes(func, name, homes, args, kwargs) if homes else func(*args, **kwargs)
+
+
+def _detach_(home: HomeParameter | HomeView) -> torch.Tensor:
+    """What it lies in is no concern of user code, to whom it is no view; torch would refuse one."""
+    if isinstance(home, HomeView) and home.grad_fn is not None:
+        return torch.Tensor.detach_(home)
+    return home.requires_grad_(False)
+
+
+def _share_memory_(home: HomeParameter | HomeView) -> torch.Tensor:
+    """For memory of a GPU, which home memory stands for, it does nothing."""
+    access, place = home._storm
+    if _kind(home) == "past":
+        torch.Tensor.share_memory_(home)  # type: ignore[no-untyped-call]
+        return home
+    if access.device.type == "cpu":
+        raise StormError(
+            f"share_memory_ cannot move the streamed parameter {place.name!r}, nor its gradient or state: its memory "
+            "is its unit's. Share a copy (p.detach().clone()), or close the session first."
+        )
+    return home
+
+
+_OF_ITSELF: dict[str, Callable[[HomeParameter | HomeView], torch.Tensor]] = {
+    "detach_": _detach_,
+    "share_memory_": _share_memory_,
+}
 
 
 def _with_homes(

@@ -1,7 +1,8 @@
 """Masters in ``state_dict`` and ``load_state_dict`` of an optimizer that runs torch's own step.
 
 torch casts the states that it loads to the parameter's dtype. Here they belong to the fp32 master, and stay as they
-were saved; the master itself is one of them, as ``"master"``."""
+were saved; the master itself is one of them, as ``"master"``. What torch made before the session, and what it will use
+afterwards, has the parameter's dtype, and is cast."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from .home import plain
 from .masters import MASTER
@@ -26,6 +28,23 @@ class MasterStates:
         self._optimizer, self._torch_step, self._groups = optimizer, torch_step, groups
         self._place = {id(p.parameter): p for unit in units for p in unit.trained if p.is_split}
         self._taken: dict[int, dict[str, Any]] = {}
+
+    def take_all(self) -> None:
+        """States that are there already become the masters'."""
+        for parameter, state in self._present():
+            self._optimizer.state[parameter] = {key: _for_master(key, value) for key, value in state.items()}
+
+    def make_ordinary(self) -> None:
+        """The other way round; one parameter at a time, where both forms together may not fit."""
+        for parameter, state in self._present():
+            for key, value in state.items():
+                if _is_cast(key, value) and (value.ndim or not parameter.ndim):  # not products of rates and the like
+                    state[key] = value.to(parameter.dtype)
+
+    def _present(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        for place in self._place.values():
+            if state := self._optimizer.state.get(place.parameter):
+                yield place.parameter, state
 
     def after_saving(self, state_dict: dict[str, Any]) -> None:
         """Add the masters to what ``state_dict`` has made."""
@@ -68,4 +87,8 @@ def _for_master(key: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     value = plain(value).detach().to("cpu", copy=True)
-    return value.float() if key != "step" and value.is_floating_point() else value
+    return value.float() if _is_cast(key, value) else value
+
+
+def _is_cast(key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and key != "step" and value.is_floating_point()

@@ -73,18 +73,18 @@ class OptimizerStream:
         self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
         self._groups = ParamGroups(optimizer)
         self._states: AdamStates | None = None
-        master_states: MasterStates | None = None
+        self._master_states: MasterStates | None = None
         if adam is not None:
             self._states = AdamStates(optimizer, adam, gradients, self._groups, access, self._before_replacing)
         elif masters:
-            master_states = MasterStates(optimizer, self.torch_step, self._groups, units)
-        self._loads = self._states or master_states  # the states that torch would cast
+            self._master_states = MasterStates(optimizer, self.torch_step, self._groups, units)
+        self._loads = self._states or self._master_states  # the states that torch would cast
         self._takeover = Takeover(
             optimizer,
             step=self.step,
             zero_grad=self._own_zero_grad or self.zero_grad,
             before_saving=self.join_all,
-            after_saving=None if master_states is None else master_states.after_saving,
+            after_saving=None if self._master_states is None else self._master_states.after_saving,
             before_loading=self._before_loading,
             after_loading=self._after_loading,
         )
@@ -109,6 +109,8 @@ class OptimizerStream:
             if self._mode == "backward":
                 adam.in_backward_mode = True
                 gradients.update_here = self._update_here
+        elif self._master_states is not None and self._is_separable:
+            self._master_states.take_all()
 
     # --- the step
 
@@ -385,3 +387,5 @@ class OptimizerStream:
             if self._unstepped:
                 self._states.count()
             self._states.make_ordinary()
+        elif self._master_states is not None and self._is_separable:
+            self._master_states.make_ordinary()
