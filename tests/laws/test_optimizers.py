@@ -151,6 +151,20 @@ def test_states_of_small_weights_come_and_go(name: str, dtype: torch.dtype) -> N
     assert streamed - {torch.int16} == ({torch.float32} if plain else set())
 
 
+@pytest.mark.parametrize("name", ["nadam", "asgd", "adafactor", "adamw-amsgrad", "adagrad", "rprop", "adam"])
+def test_a_session_that_does_nothing_leaves_the_states_alone(name: str) -> None:
+    """Also those of a parameter that is one number, and the numbers that some optimizers keep beside their states."""
+    model = nn.Linear(8, 8).bfloat16()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(0.5, dtype=torch.bfloat16)))
+    optimizer = MAKERS[name](model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    optimizer.step()
+    before = frozen(optimizer.state_dict())
+    stream(model, optimizer, vram="1MiB").close()
+    same(frozen(optimizer.state_dict()), before, "states")
+
+
 @pytest.mark.parametrize("name", USERS_OWN)
 def test_an_optimizer_that_nobody_knows_is_not_run_in_parts(name: str) -> None:
     """It may need the whole gradient, and no promise of the user's changes that: refused in words."""

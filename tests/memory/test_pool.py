@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.lanes import Lanes, open_lanes
 from stormtorch.memory.ledger import Ledger
 from stormtorch.memory.pool import DevicePool, Piece
+from stormtorch.memory.thread_lane import CpuEvent, Failure
 
 
 def opened(device: torch.device, ledger: Ledger, size: int, *, poison: bool = False) -> tuple[Lanes, DevicePool]:
@@ -89,6 +91,31 @@ def test_a_piece_that_is_dropped_returns_behind_all_that_was_asked_for(ledger: L
     time.sleep(0.05)
     assert not ready.done(), "the lane must"
     read.set()
+    ready.synchronize()
+    pool.give(again)
+    pool.close()
+    lanes.close()
+
+
+def test_ctrl_c_forgets_no_last_use(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a piece that was given back, and was about to be sorted in."""
+    lanes, pool = opened(torch.device("cpu"), ledger, 4096)
+    in_use = CpuEvent(Failure("side"))  # as of a stream of the user's, which no lane knows
+    monkeypatch.setattr(lanes.compute, "record_at", lambda _place: in_use)
+    piece = pool.take(4096, lanes.load)
+    assert piece is not None
+    lent = pool.lend(piece, [], {"side"})
+    del piece, lent
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "_is_out", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pool.check()
+    again = pool.take(4096, lanes.load)
+    assert again is not None
+    ready = lanes.load.record()
+    time.sleep(0.05)
+    assert not ready.done()
+    in_use.reached.set()
     ready.synchronize()
     pool.give(again)
     pool.close()

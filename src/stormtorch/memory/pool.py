@@ -158,11 +158,7 @@ class Pool(ABC):
     def _sort_in(self) -> None:
         while self._returned:
             piece, last_uses = self._returned.popleft()
-            if self._is_out(piece):
-                self._melt(piece, self._poisoned(piece, last_uses))
-
-    def _is_out(self, piece: Piece) -> bool:  # noqa: ARG002
-        return True
+            self._melt(piece, self._poisoned(piece, last_uses))
 
     def _poisoned(self, piece: Piece, last_uses: tuple[Event, ...]) -> tuple[Event, ...]:
         """Fill the piece with NaN, if that is wanted; returns what its next user has to wait for."""
@@ -254,7 +250,11 @@ class DevicePool(Pool):
                 piece = Piece(out.block, out.offset, out.size)
                 self._melt(piece, self._poisoned(piece, self._lanes.record_all()))
             self._dropped.popleft()
-        super()._sort_in()
+        while self._returned:
+            piece, last_uses = self._returned[0]
+            if self._is_out(piece):
+                self._melt(piece, self._poisoned(piece, last_uses))
+            self._returned.popleft()
         self._unsettled = False
 
     def _mend(self) -> None:

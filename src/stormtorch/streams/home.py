@@ -254,12 +254,13 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
         elif name in METADATA or name in ("backward", "grad"):  # the latter name parameters, and do not use them
             return func(*args, **kwargs)
         homes = _homes(args, kwargs)
-        if name in RESHAPING and isinstance(args[0], HomeParameter) and homes:
+        itself = args[0] if args else next(iter(kwargs.values()), None)
+        if name in RESHAPING and isinstance(itself, HomeParameter) and homes:
             raise StormError(
                 f"{name} cannot give the streamed parameter {homes[0]._storm[1].name!r} another shape: its memory "
                 "is its unit's. Close the session first, then stream anew."
             )
-        if name in _OF_ITSELF and homes and homes[0] is args[0]:
+        if name in _OF_ITSELF and homes and homes[0] is itself:
             return _OF_ITSELF[name](homes[0])
         return _with_homes(func, name, homes, args, kwargs) if homes else func(*args, **kwargs)
 

@@ -18,6 +18,8 @@ from .param_groups import ParamGroups
 from .torch_step import TorchStep
 from .unit import Place, Unit
 
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # beside the states of NAdam, ASGD and others: fp32 always
+
 
 class MasterStates:
     """The parameters of a session that have masters of their own, seen by torch's hooks."""
@@ -38,7 +40,7 @@ class MasterStates:
         """The other way round; one parameter at a time, where both forms together may not fit."""
         for parameter, state in self._present():
             for key, value in state.items():
-                if _is_cast(key, value) and (value.ndim or not parameter.ndim):  # not products of rates and the like
+                if _is_cast(key, value):
                     state[key] = value.to(parameter.dtype)
 
     def _present(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
@@ -91,4 +93,4 @@ def _for_master(key: str, value: Any) -> Any:
 
 
 def _is_cast(key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and key != "step" and value.is_floating_point()
+    return isinstance(value, torch.Tensor) and key not in _NUMBERS and value.is_floating_point()

@@ -382,10 +382,10 @@ class OptimizerStream:
         """Give the optimizer back, with its state in ordinary tensors of the parameters' dtypes."""
         if self.released:
             return
+        if self._master_states is not None and self._is_separable:
+            self._master_states.make_ordinary()  # can be done twice, where Ctrl-C ends it
         self._takeover.end()
         if self._states is not None:
             if self._unstepped:
                 self._states.count()
             self._states.make_ordinary()
-        elif self._master_states is not None and self._is_separable:
-            self._master_states.make_ordinary()
