@@ -28,6 +28,7 @@ from .memory import touch_all
 # What is timed: module, name in it, how the span is called, which argument is a number of bytes.
 _TIMED: tuple[tuple[str, str, str, int | None], ...] = (
     ("stormtorch.memory.host", "first_touch", "touch", 1),
+    ("stormtorch.memory.hold", "first_touch", "touch", 1),
     ("stormtorch.memory.page_lock", "CudaPageLock.lock", "lock", 2),
     ("stormtorch.parts", "open_ground", "ground", None),
     ("stormtorch.ground", "partition", "units", None),

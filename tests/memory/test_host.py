@@ -25,6 +25,7 @@ from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.host import PAGE, HostArena, HostBlock, SharedArena, regions_for
 from stormtorch.memory.ledger import Ledger
 from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.memory.region import Region, map_private
 
 
 class RecordingLock:
@@ -232,9 +233,10 @@ class Gated(RecordingLock):
 
     def __init__(self, allow: int = 1 << 30) -> None:
         super().__init__(allow)
-        self.gate = threading.Semaphore(0)
+        self.gate, self.asked = threading.Semaphore(0), threading.Event()
 
     def lock(self, address: int, size: int) -> None:
+        self.asked.set()
         assert self.gate.acquire(timeout=30)
         super().lock(address, size)
 
@@ -243,6 +245,27 @@ def behind(lock: RecordingLock, ledger: Ledger, monkeypatch: pytest.MonkeyPatch)
     """Three regions that are locked behind."""
     monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 8 * PAGE)
     return HostArena(24 * PAGE, ledger=ledger, tag=Tag.OPTIMIZER, page_lock=lock, lock_behind=True)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_what_is_locked_behind_is_touched_there_if_nobody_is_in_danger(
+    native: bool, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[tuple[str, bool]] = []
+
+    def touch(_address: int, _size: int) -> None:
+        touched.append((threading.current_thread().name.partition("_")[0], bool(lock.locked)))
+
+    monkeypatch.setattr("stormtorch.memory.hold.can_touch_beside_writers", lambda: native)
+    for module in ("hold", "host"):
+        monkeypatch.setattr(f"stormtorch.memory.{module}.first_touch", touch)
+    lock = RecordingLock()
+    arena = behind(lock, ledger, monkeypatch)
+    arena.settle()
+    assert arena.pinned
+    assert [thread for thread, _ in touched] == (["storm-page-lock"] * 3 if native else ["MainThread"] * 3)
+    assert not touched[0][1], "locked before it was touched"
+    arena.close()
 
 
 def test_memory_can_be_used_while_it_is_locked_behind(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +393,7 @@ def test_ctrl_c_while_close_waits_for_a_lock_leaves_nothing_locked(monkeypatch: 
     kept = arena.tensor((8,), torch.uint8)  # as an optimizer's state would be
     outcome = arena._hold.outcome
     assert outcome is not None
+    assert lock.asked.wait(30)
     threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         arena.close()
@@ -435,18 +459,18 @@ def test_an_arena_that_is_dropped_while_it_is_locked_behind_goes_when_it_is(monk
         assert time.monotonic() < deadline_s
 
 
-def test_an_interrupt_while_memory_is_touched_ends_what_was_to_be_locked_behind(
+def test_an_interrupt_while_memory_is_mapped_ends_what_was_to_be_locked_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ledger, lock, touched = roomy(), Gated(), []
+    ledger, lock = roomy(), Gated()
 
-    def touch(address: int, _size: int) -> None:
-        touched.append(address)
-        if len(touched) == 3:
+    def mapped(index: int, size: int, *, fork: bool) -> Region:
+        if index == 2:
             threading.Timer(0.1, lock.gate.release, [3]).start()
             raise KeyboardInterrupt
+        return map_private(index, size, fork=fork)
 
-    monkeypatch.setattr("stormtorch.memory.host.first_touch", touch)
+    monkeypatch.setattr("stormtorch.memory.host.map_private", mapped)
     with pytest.raises(KeyboardInterrupt):
         behind(lock, ledger, monkeypatch)
     assert lock.locked == {}

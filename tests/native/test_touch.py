@@ -10,9 +10,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from stormtorch.native import flag_words
-from stormtorch.native.touch import first_touch
+from stormtorch.native.touch import can_touch_beside_writers, first_touch
 
 MiB = 1 << 20
 
@@ -33,6 +34,29 @@ def test_touch_brings_every_page(threads: int | None) -> None:
         grown = process.memory_info().rss - before
         del word
         assert 60 * MiB <= grown <= 80 * MiB
+
+
+@pytest.mark.usefixtures("_either")
+def test_touch_changes_nothing() -> None:
+    """Others may have written there already."""
+    data = torch.arange(3 * MiB, dtype=torch.int32)
+    before = data.clone()
+    first_touch(data.data_ptr(), data.nbytes)
+    assert torch.equal(data, before)
+
+
+def test_touch_changes_nothing_that_others_write_meanwhile(native: object) -> None:  # noqa: ARG001
+    assert can_touch_beside_writers()
+    data = torch.zeros(4 * MiB, dtype=torch.uint8)
+    for value in range(1, 100):
+        touching = threading.Thread(target=first_touch, args=(data.data_ptr(), data.nbytes))
+        touching.start()
+        data[::4096] = value
+        data[-1] = value
+        touching.join()
+        assert data[::4096].eq(value).all()
+        assert data[-1] == value
+        data.zero_()
 
 
 @pytest.mark.usefixtures("_either")

@@ -7,6 +7,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -16,10 +17,13 @@ from ..core.errors import OutOfBudget, StormError
 from ..core.notices import say_once
 from ..core.sizes import format_bytes
 from ..core.tags import Tag
+from ..native.touch import can_touch_beside_writers, first_touch
 from . import limits
 from .ledger import Ledger, Reservation
 from .page_lock import PageLock
 from .region import Region
+
+_PAUSE_S = 0.002  # between two regions that are locked behind: others have calls for the driver too
 
 
 class Hold:
@@ -30,6 +34,7 @@ class Hold:
 
     def __init__(self, reservation: Reservation | None, page_lock: PageLock | None, *, behind: bool = False) -> None:
         self.reservation, self.page_lock, self.behind = reservation, page_lock, behind
+        self.touches = behind and page_lock is not None and can_touch_beside_writers()  # or whoever maps it does
         self.owner_pid = os.getpid()
         self.locked: set[int] = set()
         self.locking, self.is_over = threading.Lock(), False
@@ -66,6 +71,10 @@ class Hold:
             locker.shutdown(wait=False)
 
     def _lock_one(self, page_lock: PageLock, region: Region) -> None:
+        if self.touches and not self.is_over and self.refusal is None:
+            first_touch(region.address, region.size)
+        if self.behind:
+            time.sleep(_PAUSE_S)
         with self.locking:
             if self.is_over or self.refusal is not None:
                 return

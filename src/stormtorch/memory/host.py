@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import OutOfBudget, SettingError, StormError
-from ..core.sizes import GiB, format_bytes, parse_bytes, round_up
+from ..core.sizes import GiB, MiB, format_bytes, parse_bytes, round_up
 from ..core.tags import Tag, Tier
 from ..native.touch import first_touch
 from .hold import Hold, settle_others
@@ -35,7 +35,7 @@ from .region import GRAIN, Region, attach_region, map_private, map_shared
 
 PAGE = mmap.PAGESIZE
 _REGION_LIMIT = 64 * GiB  # one registration; drivers refuse very large ones, and a copy must not cross two
-_REGION_AIM = 2 * GiB  # where sizes are known beforehand: one region is locked while the next is being touched
+_REGION_AIM = 512 * MiB  # where sizes are known: one is locked while the next is touched, and the driver is soon free
 
 
 def natural_alignment(size: int) -> int:
@@ -109,9 +109,9 @@ class HostArena:
     ) -> None:
         """Maps, touches and page-locks everything now. ``capacity``: bytes, or those of each region (``regions_for``).
 
-        With ``page_lock`` given and refused, the arena stays pageable and says so. ``lock_behind`` leaves the locking,
-        most of the time that all this takes, to a thread: the memory is there for the CPU, and for lanes once it is
-        ``settled``.
+        With ``page_lock`` given and refused, the arena stays pageable and says so. ``lock_behind`` leaves touching and
+        locking, nearly all of the time that this takes, to a thread: the memory is there for the CPU, and for lanes
+        once it is ``settled``.
         """
         sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
         self.capacity_bytes = sum(sizes)
@@ -120,16 +120,17 @@ class HostArena:
         reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes)
         self._hold = Hold(reservation, page_lock, behind=lock_behind)
 
-        def touched() -> Iterator[Region]:
+        def made() -> Iterator[Region]:
             for index, size in enumerate(size for size in sizes if size):
                 region = map_shared(index, size) if shared else map_private(index, size, fork=page_lock is None)
                 self._hold.add(region)
                 self._regions.append(region)
-                first_touch(region.address, size)
+                if not self._hold.touches:
+                    first_touch(region.address, size)
                 yield region
 
         try:
-            self._finish(touched())
+            self._finish(made())
         except BaseException:
             with contextlib.suppress(StormError):  # an interrupted lock may or may not have happened
                 self._hold.end_all()

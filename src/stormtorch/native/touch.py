@@ -12,16 +12,21 @@ from .library import library
 _PAGE = 4096
 
 
-def first_touch(address: int, size_bytes: int, threads: int | None = None) -> None:
-    """Makes the pages of a fresh, zero-filled range exist by storing a zero into each. Blocks, without the GIL.
+def can_touch_beside_writers() -> bool:
+    """Whether others may write to the range while it is touched."""
+    return library() is not None
 
-    Only for memory that nothing was written to. ``threads``: all usable cores where not given.
+
+def first_touch(address: int, size_bytes: int, threads: int | None = None) -> None:
+    """Makes the pages of a range exist by writing to each what is there. Blocks, without the GIL.
+
+    ``threads``: all usable cores where not given.
     """
     native = library()
     if native is None:
         pages = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
-        pages[::_PAGE] = 0
-        pages[-1:] = 0
+        pages[::_PAGE] |= 0
+        pages[-1:] |= 0
         return
     status = native.c.storm_touch(address, size_bytes, threads or usable_count())
     assert status == 0, f"storm_touch refused {threads} threads"
