@@ -220,6 +220,19 @@ def test_training_goes_on_after_ctrl_c(place: Any) -> None:
         pair.check()
 
 
+def test_a_model_of_which_nothing_is_streamed_is_refused_in_words() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    left, special = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4, bias=False)
+    special.weight = Special(special.weight.detach())
+    for model, leave, count in ((left, ["0"], 2), (special, [], 1)):
+        with pytest.raises(storm.SettingError, match=rf"no parameters to stream: all {count} are left.*kind\."):
+            storm.stream(model, device="cpu", leave=leave)
+    with pytest.raises(storm.SettingError, match=r"no parameters to stream\.$"):
+        storm.stream(nn.ReLU(), device="cpu")
+
+
 @torch.no_grad()
 def evaluate_for_ever(side: Side) -> None:
     while True:

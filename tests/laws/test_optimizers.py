@@ -151,6 +151,21 @@ def test_states_of_small_weights_come_and_go(name: str, dtype: torch.dtype) -> N
     assert streamed - {torch.int16} == ({torch.float32} if plain else set())
 
 
+def test_numbers_that_torch_has_cast_are_fp32_beside_masters() -> None:
+    """torch's own ``load_state_dict`` makes them as short as the weights."""
+    models = [nn.Linear(8, 8).bfloat16() for _ in range(2)]
+    plain, other = (MAKERS["nadam"](model.parameters()) for model in models)
+    for parameter in models[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    other.load_state_dict(plain.state_dict())
+    assert other.state[models[1].weight]["mu_product"].dtype == torch.bfloat16
+    with stream(models[1], other, vram="1MiB"):
+        assert other.state[models[1].weight]["mu_product"].dtype == torch.float32
+        other.load_state_dict(plain.state_dict())
+        assert other.state[models[1].weight]["mu_product"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", ["nadam", "asgd", "adafactor", "adamw-amsgrad", "adagrad", "rprop", "adam"])
 def test_a_session_that_does_nothing_leaves_the_states_alone(name: str) -> None:
     """Also those of a parameter that is one number, and the numbers that some optimizers keep beside their states."""

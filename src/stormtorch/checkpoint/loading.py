@@ -7,7 +7,7 @@ import re
 import threading
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,7 @@ def load_into(
     _check_also(directory, also, state["also"])
     names = names_of(model)
     jobs, weights = _weights(model, names, directory, manifest)
-    states: dict[nn.Parameter, dict[str, Any]] = {}
-    single: list[tuple[torch.Tensor, torch.Tensor]] = []
+    states = _States()
     saved = state["optimizer"]
     groups: list[dict[str, Any]] = []
     if durable.optimizer is not None:
@@ -61,17 +60,17 @@ def load_into(
             groups = _groups_that_fit(durable.optimizer, names, saved)
             _say_anew(directory, durable.optimizer, bool(groups))
         else:
-            jobs += _states(durable, names, directory, manifest, saved, states, single)
+            states = _states(durable, names, directory, manifest, saved)
             groups = saved["groups"]
     begin(directory)
     with torch.no_grad(), durable.rewriting(model.parameters(), with_states=durable.optimizer is not None):
-        read_all(jobs)
-        for room, value in single:
+        read_all(jobs + states.jobs)
+        for room, value in states.single:
             room.copy_(value)
     durable.note_written(weights)
     if durable.optimizer is not None:
         with torch.no_grad():
-            durable.install(states)
+            durable.install(states.by_parameter)
         _set_groups(durable.optimizer, groups)
     durable.forget_gradients()
     for name, value in state["extra"].items():
@@ -148,17 +147,22 @@ def _weights(
     return jobs, [tensor for wanted in wanted_by_file.values() for tensor in wanted.values()]
 
 
+@dataclass(frozen=True)
+class _States:
+    """The optimizer's, as they will be when all of this is done."""
+
+    by_parameter: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    jobs: list[Job] = field(default_factory=list)
+    single: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # where to copy a number, and it
+
+
 def _states(
     durable: Durable,
     names: Names,
     directory: Path,
     manifest: Manifest,
     saved: dict[str, Any] | None,
-    states: dict[nn.Parameter, dict[str, Any]],
-    single: list[tuple[torch.Tensor, torch.Tensor]],
-) -> list[Job]:
-    """The jobs that fill the optimizer's states, which are put into ``states``; into ``single``, which of these are one
-    number each, and what it is."""
+) -> _States:
     optimizer = durable.optimizer
     assert optimizer is not None
     _check_optimizer(durable, optimizer, names, directory, saved)
@@ -170,7 +174,7 @@ def _states(
         for name in manifest.files
         if name.startswith(OPTIMIZER) and name.endswith(".safetensors")
     }
-    forms: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    states, forms = _States(), dict[str, dict[str, tuple[torch.Size, torch.dtype]]]()
     for header in headers.values():
         for full, entry in header.items():
             name, key = full.rsplit(".", 1)
@@ -194,21 +198,15 @@ def _states(
             raise WrongModel(
                 f"{directory} has {error.args[0]!r} of {name!r} in another shape or dtype than is kept here."
             ) from None
-        single += [(rooms[key], value) for key, value in beside.items()]
-        states[parameter] = {
+        states.single.extend((rooms[key], value) for key, value in beside.items())
+        states.by_parameter[parameter] = {
             **_where_torch_wants(optimizer, parameter, numbers, durable.unit_of(parameter) is None),
             **rooms,
         }
-    jobs = []
     for file, header in headers.items():
-        jobs.append(
-            Job(
-                directory / file,
-                [_filling(e, full, parameters, states) for full, e in header.items()],
-                manifest.files[file],
-            )
-        )
-    return jobs
+        fillings = [_filling(entry, full, parameters, states.by_parameter) for full, entry in header.items()]
+        states.jobs.append(Job(directory / file, fillings, manifest.files[file]))
+    return states
 
 
 def _where_torch_wants(

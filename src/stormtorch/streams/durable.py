@@ -190,7 +190,7 @@ class Durable:
         place = self._place.get(id(parameter))
         if place is None or not place.trained:
             return False
-        return self.has_masters and place.is_split if key == MASTER else key in self._homes_of(place)
+        return self.has_masters and place.is_split if key == MASTER else self._adam is not None and key in MOMENTS
 
     def _homes_of(self, place: Place) -> dict[str, torch.Tensor]:
         """The tensors of home memory that belong to a parameter's state; none where torch keeps it."""

@@ -18,7 +18,7 @@ from .param_groups import ParamGroups
 from .torch_step import TorchStep
 from .unit import Place, Unit
 
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # beside the states of NAdam, ASGD and others: fp32 always
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # beside the states of NAdam, ASGD and others: torch's fp32
 
 
 class MasterStates:
@@ -40,7 +40,7 @@ class MasterStates:
         """The other way round; one parameter at a time, where both forms together may not fit."""
         for parameter, state in self._present():
             for key, value in state.items():
-                if _is_cast(key, value):
+                if key not in _NUMBERS and isinstance(value, torch.Tensor) and value.is_floating_point():
                     state[key] = value.to(parameter.dtype)
 
     def _present(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
@@ -89,8 +89,4 @@ def _for_master(key: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     value = plain(value).detach().to("cpu", copy=True)
-    return value.float() if _is_cast(key, value) else value
-
-
-def _is_cast(key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and key not in _NUMBERS and value.is_floating_point()
+    return value.float() if key != "step" and value.is_floating_point() else value
