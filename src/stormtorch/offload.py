@@ -23,7 +23,8 @@ from .memory.torch_allocator import expand_segments
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder, link_rates
 from .observe.report import ActivationReport, make_activation_report
-from .streams.arrangement import Surroundings, open_saving
+from .streams.arrangement import open_saving
+from .streams.gauge import Surroundings
 from .streams.settings import ACTIVATIONS, Trial
 
 

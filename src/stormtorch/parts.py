@@ -25,11 +25,12 @@ from .native.worker import open_worker
 from .streams.access import UserAccess
 from .streams.adam import AdamStream
 from .streams.adam_home import AdamHome
-from .streams.arrangement import Surroundings, open_saving
+from .streams.arrangement import open_saving
 from .streams.attach import Attachment
 from .streams.calls import Calls
 from .streams.device_states import kept_bytes
 from .streams.durable import Durable
+from .streams.gauge import Surroundings
 from .streams.grad_home import GradHome
 from .streams.gradients import GradientStream
 from .streams.meta import Exchange, give_substance
@@ -120,7 +121,7 @@ def _open(
     attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
     access = attachment.access
     tuning.note_foreign_memory(model)
-    saving = _arrange(model, ground, tuning, attachment.calls, settings.activations, trial)
+    saving = _arrange(model, ground, tuning, attachment.calls, parameters, settings.activations, trial)
     drain = functools.partial(_drain, access, ground.lanes)
     endings.before_others(drain)
     for parameter in ground.partition.left:
@@ -219,7 +220,15 @@ def _wide_grads(ground: Ground, unit: Unit) -> torch.Tensor:
     return arena.tensor((unit.wide_bytes,), torch.uint8)
 
 
-def _arrange(model: nn.Module, ground: Ground, tuning: Tuning, calls: Calls, mode: str, trial: Trial) -> Saving | None:
+def _arrange(
+    model: nn.Module,
+    ground: Ground,
+    tuning: Tuning,
+    calls: Calls,
+    parameters: ParameterStream,
+    mode: str,
+    trial: Trial,
+) -> Saving | None:
     """See to activations by ``mode``; None where they are kept."""
     no_limit = ground.meter is None and trial.activation_room is None  # RAM on either side: "auto" would keep all
     if mode == "keep" or (mode == "auto" and no_limit):
@@ -237,6 +246,8 @@ def _arrange(model: nn.Module, ground: Ground, tuning: Tuning, calls: Calls, mod
         limit_bytes=tuning.limit_bytes,
         foreign_bytes=tuning.foreign_bytes,
         can_recompute=tuning.can_recompute,
+        is_streamed=lambda tensor: parameters.pack(tensor) is not None,
+        steps=lambda: tuning.steps,
     )
     left = ground.partition.left
     saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *left], trial)

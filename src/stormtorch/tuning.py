@@ -56,7 +56,7 @@ class Tuning:
         self._planned_at = Totals()  # when activations were last planned
         self._share_is_fixed = self._is_share_due = self._is_growth_due = False
         self._accumulates = True  # as far as is known
-        self._steps = 0
+        self.steps = 0
         self.meter = meter
         self.peak = peak_meter_on(self.meter)
         self.foreign_bytes = 0  # what the process has on the device besides; not the session's, nor of its budget
@@ -100,11 +100,11 @@ class Tuning:
     def after_step(self, gradients: GradientStream) -> None:
         """Use what was learned."""
         self._recorder.step()
-        self._steps += 1
+        self.steps += 1
         if self._travels is None:
             self._travels = self._can_travel()
-            self._undecided_steps = max(0, self._steps - _SHARE_AT[0])
-        age = self._steps - self._undecided_steps if self._travels is not None else 0
+            self._undecided_steps = max(0, self.steps - _SHARE_AT[0])
+        age = self.steps - self._undecided_steps if self._travels is not None else 0
         self._is_share_due = age in _SHARE_AT
         # Not before it is known: weights would take the room of states, which travel more. And before the share, which
         # needs that room.
@@ -164,7 +164,7 @@ class Tuning:
         """Add ``size`` bytes to a pool that is too small for what is held just now, if the budget has them left."""
         left = self._ledger.free_bytes(Tier.DEVICE)
         if self.meter is not None:  # activations are not in the ledger
-            used = self.peak.bytes() if self._steps else self.meter.allocated()
+            used = self.peak.bytes() if self.steps else self.meter.allocated()
             left = min(left, self.limit_bytes - used + self.foreign_bytes)
         size = round_up(size, GRAIN)
         if size > left:

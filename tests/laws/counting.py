@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 class Counting(TorchDispatchMode):
     """Enter it before anything that is to be counted, and leave it last. A `DeviceMeter`."""
 
+    only_observes = True
+
     def __init__(self, *, lost_part: Callable[[], float] = lambda: 0.0) -> None:
         """``lost_part``: of a budget, what holes would take of it, as far as is known when asked."""
         super().__init__()  # type: ignore[no-untyped-call]

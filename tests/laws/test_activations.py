@@ -7,23 +7,21 @@ import copy
 import gc
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.offload import OffloadedActivations
-from stormtorch.streams import measurement, saving, tape
-from stormtorch.streams.activation_plan import KEEP, OFFLOAD, ActivationPlan, BlockPlan, BlockProfile, Means
+from stormtorch.streams import saving
+from stormtorch.streams.activation_plan import KEEP, RECOMPUTE_FROM_RAM, ActivationPlan, BlockProfile, Means
 from stormtorch.streams.settings import Trial
 from stormtorch.streams.torch_private import StorageReference
 
@@ -59,7 +57,7 @@ WAYS: list[tuple[str, int | None]] = [
     ("offload", None),
     ("recompute", 0),
     ("recompute", 50_000),
-    ("recompute", -1),  # not even a recomputed block has room: in parts
+    ("recompute", -1),  # not even a recomputed block has room
     ("auto", 0),
     ("auto", 100_000),
     ("auto", 1_000_000_000),
@@ -397,13 +395,9 @@ def test_a_larger_batch_is_measured_anew() -> None:
             loss = model(torch.randn(rows, 16)).square().mean()
         loss.backward()
         if rows == 64:
-            measured = max(profile.input_bytes for profile in activations.saving.known.profiles.values() or [_Largest])
-            assert measured == 64 * 16 * 4
+            sizes = [activations.saving.known.size(kind) for kind in activations.saving._sequence]
+            assert sizes == [64 * 16 * 4] * 5
     activations.close()
-
-
-class _Largest:
-    input_bytes = 64 * 16 * 4
 
 
 def test_memory_is_flat_over_many_steps() -> None:
@@ -721,227 +715,30 @@ class Two(nn.Module):
         return product, self.second(torch.tanh(product))
 
 
-@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
-@pytest.mark.parametrize("inputs", [True, False], ids=["inputs_away", "inputs_kept"])
-@pytest.mark.parametrize("kind", [Two, Block])
-def test_results_are_replayed(
-    kind: Callable[..., nn.Module], inputs: bool, away: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of them, whatever a plan would say."""
-
-    def everything(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
-        blocks = [
-            BlockPlan(kind="recompute", inputs_away=inputs, results_away=dict.fromkeys(profile.operations, away))
-            for profile in profiles
-        ]
-        assert all(block.results_away for block in blocks)
-        return ActivationPlan(blocks=blocks, reason="all", way_bytes=[0] * (len(blocks) + 1))
-
+@pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+def test_results_that_the_caller_changes(mode: str, room: int | None) -> None:
     def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
         with context:
             x = torch.randn(8, 16).requires_grad_() * 1
             extra = x.sum()
             for block in model.children():
-                given = block(x)
-                if isinstance(given, tuple):
-                    product, x = given
-                    extra = extra + product.mul_(0.3).sum()
-                else:
-                    x = given
+                product, x = block(x)
+                extra = extra + product.mul_(0.3).sum()
             loss = x.square().mean() + extra
         loss.backward()
         return loss
 
-    monkeypatch.setattr(saving, "choose", everything)
-    monkeypatch.setattr(tape, "_LEAST_S", 0.0)
-    both(lambda: nn.ModuleList(kind(16) if kind is Block else kind() for _ in range(4)), run, "auto", 0)
-
-
-class Half(nn.Module):
-    """Saves several times what it is given, and tells when it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow, self.runs = nn.Linear(16, 64), nn.Linear(64, 16), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        out: torch.Tensor = self.narrow(torch.dropout(torch.sigmoid(torch.tanh(self.wide(x))), 0.2, True))
-        return out
-
-
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.runs = Half(), Half(), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        x = x + self.first(x)
-        return x + cast(torch.Tensor, self.second(x))
-
-
-def test_blocks_are_recomputed_in_parts_where_room_is_short() -> None:
-    """Each half of a block runs once more in backward; the block itself does not."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Halves() for _ in range(4)))
-    model = copy.deepcopy(plain)
-    activations = opened(model, "recompute", -1)
-    for step in range(5):
-        results = []
-        for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
-            side.zero_grad()
-            torch.manual_seed(step)
-            results.append(outcome(side, through(side, context, step)))
-        same(results[1], results[0], f"step {step}")
-    assert activations.saving.plan is not None
-    assert [block.parts for block in activations.saving.plan.blocks] == [("first", "second")] * 3 + [()]
-    blocks = [block for block in model.children() if isinstance(block, Halves)]
-    before = [(block.runs, block.first.runs, block.second.runs) for block in blocks]
-    through(model, activations, 5)
-    after = [(block.runs, block.first.runs, block.second.runs) for block in blocks]
-    runs = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True)]
-    assert runs == [(1, 2, 2)] * 3 + [(2, 2, 2)]  # for the last one, as a whole, there is room
-    assert not any("_call_impl" in vars(part) for block in blocks for part in block.children())
-    activations.close()
-
-
-class Given(nn.Module):
-    """Two parts; what the first one gives is changed in place by the block, and then given to the second, twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Half(), Half()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = cast(torch.Tensor, self.first(x)).mul_(0.5)
-        return x + cast(torch.Tensor, self.second(x)) + cast(torch.Tensor, self.second(x))
-
-
-class Between(nn.Module):
-    """A part that is given what a norm has made, and more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        alike = 2.0 if any(other is x for other in more) else 1.0
-        out: torch.Tensor = self.narrow(torch.sigmoid(torch.tanh(self.wide(x) * alike)))
-        return out + sum(more)
-
-
-class Led(nn.Module):
-    """Norms lead to three parts: to the first alone; to the second with what they were given; to the third twice, and
-    after something was done to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.third = Between(), Between(), Between()
-        self.before, self.between, self.last = nn.LayerNorm(16), nn.LayerNorm(16), nn.LayerNorm(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + cast(torch.Tensor, self.one(self.before(x)))
-        x = x + cast(torch.Tensor, self.other(self.between(x), x))
-        y = cast(torch.Tensor, self.last(x))
-        if self.training:
-            y = y.mul_(0.5)
-        return x + cast(torch.Tensor, self.third(y, y))
-
-
-def _rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 16, generator=generator), torch.zeros(())
-
-
-IN_PARTS = [
-    Case(
-        kind.__name__.lower(),
-        lambda kind=kind: nn.Sequential(*(kind() for _ in range(4))),  # type: ignore[misc]
-        _rows,
-        lambda model, batch: model(batch[0]).square().mean(),
-    )
-    for kind in (Halves, Given, Led)
-]
-
-
-@pytest.mark.parametrize("away", [True, pytest.param(False, marks=pytest.mark.wide)], ids=["away", "kept"])
-@pytest.mark.parametrize("case", [*CASES, *IN_PARTS], ids=lambda case: case.name)
-def test_results_are_replayed_in_parts(
-    case: Case, away: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of them, whatever a plan would say; blocks without parts as a whole."""
-    replayed: list[int] = []
-
-    def everything(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
-        blocks = [
-            BlockPlan(
-                kind="recompute",
-                inputs_away=True,
-                parts=tuple(profile.parts),
-                led=True,
-                results_away=dict.fromkeys(profile.results(tuple(profile.parts)), away),
-            )
-            if profile.repeatable
-            else OFFLOAD
-            for profile in profiles
-        ]
-        replayed.extend(len(block.results_away) for block in blocks if block.parts)
-        return ActivationPlan(blocks=blocks, reason="all", way_bytes=[0] * (len(blocks) + 1))
-
-    monkeypatch.setattr(saving, "choose", everything)
-    monkeypatch.setattr(tape, "_LEAST_S", 0.0)
-    monkeypatch.setattr(measurement, "_CHEAP", 1e9)
-    test_same_gradients(case, "auto", 0, device)
-    if case.name in ("halves", "led") or (case.name == "llama" and device.type == "cpu"):
-        assert replayed
-        assert min(replayed) > 0
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["done_to", "as_made"])
-def test_what_a_norm_gives_to_a_part_is_made_again(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not travel: only what the norm was given does. Unless something was done to it."""
-
-    def in_parts(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
-        leads = {"one": "before", "other": "between"} | ({} if training else {"third": "last"})
-        assert all(profile.leads == leads for profile in profiles)
-        plan = BlockPlan(kind="recompute", inputs_away=True, parts=("one", "other", "third"), led=True)
-        return ActivationPlan(blocks=[plan] * len(profiles), reason="", way_bytes=[0] * (len(profiles) + 1))
-
-    monkeypatch.setattr(saving, "choose", in_parts)
-    monkeypatch.setattr(measurement, "_CHEAP", 1e9)
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Led() for _ in range(4))).train(training)
-    model = copy.deepcopy(plain)
-    activations = opened(model, "auto", 0)
-    for step in range(4):
-        rows, results = _rows(step)[0].requires_grad_(), []
-        for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
-            side.zero_grad()
-            with context:
-                loss = side(rows).square().mean()
-            with Counting() as counted:
-                loss.backward(retain_graph=True)
-                loss.backward()
-            results.append(outcome(side, loss))
-        same(results[1], results[0], f"step {step}")
-    assert counted.seen["aten.native_layer_norm.default"] == 4 * 2 * (2 if training else 3)
-    profile = next(iter(activations.saving.known.profiles.values()))
-    size = 8 * 16 * 4
-    statistics = 3 * 2 * 8 * 4
-    assert profile.led_bytes == (4 if training else 3) * size + statistics
-    assert profile.between_bytes == 6 * size + statistics
-    activations.close()
+    both(lambda: nn.ModuleList(Two() for _ in range(4)), run, mode, room)
 
 
 def test_what_is_done_with_all_at_hand_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block is kept, and asks for nothing: the inputs of the one before it are fetched meanwhile."""
 
     def inputs_away(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
-        blocks = [BlockPlan(kind="recompute", inputs_away=True)] * (len(profiles) - 1)
+        blocks = [RECOMPUTE_FROM_RAM] * (len(profiles) - 1)
         return ActivationPlan(blocks=[*blocks, KEEP], reason="", way_bytes=[MiB] * (len(profiles) + 1))
 
-    monkeypatch.setattr(saving, "choose", inputs_away)
+    monkeypatch.setattr(saving, "recompute", inputs_away)
     model = net(blocks=4)
     activations = opened(model, "auto", 0)
     stream = activations.saving._stream
@@ -982,81 +779,8 @@ def test_the_same_thing_given_twice(mode: str, room: int | None) -> None:
     both(lambda: nn.ModuleList(Same() for _ in range(4)), run, mode, room)
 
 
-class Chain(nn.Module):
-    """Of a chain of operations only the last result is saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(torch.neg(torch.sub(torch.round(self.linear(x) * 8) + self.linear(x), 3)))
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
-def test_results_at_hand_are_not_computed_again_in_parts(away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the two wide products of a block, and of its two sigmoids, one each. The narrow ones nobody needs again."""
-    chosen = {("aten.addmm.default", 2): away, ("aten.sigmoid.default", 0): away}
-
-    def in_parts(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
-        plan = BlockPlan(kind="recompute", inputs_away=True, parts=("first", "second"), results_away=chosen)
-        assert all(chosen.keys() <= profile.results(plan.parts).keys() for profile in profiles)
-        return ActivationPlan(blocks=[plan] * len(profiles), reason="", way_bytes=[0] * (len(profiles) + 1))
-
-    monkeypatch.setattr(saving, "choose", in_parts)
-    monkeypatch.setattr(tape, "_LEAST_S", 0.0)
-    model = nn.Sequential(*(Halves() for _ in range(4)))
-    activations = opened(model, "auto", 0)
-    for _step in range(4):
-        with activations:
-            loss = model(torch.randn(8, 16)).square().mean()
-        with Counting() as counted:
-            loss.backward()
-    assert counted.seen["aten.addmm.default"] == 4
-    assert counted.seen["aten.sigmoid.default"] == 4
-    activations.close()
-
-
-@pytest.mark.parametrize("away", [True, False], ids=["away", "kept"])
-def test_what_leads_to_a_result_at_hand_is_not_run_again(away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def last_links(profiles: list[BlockProfile], _means: Means) -> ActivationPlan:
-        blocks = [BlockPlan(kind="recompute", results_away={("aten.neg.default", 0): away}) for _ in profiles]
-        return ActivationPlan(blocks=blocks, reason="", way_bytes=[0] * (len(blocks) + 1))
-
-    monkeypatch.setattr(saving, "choose", last_links)
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Chain() for _ in range(4)))
-    model = copy.deepcopy(plain)
-    activations = opened(model, "auto", 0)
-    for step in range(5):
-        seen, results = [], []
-        for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
-            side.zero_grad()
-            torch.manual_seed(step)
-            with context:
-                loss = side(torch.randn(8, 16)).square().mean()
-            with Counting() as counting:
-                loss.backward()
-            seen.append(counting.seen)
-            results.append(outcome(side, loss))
-        same(results[1], results[0], f"step {step}")
-    for name in ("aten.sub.Tensor", "aten.round.default"):
-        assert seen[1][name] == 0
-    activations.close()
-
-
 def test_a_block_that_is_measured_while_it_leaves_shows_the_same() -> None:
-    """What has left makes way: others are then saved at the same addresses. And sending is not the block's doing."""
+    """What has left makes way: other tensors are then saved at the same addresses."""
     known = []
     for room in (10**9, -1):
         torch.manual_seed(0)
@@ -1066,8 +790,10 @@ def test_a_block_that_is_measured_while_it_leaves_shows_the_same() -> None:
             with activations:
                 loss = model(torch.randn(64, 64)).square().mean()
             loss.backward()
-        profiles = activations.saving.known.profiles.values()
-        known.append([(p.saved_bytes, p.parts, p.tape.operations, len(p.tape.saved), p.tape.written) for p in profiles])
+        saving = activations.saving
+        profiles = saving.known.of(saving._last_sequence)
+        assert profiles is not None
+        known.append([(profile.saved_bytes, profile.input_bytes) for profile in profiles])
+        assert len(set(saving._last_sequence)) == 2  # the first block's input needs no gradient
         activations.close()
-    assert len(known[0]) == 2  # the first block's input needs no gradient
     assert known[1] == known[0]

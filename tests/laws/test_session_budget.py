@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from stormtorch.streams import profiles
 
 from stormtorch import tuning
 from stormtorch.api import Session
 from stormtorch.core.sizes import MiB, format_bytes
 from stormtorch.streams import placement
-from stormtorch.streams.measurement import Measurement
 from stormtorch.streams.settings import Settings, Trial
 
 from .counting import Counting
@@ -102,13 +102,13 @@ def test_a_host_that_runs_ahead_of_the_device(
     peaks, expected, _ = train(64, 64 * MiB, mode="keep", step="forward", checkpointed=True, **size)
     limit = round(max(peaks) * 0.8)
     asked: dict[int, int] = collections.Counter()
-    profile = Measurement.profile
+    profile = profiles._Known.profile
 
-    def later(measurement: Measurement) -> Any:
-        asked[id(measurement)] += 1
-        return profile(measurement) if asked[id(measurement)] > late else None
+    def later(known: profiles._Known, repeatable: bool) -> Any:
+        asked[id(known)] += 1
+        return profile(known, repeatable) if asked[id(known)] > late else None
 
-    monkeypatch.setattr(Measurement, "profile", later)
+    monkeypatch.setattr(profiles._Known, "profile", later)
     peaks, losses, reason = train(64, limit, mode="auto", step="forward", **size)
     assert max(asked.values()) > late
     shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)

@@ -318,6 +318,11 @@ class HostPool(Pool):
         assert found is not None
         return found
 
+    def trim(self) -> None:
+        """Give back the blocks that have no piece out. Pieces that are aside are melted down first."""
+        self._sort_in()
+        self._close_empty()
+
     def _close_empty(self) -> None:
         """Return blocks that nobody uses any more: in them there was no room, and sizes may go on changing."""
         for block in list(self._blocks):

@@ -15,8 +15,15 @@ again. So the peak is bounded however far the host runs ahead, without ``record_
 order of saving. Whenever backward has asked for one parcel, the next ones are loaded, up to ``ahead_bytes``. What was
 saved last never leaves: backward begins with it.
 
+**RAM runs out.** Where ``ram`` has no room for a parcel it stays on the device, unless ``must_leave``; the caller sees
+that in ``refused_bytes`` and may recompute instead.
+
 **Ending.** A parcel lives as long as the notes that autograd keeps of it. Graphs that are dropped free their parcels,
-``retain_graph`` keeps them, and nothing has to be told."""
+``retain_graph`` keeps them, and nothing has to be told.
+
+**Several user streams.** Torch hands freed memory out again on the stream that allocated it, in that stream's order. So
+compute may wait for a lane on the GPU, and free memory at once, only where all of compute is one stream. As soon as a
+second one has been seen, memory that a lane still uses is held until that lane is done with it."""
 
 from __future__ import annotations
 
@@ -28,7 +35,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import StaleGraph
+from ..core.errors import OutOfBudget, StaleGraph
 from ..core.sizes import KiB, round_down
 from ..core.tags import Tag
 from ..memory.device import bytes_for_graph, bytes_of
@@ -52,6 +59,7 @@ class Parcel:
         "arrivals",
         "asked_for",
         "back",
+        "ended",
         "first",
         "here",
         "loaded",
@@ -76,8 +84,16 @@ class Parcel:
         self.loaded: Event | None = None
         self.arrivals = 0  # how often it came back
         self.asked_for = False  # since then
-        self.notes = 0  # that autograd keeps
+        self.notes = 0  # that autograd keeps, and has kept
         self.served = 0  # of them, those that have had it since then
+        self.ended: deque[int] = deque()  # of them, those that are gone: the arrival at which each was served last
+
+    def has_served_all(self) -> bool:
+        """Whether every note that autograd still keeps has had this arrival. Call it with the stream's lock held."""
+        while self.ended:
+            self.served -= self.ended.popleft() == self.arrivals != 0
+            self.notes -= 1
+        return self.served >= self.notes
 
     def __del__(self) -> None:
         self._stream.bury(self)
@@ -96,8 +112,8 @@ class Note:
         parcel.notes += 1
 
     def __del__(self) -> None:
-        self.parcel.notes -= 1
-        self.parcel.served -= self.arrival == self.parcel.arrivals != 0
+        # Any thread may run this at any time, while another one counts: an append is atomic, a subtraction is not.
+        self.parcel.ended.append(self.arrival)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor, over a copy of its parcel."""
@@ -169,11 +185,8 @@ class ActivationStream:
         window_bytes: int,
         ahead_bytes: int,
         small_bytes: int = SMALL_BYTES,
-        poison: bool = False,
     ) -> None:
-        """``weights``: parameters and buffers that are on the device for good. They and their casts do not travel.
-        ``poison``: memory that nobody should look at has NaN in it, for tests."""
-        self.poison = poison
+        """``weights``: parameters and buffers that are on the device for good. They and their casts do not travel."""
         self._lanes, self._slabs, self._waits, self.lock = lanes, slabs, waits, lock
         self._weights, self._small_bytes = weights, small_bytes
         self._addresses: set[int] = set()  # of the weights
@@ -188,13 +201,26 @@ class ActivationStream:
         self._past: Ride | None = None
         self.stay_bytes = 0  # what is saved last need not leave at all: so much, and what would be in the window
         self._lingering: deque[tuple[torch.Tensor, Event]] = deque()
+        self._places: set[Hashable] = set()  # the streams that compute has been seen on
+        self.must_leave = False  # whether RAM that is short is an error
+        self.refused_bytes = 0  # of this pass: what has stayed because RAM is short
+        self._least_refused = 0  # of this pass: no parcel as large as that is tried again; 0: none was refused
         self._orphans: deque[tuple[torch.Tensor, Event, int]] = deque()  # with what they count for in _ahead_bytes
         self.misses = 0  # parcels that nobody had fetched when backward asked for them
         self._closed = False
 
     def place(self) -> Hashable:
         """Where compute is: on a GPU, on which stream."""
-        return self._lanes.compute.place()
+        place = self._lanes.compute.place()
+        self._places.add(place)
+        return place
+
+    def _free_behind(self, memory: torch.Tensor, event: Event) -> None:
+        """Let go of ``memory``, which a lane uses until ``event``. ``memory`` was allocated by an unknown stream."""
+        if len(self._places) > 1 and not event.done():
+            self._lingering.append((memory, event))
+        else:
+            self._lanes.compute.wait(event)
 
     @locked
     def travelling_bytes(self) -> int:
@@ -212,6 +238,7 @@ class ActivationStream:
             self._past = self._ride
         self._ride = Ride(self._past)
         self._staying = []
+        self.refused_bytes = self._least_refused = 0
         plain = filter(has_plain_storage, self._weights())
         self._addresses = {weight.untyped_storage().data_ptr() for weight in plain}
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].gone and entry[1]() is not None}
@@ -282,13 +309,33 @@ class ActivationStream:
     def _store(self, parcel: Parcel) -> None:
         store = self._lanes.store
         assert parcel.here is not None
-        parcel.slab = self._slabs.room(parcel.size, store)
+        parcel.slab = self._slab_for(parcel.size)
+        if parcel.slab is None:
+            return
         store.wait(self._lanes.compute.record())
         store.copy(parcel.slab.bytes, parcel.here, Tag.ACTIVATIONS)
         parcel.stored = store.record()
         self._leaving.append((weakref.ref(parcel), parcel.size))
         self._leaving_bytes += parcel.size
         self._make_way()
+
+    def _slab_for(self, size: int) -> Piece | None:
+        """RAM for a parcel; None where there is too little, and that is no error."""
+        if self.must_leave:
+            return self._slabs.room(size, self._lanes.store)
+        if not self._least_refused or size < self._least_refused:  # asking the system costs more than many a kernel
+            try:
+                return self._slabs.room(size, self._lanes.store)
+            except OutOfBudget:
+                self._least_refused = size
+        self.refused_bytes += size
+        return None
+
+    @locked
+    def trim(self) -> None:
+        """Give page-locked RAM back that no parcel lies in."""
+        if not self._closed:
+            self._slabs.trim()
 
     def _make_way(self) -> None:
         """Let what left first go, until no more than the window is on its way; what stays for now counts in it."""
@@ -305,10 +352,11 @@ class ActivationStream:
         if parcel is not None:
             assert parcel.stored is not None
             assert parcel.here is not None
-            if parcel.place == self.place():
+            self.place()
+            if len(self._places) == 1:
                 self._waits.wait(parcel.stored, "activations leaving")
-            else:  # another stream's memory, and that one is not here to wait
-                self._lingering.append((parcel.here, parcel.stored))
+            else:
+                self._free_behind(parcel.here, parcel.stored)
             parcel.here = None
 
     # --- in backward
@@ -331,7 +379,7 @@ class ActivationStream:
         parcel.ride.asked[parcel.number] = None
         parcel.ride.latest = parcel.number
         self._load_ahead(parcel.ride)
-        if parcel.back is not None and parcel.served >= parcel.notes:
+        if parcel.back is not None and parcel.has_served_all():
             parcel.back = None  # all have had it; a second backward fetches it again
         return result
 
@@ -420,13 +468,13 @@ class ActivationStream:
 
     def _sweep(self) -> None:
         """Give the memory of dead parcels back to torch, with compute waiting for the lanes that may be using it."""
+        self.place()
         while self._orphans:
-            _, event, size = self._orphans[0]
-            self._lanes.compute.wait(event)
+            memory, event, size = self._orphans[0]
+            self._free_behind(memory, event)
             self._ahead_bytes -= size
             self._orphans.popleft()
-        while self._lingering and self._lingering[0][1].done():
-            self._lingering.popleft()
+        self._lingering = deque(entry for entry in self._lingering if not entry[1].done())
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:

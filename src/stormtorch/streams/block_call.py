@@ -1,11 +1,10 @@
-"""Standing in for a module's call: for a block as long as activations are arranged, for its children while it runs."""
+"""Stands in for a block's call as long as activations are arranged."""
 
 from __future__ import annotations
 
-import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
@@ -43,28 +42,3 @@ class BlockCall:
 
     def __reduce__(self) -> Any:
         return getattr, (self._module(), "_call_impl")  # of the class: the instance's is being made
-
-
-@contextlib.contextmanager
-def calling(
-    parts: Iterable[tuple[str, nn.Module]], call: Callable[[str, nn.Module, Call, Any, Any], Any]
-) -> Iterator[None]:
-    """For as long as this lasts, calls of ``parts`` are made by ``call(name, part, original, args, kwargs)``."""
-    replaced: list[tuple[nn.Module, Any]] = []
-
-    def stand_in(name: str, part: nn.Module, original: Call) -> Call:
-        return lambda *args, **kwargs: call(name, part, original, args, kwargs)
-
-    try:
-        for name, part in parts:
-            original, had = part._call_impl, vars(part).get("_call_impl")
-            replaced.append((part, had))
-            part.__dict__["_call_impl"] = stand_in(name, part, original)
-        yield
-    finally:
-        while replaced:
-            part, had = replaced.pop()
-            if had is None:
-                part.__dict__.pop("_call_impl", None)
-            else:
-                part.__dict__["_call_impl"] = had

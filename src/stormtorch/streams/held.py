@@ -14,21 +14,21 @@ from ..core.errors import StaleGraph
 class Held:
     """``tensor`` without its graph, and its version."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_version", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
+        self.tensor = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
 
     @property
     def changed(self) -> bool:
         """Whether it was written to since."""
-        return self._version is not None and self._tensor._version != self._version
+        return self._version is not None and self.tensor._version != self._version
 
     def get(self) -> torch.Tensor:
         if self.changed:
-            raise stale(self._tensor.shape, self._tensor.dtype)
-        return self._tensor
+            raise stale(self.tensor.shape, self.tensor.dtype)
+        return self.tensor
 
 
 def stale(shape: torch.Size, dtype: torch.dtype) -> StaleGraph:

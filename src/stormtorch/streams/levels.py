@@ -24,11 +24,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 UNCOUNTED = sys.maxsize  # the room on a device that does not say what is allocated, as the CPU
-_PROVEN = 4  # passes
 
-Way = Literal["keep", "whole", "parts", "other"]
-"""How a block gets through backward: with all that it saved, recomputed at once, in parts; or otherwise."""
-_WAYS: tuple[Way, ...] = ("keep", "whole", "parts", "other")
+Way = Literal["keep", "whole", "other"]
+"""How a block gets through backward: with all that it saved, recomputed, or otherwise."""
+_WAYS: tuple[Way, ...] = ("keep", "whole", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,6 @@ class Rises:
 
     keep: int = 0
     whole: int = 0
-    parts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,6 @@ class Levels:
         self.seen: dict[tuple[Hashable, Way], _Bounds] = {}  # rises
         self._end: _Bounds | None = None  # of the rise from the end of forward to the first block of backward: the loss
         self._guessed_end: int | None = None  # where that is not known for inputs as large as they are
-        self._tops: list[int] = []  # the peaks of passes under the present plan, less what had grown by then
         self._risen: int | None = None  # the highest of those that such a pass has set itself
 
     def forget(self, growth: float) -> None:
@@ -109,13 +106,7 @@ class Levels:
 
     def begin_plan(self) -> None:
         """What follows runs by another plan."""
-        self._tops.clear()
         self._risen = None
-
-    def proven_top(self) -> int | None:
-        """What passes under the present plan have taken at the most, with what has been taken for good since; None if
-        there were too few: those of one step differ, where gradients stay from one to the next."""
-        return max(self._tops) + self._grown() if len(self._tops) >= _PROVEN else None
 
     def risen_top(self) -> int | None:
         """The highest peak that a pass under the present plan has set; None where it was somebody else's, or older."""
@@ -136,7 +127,6 @@ class Levels:
         past, self._now = self._now, _Pass(grown=self._grown(), peak_before=self._peak_before)
         if past.tops:
             top = max(past.tops.values())
-            self._tops.append(top - past.grown)
             if top != past.peak_before:
                 self._risen = max(self._risen or 0, top - past.grown)
         for position, base in past.bases.items():
@@ -192,26 +182,16 @@ class Levels:
             return [*rooms, careful]
         return [*rooms, limit_bytes - self.bases[count] - self._end.rise]
 
-    def rises(
-        self, kind: Hashable, *, saved_bytes: int, part_bytes: Sequence[int] = (), others: Sequence[Rises] = ()
-    ) -> Rises:
-        """What was seen of a kind of block, whose parts save ``part_bytes``. One way follows from another: recomputed
-        at once, a block takes what it saves on top of what it takes when it is kept; in parts, of all parts only the
-        largest, and of what lies outside of them perhaps nothing. One that has only been
-        offloaded takes when it is kept what it took then, at the most. Where nothing was seen, it takes as much as
-        ``others`` do."""
-        bounds = [self.seen.get((kind, way)) for way in _WAYS]
-        keep, whole, parts, other = (None if known is None else known.rise for known in bounds)
-        if keep is None and whole is None and parts is None:
+    def rises(self, kind: Hashable, *, saved_bytes: int, others: Sequence[Rises] = ()) -> Rises:
+        """What was seen of a kind of block. One way follows from the other: recomputed, a block takes what it saves on
+        top of what it takes when it is kept. One that has only been offloaded takes when it is kept what it took then,
+        at the most. Where nothing was seen, it takes as much as ``others`` do."""
+        keep, whole, other = (None if (known := self.seen.get((kind, way))) is None else known.rise for way in _WAYS)
+        if keep is None and whole is None:
             keep = other
-        largest = max(part_bytes, default=0)
-        if whole is None and keep is None and parts is not None:
-            whole = parts + saved_bytes - largest
         if keep is None:
             keep = max((rise.keep for rise in others), default=0) if whole is None else max(0, whole - saved_bytes)
-        whole = saved_bytes + keep if whole is None else whole
-        parts = whole - (sum(part_bytes) - largest) if parts is None else parts
-        return Rises(keep=keep, whole=whole, parts=min(parts, whole))
+        return Rises(keep=keep, whole=saved_bytes + keep if whole is None else whole)
 
     def has_seen(self, kind: Hashable) -> bool:
         """Whether ``rises`` of this kind are more than a guess."""

@@ -15,18 +15,15 @@ import torch
 from ..core.sizes import format_bytes
 from .activation_plan import ActivationPlan
 from .activations import ActivationStream, Note, Undecided, span_of
+from .gauge import Gauge
 from .held import Held
 
 
 class Loose:
     """Counts what is loose, pass by pass, and decides whether it leaves."""
 
-    def __init__(
-        self, stream: ActivationStream, *, is_filling: Callable[[], bool], is_nearly_full: Callable[[], bool]
-    ) -> None:
-        """``is_filling``: whether so much of VRAM is taken that a loss nobody has seen may find too little;
-        ``is_nearly_full``: whether it has nearly run out."""
-        self._stream, self._is_filling, self._is_nearly_full = stream, is_filling, is_nearly_full
+    def __init__(self, stream: ActivationStream, gauge: Gauge) -> None:
+        self._stream, self._gauge = stream, gauge
         self._most_way_bytes = self.way_bytes = stream.ahead_bytes  # what may be on its way where there are no blocks
         self._known_bytes = 0  # of the passes so far, at the most
         self._seen: set[tuple[int, int, int]] = set()  # parts of storages
@@ -49,7 +46,7 @@ class Loose:
         """Inputs are larger now, and all is measured anew. Whether what is loose leaves from now on, if it does so far
         or not."""
         self._known_bytes = 0
-        if not leaving and self._is_filling():
+        if not leaving and self._gauge.is_filling():
             self.leaves = leaving = True
             self._send_all()
         return leaving
@@ -67,9 +64,9 @@ class Loose:
         self.size += size
         if not leaving:
             if measured:  # only in this pass: others may be smaller again
-                leaving = self.size > self._known_bytes and self._is_nearly_full()
+                leaving = self.size > self._known_bytes and self._gauge.is_nearly_full()
             else:
-                self.leaves = leaving = self._is_filling()
+                self.leaves = leaving = self._gauge.is_filling()
             if leaving:
                 self._send_all()
         self.away_bytes += size if leaving else 0

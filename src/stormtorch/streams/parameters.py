@@ -32,7 +32,6 @@ from ..memory.wait_meter import WaitMeter
 from .lock import locked
 from .order import Order
 from .torch_private import has_plain_storage, in_backward, outside_functorch, without_torch_function
-from .unheard import unheard
 from .unit import Place, Unit
 
 T = TypeVar("T")
@@ -128,7 +127,6 @@ class ParameterStream:
         self.misses = 0  # uses that found nothing on the way
 
     @locked
-    @unheard
     @outside_functorch
     def use(self, unit: Unit) -> Stay:
         """The unit's weights on the device, with compute waiting for them; what comes next is loaded ahead."""
@@ -202,7 +200,6 @@ class ParameterStream:
         stay.version = residence.version
 
     @locked
-    @unheard
     @outside_functorch
     def load_ahead(self) -> None:
         """Enqueue loads of what should be used next, as far as there is room that nothing sooner needs."""
@@ -230,7 +227,6 @@ class ParameterStream:
                 return
 
     @locked
-    @unheard
     @outside_functorch
     def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
         """``size`` bytes of the pool for something else than weights; evicts what it must."""
@@ -240,7 +236,6 @@ class ParameterStream:
         return piece
 
     @locked
-    @unheard
     @outside_functorch
     def try_room(self, size: int, lane: Lane, distance: float) -> Piece | None:
         """The same, but nothing that is used sooner than ``distance`` gives way for it."""

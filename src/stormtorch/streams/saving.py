@@ -1,65 +1,53 @@
 """How each block's activations survive until backward: kept, offloaded, or recomputed.
 
 Blocks are wrapped as the user's own ``torch.utils.checkpoint`` around them would wrap them, and only while a pass of
-the model runs under our saved-tensor hooks. The first two passes measure, the second because the first is cold: one
-block of each kind runs plainly, with its operations timed; the others are kept as long as there seems to be room for
-all, else recomputed. What was learned makes the plan (activation_plan.py) for the passes that follow. A pass with
-larger inputs is measured anew.
+the model runs under our saved-tensor hooks. What happens to a block is decided when it has run (recompute.py).
+
+The first passes recompute every block, and measure; blocks are kept at once only where there is room for all of them
+twice over. Then comes a plan (activation_plan.py): recompute, inputs where there is room. With ``activations="auto"`` a
+second plan, which keeps and offloads what it can, runs in turns with the first one, and stays if steps with it are
+faster (comparison.py). A pass with larger inputs starts all over.
 
 A block is never run twice where that would show: where it changes its buffers, as batch norm does, or where forward
-hooks are listening.
+hooks are listening. It is kept or offloaded.
 
 What is saved outside of blocks is *loose* (loose.py). What is saved after the last block stays."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.errors import StormError
 from ..core.notices import say_once
-from ..memory.stopwatch import timed
+from ..memory.stopwatch import Reading, timed
 from .activation_plan import (
     KEEP,
     OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_FROM_RAM,
     ActivationPlan,
     BlockPlan,
-    BlockProfile,
-    Means,
     choose,
     cost_s,
-    leanest,
     recompute,
+    with_reason,
 )
 from .activations import ActivationStream
-from .block_call import BlockCall, Call, calling
-from .blocks import (
-    Untouched,
-    attributes_of,
-    identities_of,
-    is_compiled,
-    is_listened_to,
-    is_plain,
-    leaves_of,
-    manner_of,
-    shape_of,
-    state_of,
-    tensors_in,
-)
+from .block_call import BlockCall, Call
+from .blocks import identities_of, is_listened_to, is_plain, leaves_of, manner_of, shape_of, tensors_in
+from .comparison import Comparison
+from .gauge import Gauge, Surroundings
 from .held import Held
-from .knowledge import ROUNDS, Knowledge
-from .levels import UNCOUNTED, Levels, Way
+from .levels import UNCOUNTED, Levels
 from .loose import Loose
-from .measurement import Measurement
-from .replay import Looking, Measuring
-from .rerun import Run, in_parts, recomputed
-from .tape import Tape
+from .profiles import ROUNDS, Profiles
+from .recompute import BlockRun, Saved
 from .torch_private import (
     at_end_of_backward,
     current_pass,
@@ -70,6 +58,7 @@ from .torch_private import (
 )
 
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
+_COMPARE_AT = (8, 100, 1000)  # passes after which the second plan is tried; the machine may have changed since
 
 
 class Saving:
@@ -81,50 +70,38 @@ class Saving:
         *,
         mode: str,
         stream: ActivationStream,
-        device: torch.device,
         levels: Levels,
-        room: Callable[[], int],
-        is_tight: Callable[[], bool],
-        is_filling: Callable[[], bool],
-        is_nearly_full: Callable[[], bool],
-        over: Callable[[], str],
-        has_held: Callable[[], bool],
-        means: Callable[[list[Any], list[BlockProfile], list[int]], Means],
-        can_recompute: Callable[[nn.Module], bool],
+        gauge: Gauge,
+        around: Surroundings,
     ) -> None:
-        """``room``: bytes of VRAM that are free of the budget just now; ``is_tight``: whether they may run out;
-        ``is_filling``, ``is_nearly_full``: see ``Loose``; ``over``: what to say if they have run out in the last pass,
-        or nothing; ``has_held``: whether the present plan is known to hold the budget.
-        ``means``: what blocks of these kinds have to use, given what each one held in the last pass.
-        ``can_recompute``: whether a block's weights may be on the device all at once, as when it is recomputed."""
-        self.mode, self._stream, self._device, self._levels = mode, stream, device, levels
-        self._room, self._is_tight, self._has_held = room, is_tight, has_held
-        self._over = over
-        self._means, self._can_recompute = means, can_recompute
+        self.mode, self._stream, self._levels, self._gauge, self._around = mode, stream, levels, gauge, around
         self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
-        self._loose = Loose(stream, is_filling=is_filling, is_nearly_full=is_nearly_full)
+        self._loose = Loose(stream, gauge)
         self._noted_task = -1  # the last backward whose end will be noted
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
         self._own = [identities_of(block) for block in blocks]
-        self._buffered = [bool(list(block.buffers())) for block in blocks]
         self._calls: list[tuple[nn.Module, str, Any]] = []
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
-        self._last_of_kind: dict[Any, int] = {}  # in that
         self._planned: list[Any] = []  # the kinds that the plan is for
         self._closed = False
         self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
         self._sending = False
-        self._in_block = False
-        self._is_packing = False  # what runs now sends an activation away, and is not the block's
-        self._measuring: Measurement | None = None
-        self.known = Knowledge()
-        self._given: tuple[Any, Untouched] = (None, Untouched(()))  # what the last block was, and its kind
+        self._run: BlockRun | None = None  # the block that is running
+        self._undropped: tuple[BlockRun, Any, bool] | None = None  # the last one: its kind, and whether inputs leave
+        self._fits: dict[Any, bool] = {}  # of this pass, by shape: whether a second run has room for its weights
         self._held: list[int] = []  # bytes that each block of this pass has kept
-        self._tight = False  # whether the device may run out
         self._is_past_blocks = False
         self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
+        self._simple: ActivationPlan | None = None  # of the two plans that are compared, the one that recomputes
+        self._better: ActivationPlan | None = None  # and the one that should be faster
+        self._comparison: Comparison | None = None
+        self._step_began: tuple[float, int] | None = None  # when, and after how many optimizer steps
+        self._step_bytes = 0  # inputs of the blocks since then
+        self._trim_at = 0  # the pass that gives back what RAM the plan does not need
+        self.declined = False  # whether steps were no faster with activations kept
+        self.known = Profiles()
         self.passes = 0
         self._passes_before = 0  # inputs were as large as they are
         self.plan: ActivationPlan | None = None
@@ -139,37 +116,41 @@ class Saving:
     @contextlib.contextmanager
     def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
         """A pass of the model, under saved-tensor hooks of which ``pack`` is one and which come here."""
+        self._run = self._undropped = None  # of a pass that an exception has ended
         self._stream.begin_pass()
         self._levels.begin()
         self.passes += 1
         if self._sequence:
             self._last_sequence = self._sequence
-            self._last_of_kind = {kind: position for position, kind in enumerate(self._sequence)}
+        self._end_step()
         self._look_back()
+        if self.passes == self._trim_at:
+            self._stream.trim()
         self._loose.begin_pass()
         self._held, self._sequence, self._input_bytes = [], [], 0
+        self._fits.clear()
         self._is_past_blocks = False
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose.leaves
         self._set_ways()
         try:
             yield
         finally:
-            self._look_at_inputs()
-            self._hooks, self._sending, self._measuring = None, False, None
+            self._drop_last()
+            self._hooks, self._sending = None, False
             if self._age <= _REPLAN_AT[-1]:
                 ours = self._stream.travelling_bytes() + (0 if self._held else self._loose.kept_bytes)
                 self._levels.reach(len(self._held), ours, self._stream.window_bytes)
 
     def _set_ways(self) -> None:
-        """What may be on its way, to begin with. Nothing, as long as nobody knows whether there is room for it."""
+        """Set what may be on its way, to begin with. Nothing, as long as it is not known whether there is room."""
         unknown = self.plan is None and (self._age <= ROUNDS or bool(self._last_sequence))
-        careful = unknown and self.mode != "offload" and self._room() < UNCOUNTED
+        careful = unknown and self.mode != "offload" and self._gauge.room() < UNCOUNTED
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._loose.way_bytes
         self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
         self._stream.is_strict = self.plan is not None or careful or (self.mode == "auto" and self._loose.leaves)
 
     def rules_here(self) -> bool:
-        """Whether blocks called now are ours to arrange: in a pass, and in nobody else's checkpoint inside of it."""
+        """Whether blocks called now are ours to arrange: in a pass, and not in a checkpoint of the user's inside it."""
         if self._hooks is None or self._closed or self.mode in ("keep", "offload"):
             return False
         if in_backward() or in_functorch() or not torch.is_grad_enabled():
@@ -178,35 +159,24 @@ class Saving:
         return hooks is not None and hooks[0] == self._hooks
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """For autograd's hooks: ``tensor``, or a note if it leaves."""
-        measuring = self._measuring
-        self._is_packing = True
-        try:
-            if measuring is not None and has_plain_storage(tensor):
-                measuring.see(tensor, is_weight=self._stream.is_weight(tensor))
-            is_loose = not self._in_block and not self._is_past_blocks and self.mode == "auto"
-            if is_loose:
-                self._see_loose(tensor)
-            if self._sending:
-                packed = self._stream.pack(tensor)
-            else:
-                packed = self._loose.hold(tensor) if is_loose else Held(tensor)
-        finally:
-            self._is_packing = False
-        return packed
-
-    def _see_loose(self, tensor: torch.Tensor) -> None:
-        settled = self._age > _REPLAN_AT[-1]
-        self._sending = self._loose.see(tensor, leaving=self._sending, measured=self._age > ROUNDS, settled=settled)
-        self._tight = self._tight or self._loose.leaves
+        """For autograd's hooks: what stands for ``tensor`` until backward."""
+        if self._run is not None:
+            return self._run.save(tensor)
+        is_loose = not self._is_past_blocks and self.mode == "auto"
+        if is_loose:
+            settled = self._age > _REPLAN_AT[-1]
+            self._sending = self._loose.see(tensor, leaving=self._sending, measured=self._age > ROUNDS, settled=settled)
+        if self._sending:
+            return self._stream.pack(tensor)
+        return self._loose.hold(tensor) if is_loose else Held(tensor)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         self.note_end()
-        return self._stream.unpack(saved)
+        return saved.run.get(saved) if isinstance(saved, Saved) else self._stream.unpack(saved)
 
     def note_end(self) -> None:
-        """Somebody asks for what was saved: when that backward ends, the level is noted, before users do as they like
-        with the peak."""
+        """Backward asks for what was saved: when it ends, the level is noted, before users do as they like with the
+        peak."""
         task = current_pass() if self._age <= _REPLAN_AT[-1] else -1
         if task not in (-1, self._noted_task):
             self._noted_task = task
@@ -230,41 +200,106 @@ class Saving:
             return self._input_bytes  # of a pass without a plan
         return self._loose.away_bytes if self._age <= ROUNDS else 0
 
+    def worth(self) -> tuple[float, int]:
+        """Seconds a pass that keeping all recomputed blocks would save, and the bytes that it would take."""
+        simple = self._simple or self.plan
+        profiles = self.known.of(self._planned)
+        if self.mode != "auto" or self.declined or simple is None or not profiles:
+            return 0.0, 0
+        kept = [p for p, block in zip(profiles, simple.blocks, strict=True) if block.kind == "recompute"]
+        return cost_s(profiles, simple), sum(profile.saved_bytes for profile in kept)
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether it is still open how much VRAM blocks will be kept in."""
+        return self.mode == "auto" and bool(self._blocks) and bool(self.known) and self._age <= _COMPARE_AT[0]
+
+    # --- plans
+
     def _look_back(self) -> None:
-        """Make the plan from what has been measured, or make it anew from a peak that is known better now."""
-        if self._age == _REPLAN_AT[-1] and (over := self._over()):
+        """Make the plan from what has been measured, or again from a peak that is known better now."""
+        if self._age == _REPLAN_AT[-1] and (over := self._gauge.over()):
             say_once(over, key="over the budget")
         if self.mode not in ("auto", "recompute"):
             return
-        self._tight = self._tight or self._is_tight()
         if self._age > ROUNDS and (self.plan is None or self._age in _REPLAN_AT):
             before = self.plan
             self._plan_blocks()
             is_new = self.plan is not before or self._age in (ROUNDS + 1, *_REPLAN_AT)
-            if self.mode == "auto" and is_new and self._age <= _REPLAN_AT[-1]:  # later nobody counts what is loose
+            if self.mode == "auto" and is_new and self._age <= _REPLAN_AT[-1]:  # later what is loose is not counted
                 self._plan_loose()
+        if self.mode == "auto" and self.plan is not None:
+            self._compare()
 
     def _plan_blocks(self) -> None:
         kinds = self._last_sequence
-        profiles = self.known.profiles_of(kinds)
-        if not profiles:
+        profiles = self.known.of(kinds)
+        if profiles is None:
             return
-        means = self._means(kinds, profiles, self._held)
-        plan = (choose if self.mode == "auto" else recompute)(profiles, means)
-        if self.plan is not None and self._planned == kinds and self._has_held():
-            plan = min(self.plan, plan, key=lambda made: cost_s(profiles, made, means))  # plans are careful, it held
-        if plan is not self.plan:
-            self._levels.begin_plan()
-        self._planned, self.plan = kinds, plan
+        means = self._gauge.means(kinds, profiles, self._held)
+        plan = recompute(profiles, means)
+        if self.mode == "auto":
+            best = choose(profiles, means)
+            plan = best if all(block == KEEP for block in best.blocks) else plan
+        self._planned, self._simple, self._better, self._comparison = kinds, None, None, None
+        self._set_plan(plan)
         self._stream.stay_bytes = 0  # that was for a pass without blocks
 
+    def _set_plan(self, plan: ActivationPlan) -> None:
+        if self.plan is None or plan.blocks != self.plan.blocks:
+            self._levels.begin_plan()
+            self._trim_at = self.passes + 2  # when what left by the plan before has come back
+        self.plan = plan
+
     def _plan_loose(self) -> None:
-        is_short = self._loose.leaves or bool(self._over())
+        is_short = self._loose.leaves or bool(self._gauge.over())
         if self.plan is not None:
             self._loose.plan_beside(self.plan, is_short=is_short)
         elif is_short and not self._last_sequence:  # or there are blocks, and the device is still at what they take
-            self._loose.plan_alone(lambda stayed: self._means([], [], [stayed]).rooms[-1])
+            self._loose.plan_alone(lambda stayed: self._gauge.means([], [], [stayed]).rooms[-1])
             self._levels.begin_plan()
+
+    def _compare(self) -> None:
+        """Begin to compare the two plans, go on with it, or end it."""
+        if self._comparison is None:
+            if self._age in _COMPARE_AT:
+                self._begin_comparison()
+            return
+        assert self._simple is not None
+        assert self._better is not None
+        if not self._comparison.is_over:
+            self.plan = self._better if self._comparison.second else self._simple
+            return
+        ratio, wins = self._comparison.ratio, self._comparison.second_wins
+        self.declined, self._comparison = not wins, None
+        self._set_plan(
+            with_reason(self._better, f"{ratio:.2f} of the time of recomputing all")
+            if wins
+            else with_reason(self._simple, f"to have {self._better.reason} took {ratio:.2f} of the time")
+        )
+
+    def _begin_comparison(self) -> None:
+        assert self.plan is not None
+        profiles = self.known.of(self._planned)
+        if profiles is None or self._planned != self._last_sequence or self.plan.blocks[0] == KEEP:
+            return
+        means = self._gauge.means(self._planned, profiles, self._held)
+        simple, better = recompute(profiles, means), choose(profiles, means)
+        if cost_s(profiles, better) < cost_s(profiles, simple):
+            self._simple, self._better, self._comparison = simple, better, Comparison()
+            self._set_plan(simple)
+        else:
+            self.declined = True
+
+    def _end_step(self) -> None:
+        """Note how long the step took that ends where this pass begins, if it does."""
+        now_s = time.perf_counter()
+        steps = self.passes if self._around.steps is None else self._around.steps()
+        if self._step_began is not None and self._step_began[1] == steps:
+            return
+        if self._comparison is not None and self._step_began is not None:
+            self._comparison.end_step(now_s - self._step_began[0], self._step_bytes)
+        self._step_began, self._step_bytes = (now_s, steps), 0
 
     # --- blocks
 
@@ -286,106 +321,118 @@ class Saving:
             block, name, had = self._calls.pop()
             ours = block.__dict__.get(name)
             if not isinstance(ours, BlockCall) or not ours.belongs_to(self):
-                continue  # somebody has put something over ours, which does nothing any more
+                continue  # user code has put something over ours, which does nothing any more
             if had is None:
                 block.__dict__.pop(name, None)
             else:
                 block.__dict__[name] = had
 
     def call(self, index: int, block: nn.Module, original: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block as the plan says."""
-        if self._in_block:
+        """Run a block, and do with what it saves as the plan says."""
+        if self._run is not None:
             return original(*args, **kwargs)  # it is part of another one
-        self._look_at_inputs()
+        self._drop_last()
         leaves = tensors_in(args, kwargs)
         kind = (self._shapes[index], manner_of(block), tuple(leaf.requires_grad for leaf in leaves))
-        size = sum(leaf.nbytes for leaf in leaves if has_plain_storage(leaf))
+        sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
+        size, input_bytes = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         self._forget_if_larger(kind, size)
         position = len(self._sequence)
         self._sequence.append(kind)
-        if self._is_to_be_measured(kind, position):
-            result, held = self._measure(kind, size, block, original, args, kwargs)
-            way: Way = "keep" if held else "other"
-        else:
-            plan = self._plan_for(position, kind)
-            if plan.kind == "recompute" and not (
-                identities_of(block) == self._own[index]  # not functional_call's, which will be gone
-                and self._may_run_again(block, args, kwargs)
-            ):
-                plan = OFFLOAD
-            known = self.known.planned_with(kind)
-            held = plan.held_bytes(
-                input_bytes=known.input_bytes,
-                saved_bytes=known.saved_bytes,
-                operations=known.results(plan.parts) if isinstance(known, BlockProfile) else {},
-            )
-            way = plan.way(known.parts)
-            if self.plan is None and plan.inputs_away:
-                self._input_bytes += known.input_bytes
-            buffers = Untouched(block.buffers() if self._buffered[index] and plan.kind == "recompute" else ())
-            result = self._run(plan, known, block, original, args, kwargs)
-            if not buffers:
-                self._may_not_run_again(kind)
-                raise StormError(
-                    f"A {type(block).__name__} has changed its buffers, which it did not when it was measured, and "
-                    'would change them again in backward. Set activations="offload".'
-                )
-        self._given = kind, Untouched(leaves)
+        self._step_bytes += size
+        plan, is_measured = self._plan_for(position, kind, input_bytes), self.known.wants(kind, self.passes)
+        may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(index, kind, block, args, kwargs)
+        if plan.kind == "recompute" and not may_drop:
+            plan = OFFLOAD
+        run = BlockRun(
+            block,
+            original,
+            args,
+            kwargs,
+            stream=self._stream,
+            device=self._around.device,
+            is_streamed=self._around.is_streamed,
+            sends=plan.kind == "offload",
+            may_drop=may_drop,
+        )
+        refused, reading = self._stream.refused_bytes, None
+        self._run = run
+        try:
+            if is_measured:
+                result, reading = timed(self._around.device, lambda: original(*args, **kwargs))
+            else:
+                result = original(*args, **kwargs)
+        finally:
+            self._run = None
+        if run.end(result) != may_drop:
+            self._may_not_run_again(kind)
+        if reading is not None:
+            saved_bytes = run.saved_bytes()
+            self.known.learn(kind, self.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading)
+        plan = self._end_block(run, kind, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
         if self._is_last():
+            self._drop_last()  # the loss needs the room, and comes before the next block
             self._sending, self._is_past_blocks = False, True  # what comes now is what backward begins with
+        held = plan.held_bytes(input_bytes=input_bytes, saved_bytes=self.known.saved_bytes(kind))
         self._held.append(held)
-        self._levels.hold(kind, way, held)
+        self._levels.hold(kind, plan.way, held)
         self._watch(position, result)
         return result
 
-    def _is_to_be_measured(self, kind: Any, position: int) -> bool:
-        """In the first pass the first block of a kind, since the others depend on what it does; then the last one,
-        which is held for the shortest time."""
-        measured = self.known.passes_of(kind)
-        if len(measured) >= ROUNDS or self.passes in measured:
-            return False
-        return not measured or position >= self._last_of_kind.get(kind, 0)
+    def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
+        """The block has run. What becomes of it, which may be something else than ``plan``."""
+        if plan.kind == "offload" and is_refused and run.repeats:
+            plan = RECOMPUTE  # RAM has run out
+        if plan.kind == "recompute" and run.repeats:
+            if self._age <= _REPLAN_AT[-1]:
+                run.tell_time = _telling(self.known, kind)
+            if self.plan is None and plan.inputs_away:
+                self._input_bytes += input_bytes
+            self._undropped = run, kind, plan.inputs_away
+            return plan
+        if plan.kind == "recompute":
+            run.send()
+            plan = OFFLOAD
+        run.stay()
+        return plan
 
-    def _plan_for(self, position: int, kind: Any) -> BlockPlan:
+    def _drop_last(self) -> None:
+        """Let go of what the last block has saved. Not before the next one: what it was given may have been written
+        over in between, as ``x.add_(block(x))`` does, and it could not run again."""
+        last, self._undropped = self._undropped, None
+        if last is None:
+            return
+        run, kind, inputs_away = last
+        if run.has_its_inputs():
+            run.drop(inputs_away=inputs_away)
+        else:
+            self._may_not_run_again(kind)
+            run.send()
+            run.stay()
+
+    def _plan_for(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
         if self.plan is not None and self._planned[position : position + 1] == [kind]:
             return self.plan.blocks[position]
-        return self._provisional(position, kind)
+        return self._provisional(position, kind, input_bytes)
+
+    def _provisional(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
+        """Before there is a plan: recompute, with inputs on the device if there is room for all that follow. Keep, if
+        there is room for all that follows and for as much again; not before it is known what the loss will take."""
+        room, end = self._gauge.room(), self._levels.rise_at_the_end(kind)
+        if room == UNCOUNTED:
+            return KEEP if self.mode == "auto" else RECOMPUTE
+        is_known, saved = self.known.size(kind) is not None, self.known.saved_bytes(kind)
+        knows_the_end = self._age > 1 or self._levels.knows_the_end
+        count = len(self._last_sequence) or len(self._blocks)
+        ahead = max(1, count - position) + 1  # and one to compute with
+        if self.mode == "auto" and is_known and knows_the_end and 2 * saved * ahead + end <= room:
+            return KEEP
+        is_tight = input_bytes * ahead + 2 * saved + end > room or (not knows_the_end and self._gauge.is_filling())
+        return RECOMPUTE_FROM_RAM if is_tight else RECOMPUTE
 
     def _is_last(self) -> bool:
         """Whether the block that is being called should be the last one of the pass."""
         return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
-
-    def _run(
-        self,
-        plan: BlockPlan,
-        known: BlockProfile | Measurement,
-        block: nn.Module,
-        original: Call,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        with self._set(sending=plan.kind == "offload" or plan.inputs_away):
-            if plan.kind != "recompute":
-                return original(*args, **kwargs)
-            run = Run(
-                stream=self._stream,
-                away=plan.results_away,
-                tape=known.tape,
-                module=block,
-                original=original,
-                args=args,
-                kwargs=kwargs,
-            )
-            if not plan.parts:
-                return recomputed(run)
-            leads = known.leads if isinstance(known, BlockProfile) and plan.led else {}
-            return in_parts(
-                run,
-                parts=plan.parts,
-                leads=leads,
-                is_ours=self.rules_here,
-                is_foreign=lambda: self._is_packing,
-            )
 
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
@@ -410,111 +457,40 @@ class Saving:
                 leaf.register_hook(reached)
                 return
 
-    def _look_at_inputs(self) -> None:
-        """What the last block was given may have been written over since: it cannot be run again then."""
-        kind, given = self._given
-        if not given:
-            self._may_not_run_again(kind)
-        self._given = None, Untouched(())
-
     def _may_not_run_again(self, kind: Any) -> None:
         if self.known.never_again(kind):
-            self.plan = None
+            self.plan = self._comparison = None
 
-    def _may_run_again(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return not is_listened_to(block) and is_plain((*args, *kwargs.values())) and self._can_recompute(block)
+    def _may_run_again(
+        self, index: int, kind: Any, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a second run of the block would go unnoticed, as far as can be said before it runs."""
+        shape = self._shapes[index]
+        if shape not in self._fits:
+            self._fits[shape] = self._around.can_recompute(block)
+        return (
+            self._fits[shape]
+            and self.known.is_repeatable(kind)
+            and is_plain((*args, *kwargs.values()))
+            and not is_listened_to(block)
+            and identities_of(block) == self._own[index]  # not functional_call's, which will be gone
+        )
 
     def _forget_if_larger(self, kind: Any, size: int) -> None:
         """What was learned from smaller inputs does not hold."""
-        known = self.known.of(kind)
-        if known is None or size <= known.input_bytes:
+        known = self.known.size(kind)
+        if known is None or size <= known:
             return
-        self.known.forget(kind)
-        self.plan = None
-        self._levels.forget(size / max(1, known.input_bytes))
+        growth = size / max(1, known)
+        self.known.forget(kind, growth)
+        self.plan = self._comparison = None
+        self.declined = False
+        self._levels.forget(growth)
         self._passes_before = self.passes - 1  # this one is the first of them
         self._set_ways()
         if self.mode == "auto":
-            self._is_packing = True
-            try:
-                self._sending = self._loose.forget(leaving=self._sending)
-            finally:
-                self._is_packing = False
+            self._sending = self._loose.forget(leaving=self._sending)
 
-    def _provisional(self, position: int, kind: Any) -> BlockPlan:
-        """Before there is a plan: keep, if there is room for all that follows and for as much again. Not while nobody
-        knows what the loss will take, as in the first pass."""
-        known = self.known.of(kind)
-        assert known is not None
-        count = len(self._last_sequence) or len(self._blocks)
-        ahead = max(1, count - position) + 1  # and one to compute with
-        room = self._room()
-        if 2 * known.saved_bytes * ahead + self._levels.rise_at_the_end(kind) > room:
-            self._tight = True
-            # The first one at least: backward comes to it last, when all gradients are there.
-            return leanest(repeatable=known.repeatable, parts=known.parts) if position else OFFLOAD
-        is_known = self._age > 1 or self._levels.knows_the_end or room == UNCOUNTED
-        if is_known and (self.mode == "auto" or self._is_last()):
-            return KEEP
-        return BlockPlan(kind="recompute") if known.repeatable else OFFLOAD
 
-    def _measure(
-        self, kind: Any, size: int, block: nn.Module, original: Call, args: Any, kwargs: Any
-    ) -> tuple[Any, int]:
-        """Run the block plainly and see what it does; also the bytes that it keeps by that."""
-        away = self._age == 1 or (self._tight and not self._has_room_as_last(kind))  # at first nobody knows how much
-        tape = Tape(is_sure=not torch.is_autocast_enabled(self._device.type))
-        measurement = self._measuring = Measurement(size, tape=tape)
-        before = state_of(block, args, kwargs)
-        timing = Measuring(
-            measurement.tape,
-            lambda call: timed(self._device, call),
-            is_foreign=lambda: self._is_packing,
-            is_weight=self._stream.is_weight,
-        )
-        mode: AbstractContextManager[Any] = timing
-        if is_compiled(block):
-            mode = contextlib.nullcontext()
-        else:
-            mode = contextlib.ExitStack()
-            mode.enter_context(timing)
-            mode.enter_context(Looking(tape, lambda: self._is_packing))
-            mode.enter_context(calling(block.named_children(), self._see_part))
-        try:
-            with self._set(sending=away), mode:
-                result, measurement.seconds = timed(self._device, lambda: original(*args, **kwargs))
-        finally:
-            self._measuring = None
-            for tensor in attributes_of(block):
-                measurement.tape.need(tensor)
-            measurement.tape.close()
-        still = state_of(block, args, kwargs) == before
-        if not still:
-            self._may_not_run_again(kind)
-        measurement.repeatable = self.known.may_be_again(kind) and self._may_run_again(block, args, kwargs)
-        if self.known.learn(kind, measurement, self.passes):
-            self.plan = None
-        return result, 0 if away else measurement.saved_bytes
-
-    def _has_room_as_last(self, kind: Any) -> bool:
-        """Whether the block that is being called may be kept: backward begins with the last one."""
-        known = self.known.of(kind)
-        if known is None or not self._is_last():
-            return False
-        return known.saved_bytes + self._levels.rise_at_the_end(kind) <= self._room()
-
-    def _see_part(self, name: str, _part: nn.Module, original: Call, args: Any, kwargs: Any) -> Any:
-        measurement = self._measuring
-        if measurement is None:
-            return original(*args, **kwargs)
-        given = list(filter(has_plain_storage, tensors_in(args, kwargs)))
-        return measurement.run_part(name, given, lambda: original(*args, **kwargs))
-
-    @contextlib.contextmanager
-    def _set(self, *, sending: bool) -> Iterator[None]:
-        before = self._sending, self._in_block
-        self._sending, self._in_block = sending, True
-        try:
-            yield
-        finally:
-            self._sending, self._in_block = before
+def _telling(known: Profiles, kind: Any) -> Callable[[Reading], None]:
+    return lambda reading: known.learn_again(kind, reading)

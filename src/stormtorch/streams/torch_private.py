@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._device import DeviceContext
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,6 +135,30 @@ def has_global_hooks() -> bool:
     """Whether somebody listens to the forward of every module."""
     module: Any = torch.nn.modules.module
     return bool(module._global_forward_hooks) or bool(module._global_forward_pre_hooks)
+
+
+def has_user_modes() -> bool:
+    """Whether a ``TorchFunctionMode`` or ``TorchDispatchMode`` is active on this thread that may change what operations
+    give. A default device does not count: torch makes it a mode, and a second run sets it again. Nor does a mode that
+    says ``only_observes = True`` of itself."""
+    private: Any = torch._C
+    modes = [private._get_dispatch_stack_at(index) for index in range(private._len_torch_dispatch_stack())]
+    return any(
+        not isinstance(mode, DeviceContext) and not getattr(mode, "only_observes", False)
+        for mode in (*modes, *_function_modes())
+    )
+
+
+def default_device() -> torch.device | None:
+    """Where torch makes new tensors on this thread; None where user code has set nothing. ``get_default_device`` makes
+    a tensor to find out, which takes longer than many an operation."""
+    found = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
+    return found[-1] if found else None
+
+
+def _function_modes() -> list[Any]:
+    private: Any = torch._C
+    return [private._get_function_stack_at(index) for index in range(private._len_torch_function_stack())]
 
 
 def holders(tensors: Mapping[int, torch.Tensor], key: int) -> tuple[int, int]:
