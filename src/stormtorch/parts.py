@@ -253,7 +253,7 @@ def _arrange(
     saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *left], trial)
     ground.endings.before_others(end)
     calls.saving = saving
-    tuning.activation_wish = lambda: saving.wish_bytes
+    tuning.activations = saving
     return saving
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from stormtorch.streams import profiles
 
 from stormtorch import tuning
 from stormtorch.api import Session
 from stormtorch.core.sizes import MiB, format_bytes
-from stormtorch.streams import placement
+from stormtorch.streams import placement, profiles
 from stormtorch.streams.settings import Settings, Trial
 
 from .counting import Counting

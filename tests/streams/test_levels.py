@@ -47,10 +47,8 @@ def test_rooms_are_what_others_leave() -> None:
         gradients = GRADIENT * (count - 1 - position)
         assert rooms[position] == limit - WEIGHTS - gradients
     assert rooms[count] == limit - WEIGHTS - LOSS
-    rises = levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90])
-    assert rises == Rises(
-        keep=WORK, whole=SAVED + WORK, parts=SAVED + WORK - 80
-    )  # what they held themselves counts too
+    rises = levels.rises("block", saved_bytes=SAVED)
+    assert rises == Rises(keep=WORK, whole=SAVED + WORK)  # what they held themselves counts too
 
 
 def test_a_block_that_held_results_tells_how_one_that_holds_none_rises() -> None:
@@ -65,7 +63,7 @@ def test_a_block_that_held_results_tells_how_one_that_holds_none_rises() -> None
 
 def test_what_was_not_seen_follows_from_what_is_saved() -> None:
     levels = Levels(lambda: 0, lambda: 0)
-    assert levels.rises("block", saved_bytes=200, part_bytes=[80, 90]) == Rises(keep=0, whole=200, parts=120)
+    assert levels.rises("block", saved_bytes=200) == Rises(keep=0, whole=200)
 
 
 def test_what_travels_is_not_everybody_elses() -> None:
@@ -85,7 +83,7 @@ def test_what_came_early_is_part_of_the_rise() -> None:
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     levels.begin()
     for _ in range(3):
-        levels.hold("block", "parts", 0)
+        levels.hold("block", "whole", 0)
     device.take(SAVED)  # of the first block, fetched ahead from the beginning on
     levels.reach(3, SAVED)
     for position in (2, 1, 0):
@@ -95,7 +93,7 @@ def test_what_came_early_is_part_of_the_rise() -> None:
         device.take(-more - WORK)
     device.take(-SAVED)
     levels.begin()
-    assert levels.rises("block", saved_bytes=2 * SAVED).parts == SAVED + WORK
+    assert levels.rises("block", saved_bytes=2 * SAVED).whole == SAVED + WORK
 
 
 def test_without_notes_the_peak_decides() -> None:
@@ -155,10 +153,8 @@ def test_what_was_not_seen_of_a_kind_is_taken_from_others() -> None:
     train(device, levels, [10, 10, SAVED])
     levels.begin()
     assert not levels.has_seen("other block")
-    seen = levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90])
-    assert levels.rises("other block", saved_bytes=90, part_bytes=[40, 50], others=[seen]) == Rises(
-        keep=WORK, whole=90 + WORK, parts=50 + WORK
-    )
+    seen = levels.rises("block", saved_bytes=SAVED)
+    assert levels.rises("other block", saved_bytes=90, others=[seen]) == Rises(keep=WORK, whole=90 + WORK)
 
 
 def test_a_block_that_has_only_been_offloaded() -> None:
@@ -175,12 +171,8 @@ def test_a_block_that_has_only_been_offloaded() -> None:
 
 
 def test_one_way_follows_from_another() -> None:
-    in_parts = seen_once("parts", 90 + WORK)
-    assert in_parts.rises("block", saved_bytes=SAVED, part_bytes=[80, 90]) == Rises(
-        keep=WORK, whole=SAVED + WORK, parts=90 + WORK
-    )
     whole = seen_once("whole", SAVED + WORK)
-    assert whole.rises("block", saved_bytes=SAVED, part_bytes=[80, 90]).keep == WORK
+    assert whole.rises("block", saved_bytes=SAVED).keep == WORK
 
 
 def seen_once(way: Way, rise: int) -> Levels:
@@ -219,7 +211,7 @@ def test_a_peak_that_the_user_resets_tells_nothing() -> None:
         train(device, levels, [10] * 4)
         device.peak = device.allocated
     levels.begin()
-    rises = levels.rises("block", saved_bytes=SAVED, part_bytes=[80, 90])
+    rises = levels.rises("block", saved_bytes=SAVED)
     assert rises.whole == SAVED + WORK
 
 
@@ -229,7 +221,7 @@ def backward(
     """A pass whose blocks rise by so much, beside what arrives ahead of use and what stays for good."""
     levels.begin()
     for _ in rises:
-        levels.hold("block", "parts", 0)
+        levels.hold("block", "whole", 0)
     for position in reversed(range(len(rises))):
         levels.reach(position, 0, way)
         device.take(rises[position] + arriving + stays)
@@ -242,10 +234,10 @@ def test_a_block_that_was_seen_to_rise_by_more_than_another() -> None:
     device = Device()
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     backward(device, levels, [WORK, WORK + 3, WORK + 1, WORK])  # the peak goes up three times
-    assert levels.rises("block", saved_bytes=SAVED).parts == WORK + 3
+    assert levels.rises("block", saved_bytes=SAVED).whole == WORK + 3
     device.peak += 1000
     backward(device, levels, [WORK] * 4)  # and tells nothing any more
-    assert levels.rises("block", saved_bytes=SAVED).parts == WORK + 3
+    assert levels.rises("block", saved_bytes=SAVED).whole == WORK + 3
 
 
 def test_what_is_not_the_blocks_own_is_not_its_rise() -> None:
@@ -254,9 +246,9 @@ def test_what_is_not_the_blocks_own_is_not_its_rise() -> None:
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     backward(device, levels, [WORK] * 4)
     backward(device, levels, [WORK] * 4, way=40, arriving=40)
-    assert levels.rises("block", saved_bytes=SAVED).parts == WORK
+    assert levels.rises("block", saved_bytes=SAVED).whole == WORK
     backward(device, levels, [WORK] * 4, stays=500)
-    assert levels.rises("block", saved_bytes=SAVED).parts == WORK
+    assert levels.rises("block", saved_bytes=SAVED).whole == WORK
 
 
 def test_a_second_backward_of_a_pass_without_blocks_counts() -> None:

@@ -311,20 +311,20 @@ def test_a_late_decision_knows_how_long_a_step_takes(first: int, monkeypatch: py
 
     def note(rates: Rates, **_: object) -> tuple[float, str]:
         seen.append(rates)
-        decided.append(tuning._steps)
+        decided.append(tuning.steps)
         return 0.0, ""
 
     monkeypatch.setattr("stormtorch.tuning.device_share", note)
     there = SimpleNamespace(share_now=0.0, gave_way=False, share=lambda *_, **__: None, kept_bytes=0)
     tuning._adam = cast(Any, SimpleNamespace(there=there, homes=[]))
-    busy = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=0.9 * tuning._steps, elements=4e9))
+    busy = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=0.9 * tuning.steps, elements=4e9))
     tuning._worker = cast(Any, busy)
     tuning._partition = cast(Any, SimpleNamespace(units=[]))
     tuning._pool = cast(Any, SimpleNamespace(capacity_bytes=0))
     tuning._placement = cast(Any, SimpleNamespace(least_bytes=0, adding_bytes=0))
     tuning.meter = cast(Any, object())
     monkeypatch.setattr(tuning, "_grow", lambda *_: None)
-    tuning._can_travel = lambda: True if tuning._steps >= first else None
+    tuning._can_travel = lambda: True if tuning.steps >= first else None
     for _ in range(60):
         clock[0] += 1.0
         tuning.after_step(cast(Any, SimpleNamespace(has_added=False)))

@@ -100,7 +100,9 @@ class Saving:
         self._step_began: tuple[float, int] | None = None  # when, and after how many optimizer steps
         self._step_bytes = 0  # inputs of the blocks since then
         self._trim_at = 0  # the pass that gives back what RAM the plan does not need
-        self.declined = False  # whether steps were no faster with activations kept
+        self._declined = False  # whether steps were no faster with activations kept
+        self._comparisons = 0  # so far, with inputs as large as they are
+        self._peak_before: tuple[int, int] | None = None  # of the device, before that, and what had grown by then
         self.known = Profiles()
         self.passes = 0
         self._passes_before = 0  # inputs were as large as they are
@@ -204,7 +206,7 @@ class Saving:
         """Seconds a pass that keeping all recomputed blocks would save, and the bytes that it would take."""
         simple = self._simple or self.plan
         profiles = self.known.of(self._planned)
-        if self.mode != "auto" or self.declined or simple is None or not profiles:
+        if self.mode != "auto" or self._declined or simple is None or not profiles:
             return 0.0, 0
         kept = [p for p, block in zip(profiles, simple.blocks, strict=True) if block.kind == "recompute"]
         return cost_s(profiles, simple), sum(profile.saved_bytes for profile in kept)
@@ -212,7 +214,15 @@ class Saving:
     @property
     def is_deciding(self) -> bool:
         """Whether it is still open how much VRAM blocks will be kept in."""
-        return self.mode == "auto" and bool(self._blocks) and bool(self.known) and self._age <= _COMPARE_AT[0]
+        is_open = self._comparison is not None or self._comparisons == 0
+        return self.mode == "auto" and bool(self.known) and is_open
+
+    @property
+    def peak_before(self) -> int | None:
+        """The peak of the device before the second plan was tried, where it was no faster; None otherwise."""
+        if not self._declined or self._peak_before is None:
+            return None
+        return self._peak_before[0] + self._around.peak.grown_bytes - self._peak_before[1]
 
     # --- plans
 
@@ -262,7 +272,7 @@ class Saving:
     def _compare(self) -> None:
         """Begin to compare the two plans, go on with it, or end it."""
         if self._comparison is None:
-            if self._age in _COMPARE_AT:
+            if self._comparisons < len(_COMPARE_AT) and self._age >= _COMPARE_AT[self._comparisons]:
                 self._begin_comparison()
             return
         assert self._simple is not None
@@ -271,7 +281,7 @@ class Saving:
             self.plan = self._better if self._comparison.second else self._simple
             return
         ratio, wins = self._comparison.ratio, self._comparison.second_wins
-        self.declined, self._comparison = not wins, None
+        self._declined, self._comparison = not wins, None
         self._set_plan(
             with_reason(self._better, f"{ratio:.2f} of the time of recomputing all")
             if wins
@@ -280,6 +290,7 @@ class Saving:
 
     def _begin_comparison(self) -> None:
         assert self.plan is not None
+        self._comparisons += 1
         profiles = self.known.of(self._planned)
         if profiles is None or self._planned != self._last_sequence or self.plan.blocks[0] == KEEP:
             return
@@ -287,9 +298,10 @@ class Saving:
         simple, better = recompute(profiles, means), choose(profiles, means)
         if cost_s(profiles, better) < cost_s(profiles, simple):
             self._simple, self._better, self._comparison = simple, better, Comparison()
+            self._peak_before = self._around.peak.bytes(), self._around.peak.grown_bytes
             self._set_plan(simple)
         else:
-            self.declined = True
+            self._declined, self._peak_before = True, None
 
     def _end_step(self) -> None:
         """Note how long the step took that ends where this pass begins, if it does."""
@@ -484,7 +496,7 @@ class Saving:
         growth = size / max(1, known)
         self.known.forget(kind, growth)
         self.plan = self._comparison = None
-        self.declined = False
+        self._declined, self._comparisons = False, 0
         self._levels.forget(growth)
         self._passes_before = self.passes - 1  # this one is the first of them
         self._set_ways()
