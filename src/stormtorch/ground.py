@@ -13,11 +13,13 @@ from torch import nn
 
 from .core.endings import Endings
 from .core.errors import SettingError
+from .core.records import Asked
 from .core.tags import Tag, Tier
 from .memory.device_meter import DeviceMeter, device_meter_for
 from .memory.flags import Flags
 from .memory.hold import cannot_lock
 from .memory.host import HostArena
+from .memory.idle_meter import IdleMeter, idle_meter_for
 from .memory.lane import Lane
 from .memory.lanes import Lanes, open_lanes
 from .memory.ledger import Ledger, open_ledger
@@ -52,11 +54,19 @@ class Ground:
     board: Flags
     pool: DevicePool
     waits: WaitMeter
+    idle: IdleMeter | None  # None: there is no GPU to look at
     poison: Lane | None  # for tests: fills with NaN whatever is freed on the device
 
     @property
     def units(self) -> list[Unit]:
         return self.partition.units
+
+    def look(self) -> None:
+        """Tell the recorder what compute has waited for so far, and how often the GPU was idle."""
+        self.waits.emit()
+        if self.idle is not None:
+            self.idle.watch(torch.cuda.current_stream(self.device).cuda_stream)
+            self.recorder(Asked(*self.idle.read()))
 
     def arena(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
         """Home memory that lanes can copy; whoever asks for it says when it ends."""
@@ -116,6 +126,9 @@ def open_ground(
     pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, poison=poison)
     endings.before_others(pool.close)
     pool.grow(placement.pool_bytes)
+    idle = idle_meter_for(device)
+    if idle is not None:
+        endings.before_others(idle.close)
     ground = Ground(
         device=device,
         ledger=ledger,
@@ -130,6 +143,7 @@ def open_ground(
         board=board,
         pool=pool,
         waits=WaitMeter(lanes.compute, recorder),
+        idle=idle,
         poison=poison,
     )
     return ground, images

@@ -107,6 +107,7 @@ def _open(
         partition=ground.partition,
         recorder=ground.recorder,
         mode=settings.step,
+        look=ground.look,
     )
     parameters, gradients = _open_streams(ground, images, flags, tuning, serial=settings.step == "serial")
     attachment = Attachment(

@@ -63,10 +63,11 @@ class Tuning:
         partition: Partition,
         recorder: Recorder,
         mode: str,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
-        """``mode``: the step's."""
+        """``mode``: the step's. ``look`` brings the recorder up to date."""
         self.device, self._ledger, self._pool, self._placement = device, ledger, pool, placement
-        self._partition, self._recorder, self._mode = partition, recorder, mode
+        self._partition, self._recorder, self._mode, self._look = partition, recorder, mode, look
         self._adam: AdamStream | None = None
         self._worker: Worker | None = None
         self._can_travel: Callable[[], bool | None] = lambda: False
@@ -121,6 +122,7 @@ class Tuning:
 
     def after_step(self, gradients: GradientStream) -> None:
         """Use what was learned."""
+        self._look()
         self._recorder.step()
         self.steps += 1
         if self._travels is None:

@@ -42,5 +42,13 @@ class Waited:
     seconds: float
 
 
-Record = Copied | FileAccess | Waited
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How often the GPU was looked at since the session began, and how often it had nothing to do."""
+
+    times: int
+    idle: int
+
+
+Record = Copied | FileAccess | Waited | Asked
 Sink = Callable[[Record], None]

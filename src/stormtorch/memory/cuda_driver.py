@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +26,7 @@ _HOST = 0x1  # CU_MEMORYTYPE_HOST
 # for both without looking
 _MAPPING = (ctypes.c_int(102), ctypes.c_int(103))
 _NON_BLOCKING = 0x1  # CU_STREAM_NON_BLOCKING
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _WAIT_GEQ = 0x0  # CU_STREAM_WAIT_VALUE_GEQ: (int32)(word - value) >= 0, so that counters may wrap
 _WRITE_DEFAULT = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the stream are visible before the value is
 
@@ -38,6 +40,18 @@ class DriverError(StormError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.call, self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamQuery:
+    """Addresses of the driver's functions: ``ask(stream)`` is 0 or ``no``, on a thread that has called
+    ``enter(context)`` and ``relax``."""
+
+    ask: int
+    enter: int
+    relax: int
+    context: int
+    no: int
 
 
 class Driver:
@@ -145,6 +159,15 @@ class Driver:
                 ctypes.c_uint32(value & 0xFFFFFFFF),
                 ctypes.c_uint(flags),
             )
+
+    def query(self, device: int) -> StreamQuery | None:
+        """How a thread of C code asks whether a stream has finished; None where the driver cannot be asked so."""
+        names = ("cuStreamQuery", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode")
+        if not all(hasattr(self._library, name) for name in names):
+            return None
+        ask, enter, relax = (ctypes.cast(self._library[name], ctypes.c_void_p).value or 0 for name in names)
+        context = self._contexts.get(device) or self._retain(device)
+        return StreamQuery(ask=ask, enter=enter, relax=relax, context=context, no=_NOT_READY)
 
     @contextlib.contextmanager
     def _on(self, device: int) -> Iterator[None]:

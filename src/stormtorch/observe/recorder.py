@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..core.records import Copied, Record, Waited
+from ..core.records import Asked, Copied, Record, Waited
 from ..core.tags import Tag
+
+_MARKS = 33  # steps back, and the one that ends them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """The state of the sums at the end of a step: when, all waits of compute, and how often the GPU was looked at and
+    was idle. ``asked`` is 0 where it cannot be looked at."""
+
+    at_s: float
+    waited_s: float
+    asked: int
+    idle: int
 
 
 @dataclass
@@ -19,6 +33,7 @@ class Totals:
     busy_s: dict[tuple[str, Tag], float] = field(default_factory=dict)
     waits_s: dict[str, float] = field(default_factory=dict)
     step_ends_s: list[float] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)  # at the ends of the last steps
 
 
 def link_rates(totals: Totals) -> tuple[float, float]:
@@ -43,6 +58,7 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals = Totals()
+        self._asked, self._marks = Asked(0, 0), deque[Mark](maxlen=_MARKS)
 
     def __call__(self, record: Record) -> None:
         if isinstance(record, Copied):
@@ -55,13 +71,19 @@ class Recorder:
             with self._lock:
                 waits = self._totals.waits_s
                 waits[record.cause] = waits.get(record.cause, 0.0) + record.seconds
+        elif isinstance(record, Asked):
+            with self._lock:
+                self._asked = record
 
     def step(self) -> None:
         """An optimizer step was asked for."""
         with self._lock:
-            self._totals.step_ends_s.append(time.perf_counter())
+            now_s, waited_s = time.perf_counter(), sum(self._totals.waits_s.values())
+            self._totals.step_ends_s.append(now_s)
+            asked, idle = self._asked.times, self._asked.idle
+            self._marks.append(Mark(at_s=now_s, waited_s=waited_s, asked=asked, idle=idle))
 
     def snapshot(self) -> Totals:
         with self._lock:
             t = self._totals
-            return Totals(dict(t.bytes), dict(t.busy_s), dict(t.waits_s), list(t.step_ends_s))
+            return Totals(dict(t.bytes), dict(t.busy_s), dict(t.waits_s), list(t.step_ends_s), list(self._marks))

@@ -11,7 +11,34 @@ from ..core.tags import Tier
 from ..memory.ledger import Balance, Ledger
 from ..streams.placement import Placement
 from ..streams.unit import Unit
-from .recorder import Totals
+from .recorder import Mark, Totals
+
+_NOTABLE = 0.05  # of the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuTime:
+    """Shares of the time of the last steps: kernels run, nothing was launched, or compute waits for a lane."""
+
+    busy: float
+    waits_for_host: float
+    waits_for_lanes: float
+
+    def __str__(self) -> str:
+        return (
+            f"busy {self.busy:.0%}, waits for the host {self.waits_for_host:.0%}, "
+            f"waits for lanes {self.waits_for_lanes:.0%}"
+        )
+
+
+def gpu_time(marks: list[Mark]) -> GpuTime | None:
+    """How the GPU has spent the time between the first mark and the last."""
+    if len(marks) < 2 or marks[-1].asked == marks[0].asked:
+        return None
+    first, last = marks[0], marks[-1]
+    idle = (last.idle - first.idle) / (last.asked - first.asked)
+    lanes = min(1 - idle, (last.waited_s - first.waited_s) / (last.at_s - first.at_s))
+    return GpuTime(busy=1 - idle - lanes, waits_for_host=idle, waits_for_lanes=lanes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +56,8 @@ class Report:
     bytes_in_per_step: dict[str, float]
     bytes_out_per_step: dict[str, float]
     waits_s_per_step: dict[str, float]
-    limits_s: dict[str, float]  # what a step takes at least, by what would set that limit: compute, in, out, cpu
+    gpu: GpuTime | None  # None where the GPU cannot be looked at, and on the CPU
+    limits_s: dict[str, float]  # what a step takes at least, by what would set that limit: compute, in, out, cpu, host
     limited_by: str | None
     percent_of_limit: float | None
     balances: list[Balance]
@@ -58,6 +86,8 @@ class Report:
             lines.append(
                 f"a step needs at least: {limits}; limited by {self.limited_by}, {self.percent_of_limit:.0f} % reached"
             )
+        if self.gpu is not None:
+            lines.append(f"GPU: {self.gpu}")
         waits = ", ".join(f"{cause} {seconds:.4f} s" for cause, seconds in self.waits_s_per_step.items())
         lines.append(f"compute waited per step: {waits or 'nothing measured'}")
         lines.append(f"pool {format_bytes(self.pool_bytes)} on the device: {self.placement.reason}")
@@ -105,8 +135,14 @@ def make_report(
         "out": sum(seconds for (name, _), seconds in totals.busy_s.items() if name == "store") / steps,
         "cpu": cpu_busy_s / steps,
     }
+    gpu = gpu_time(totals.marks[1:])  # the first step is cold
+    if gpu is not None and step_s:
+        limits["compute"] = gpu.busy * step_s
+        if gpu.waits_for_host > max(_NOTABLE, gpu.waits_for_lanes):
+            limits["host"] = step_s  # it launches all the time, and the GPU runs out of work
     limited_by = max(limits, key=lambda name: limits[name]) if step_s else None
     return Report(
+        gpu=gpu,
         steps=len(ends),
         step_s=step_s,
         samples_per_s=samples_per_step / step_s if samples_per_step and step_s else None,

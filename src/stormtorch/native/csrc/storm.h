@@ -11,7 +11,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 5u
+#define STORM_ABI 6u
 
 typedef struct storm_pool storm_pool;
 
@@ -62,6 +62,16 @@ STORM_API void storm_pool_free(storm_pool *pool);
 
 /* Stores a zero into every 4 KiB of fresh, zero-filled memory, so that its pages exist. Destroys anything else. */
 STORM_API int32_t storm_touch(void *address, size_t bytes, int32_t threads);
+
+/* sampler.c: `ask(subject)` at random moments, about every `period_ns`, on a thread that has called `enter(context)` and
+   `relax` first; both may be null. */
+typedef struct storm_sampler storm_sampler;
+STORM_API int32_t storm_sampler_open(void *ask, int32_t no, void *enter, void *relax, void *context, void *subject,
+                                     int64_t period_ns, storm_sampler **out);
+STORM_API void storm_sampler_watch(storm_sampler *s, void *subject);
+STORM_API void storm_sampler_read(storm_sampler *s, int64_t *asked, int64_t *yes);
+STORM_API void storm_sampler_close(storm_sampler *s);
+
 /* The word; who calls sees what its writer wrote before. */
 STORM_API uint32_t storm_load_flag(const uint32_t *address);
 /* Writes the value, unless the word has already reached it; who sees it sees what this thread wrote before. */

@@ -1,0 +1,62 @@
+"""How much of the time the GPU has nothing to do because the host has not launched anything.
+
+A thread of C code (csrc/sampler.c) asks about a thousand times a second whether the stream that computes has finished
+all that was enqueued. Waits for lanes do not count: the stream has not finished then."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+
+import torch
+
+from ..native.library import Library, library
+from .cuda_driver import device_index, driver
+
+_PERIOD_NS = 1_000_000
+
+
+class IdleMeter:
+    """Counts as long as it lives. ``watch`` names the stream."""
+
+    def __init__(self, native: Library, handle: int) -> None:
+        self._c, self._handle = native.c, handle
+        self._stream = 0
+        # Also at exit, before the driver ends: the thread must not ask it then.
+        self._end = weakref.finalize(self, _close, native, handle, os.getpid())
+
+    def watch(self, stream: int) -> None:
+        """Ask about ``stream`` from now on."""
+        if stream != self._stream and self._end.alive:
+            self._stream = stream
+            self._c.storm_sampler_watch(self._handle, stream)
+
+    def read(self) -> tuple[int, int]:
+        """How often it was asked so far, and how often the stream had finished."""
+        if not self._end.alive:
+            return 0, 0
+        asked, idle = ctypes.c_int64(), ctypes.c_int64()
+        self._c.storm_sampler_read(self._handle, ctypes.byref(asked), ctypes.byref(idle))
+        return asked.value, idle.value
+
+    def close(self) -> None:
+        self._end()
+
+
+def _close(native: Library, handle: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # a forked child has no such thread
+        native.c.storm_sampler_close(handle)
+
+
+def idle_meter_for(device: torch.device) -> IdleMeter | None:
+    """None where there is no GPU to ask, or no C library to ask it."""
+    native, found = library(), driver() if device.type == "cuda" else None
+    query = None if found is None else found.query(device_index(device))
+    if native is None or query is None:
+        return None
+    handle, stream = ctypes.c_void_p(), torch.cuda.current_stream(device).cuda_stream
+    status = native.c.storm_sampler_open(
+        query.ask, query.no, query.enter, query.relax, query.context, stream, _PERIOD_NS, ctypes.byref(handle)
+    )
+    return IdleMeter(native, handle.value or 0) if status == 0 else None
