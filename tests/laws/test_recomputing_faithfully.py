@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
+from stormtorch.core.errors import StaleGraph
 from stormtorch.core.sizes import MiB
 from stormtorch.offload import OffloadedActivations
 from stormtorch.streams.settings import Trial
@@ -362,6 +364,82 @@ class AddsInPlace(nn.Module):
         return x
 
 
+class CountsItsCalls(Part):
+    """Computes with how often it was called."""
+
+    calls = 0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().middle(x * (1 + 0.1 * self.calls))
+
+
+class Remembers(Part):
+    """Computes with what it has seen in the call before."""
+
+    memory: torch.Tensor | None = None
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        before = x.detach().mean(0) if self.memory is None else self.memory
+        self.memory = 0.5 * before + 0.5 * x.detach().mean(0)
+        return super().middle(x + before)
+
+
+class RemembersInPlace(Part):
+    """The same, in a tensor that is no buffer, and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.seen = torch.zeros(WIDTH), list[float]()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory = self.memory.to(x.device)
+        y = super().middle(x + self.memory + 0.01 * len(self.seen))
+        self.memory.lerp_(x.detach().mean(0), 0.5)
+        self.seen.append(1.0)
+        return y
+
+
+class OwnGenerator(Part):
+    """Draws random numbers that are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return super().middle(x + torch.rand(WIDTH, generator=self.generator).to(x.device))
+
+
+class NumpyNoise(Part, Timed):
+    """Begins late to draw random numbers of numpy's."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        scale = float(np.random.rand()) if self.is_late else 1.0
+        return super().middle(x * scale)
+
+
+class RewiredLater(Crossing, Timed):
+    """The same operations, with other operands from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__(crosses=False)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.crosses = self.is_late
+        return super().middle(x)
+
+
+class BranchesOnItsInput(Part):
+    """Which result goes where depends on the numbers, and changes from step to step."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = torch.sin(self.wide(x)), torch.cos(self.wide(x))
+        if float(x.detach().sum()) > 0:
+            one, two = two, one
+        return torch.sigmoid(one * 0.3 + two.square())
+
+
 def calling_a_block() -> nn.Module:
     block = Block()
     return nn.Sequential(block, *(Block(lambda: CallsABlock(block)) for _ in range(3)))
@@ -400,6 +478,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "calls_a_block": calling_a_block,
     "adds_in_place": AddsInPlace,
     "not_plain": of_parts(*[NotPlain] * 3),
+    "counts_its_calls": of_parts(*[CountsItsCalls] * 3),
+    "remembers": of_parts(*[Remembers] * 3),
+    "remembers_in_place": of_parts(*[RemembersInPlace] * 3),
+    "own_generator": of_parts(*[OwnGenerator] * 3),
+    "numpy_noise": of_parts(*[NumpyNoise] * 3),
+    "rewired_later": of_parts(*[RewiredLater] * 3),
+    "branches_on_its_input": of_parts(*[BranchesOnItsInput] * 3),
 }
 
 
@@ -434,6 +519,7 @@ def test_same_gradients(name: str, way: str, device: torch.device) -> None:
                     timed.step = step
                 torch.manual_seed(step)
                 random.seed(step)
+                np.random.seed(step)
                 rows = 5 if step == STEPS - 2 else 8
                 x = torch.randn(rows, WIDTH, requires_grad=True, device=device) * 1
                 with context:
@@ -612,3 +698,46 @@ def test_streamed_weights_of_others(device: torch.device) -> None:
     with Pair(case, sgd, device=device, room=0) as pair:
         pair.steps(5)
         pair.check()
+
+
+class Doubling(TorchFunctionMode):
+    """Changes what a function gives, as long as it is there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mode_around_the_forward_is_not_there_in_backward(way: str) -> None:
+    """So a block that ran under one is not run again."""
+    torch.manual_seed(0)
+    plain = of_parts(*[Part] * 3)()
+    model = copy.deepcopy(plain)
+    with contextlib.closing(opened(model, torch.device("cpu"), way)) as activations:
+        for step in range(STEPS):
+            x = torch.randn(8, WIDTH, requires_grad=True)
+            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+                with context, Doubling() if step >= 2 else contextlib.nullcontext():
+                    loss = side(x).square().mean()
+                loss.backward()
+            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
+
+
+class Unfaithful(Part):
+    """Runs otherwise in backward, by something that cannot be seen."""
+
+    calls: ClassVar[list[int]] = []
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(1)
+        return super().middle(x) if len(self.calls) % 2 else torch.sigmoid(self.wide(x))
+
+
+def test_a_block_that_saves_other_tensors_in_backward_is_an_error() -> None:
+    model = of_parts(*[Unfaithful] * 2)()
+    with contextlib.closing(opened(model, torch.device("cpu"))) as activations:
+        with activations:
+            loss = model(torch.randn(8, WIDTH)).square().mean()
+        with pytest.raises(StaleGraph, match=r'Cannot recompute a Block: .* set activations="offload"'):
+            loss.backward()

@@ -43,10 +43,13 @@ def is_listened_to(block: nn.Module) -> bool:
     )
 
 
-def is_plain(value: Any) -> bool:
-    """Whether there are only values in it, no object that a second run would change again: a cache of keys, a list."""
-    plain = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device, type(None))
-    return all(isinstance(leaf, plain) for leaf in leaves_of(value))
+_VALUES = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device, type(None))
+
+
+def object_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An argument that is no value, and that a second run would change again: a cache of keys, a list. None: there is
+    no such thing."""
+    return next((leaf for leaf in leaves_of((*args, *kwargs.values())) if not isinstance(leaf, _VALUES)), None)
 
 
 def leaves_of(value: Any) -> list[Any]:

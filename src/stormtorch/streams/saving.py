@@ -40,7 +40,7 @@ from .activation_plan import (
 )
 from .activations import ActivationStream
 from .block_call import BlockCall, Call
-from .blocks import identities_of, is_listened_to, is_plain, leaves_of, manner_of, shape_of, tensors_in
+from .blocks import identities_of, is_listened_to, leaves_of, manner_of, object_in, shape_of, tensors_in
 from .comparison import Comparison
 from .gauge import Gauge, Surroundings
 from .held import Held
@@ -477,13 +477,21 @@ class Saving:
         self, index: int, kind: Any, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether a second run of the block would go unnoticed, as far as can be said before it runs."""
+        if (given := object_in(args, kwargs)) is not None:
+            name, what = type(block).__name__, type(given).__name__
+            hint = "; for models of transformers set model.config.use_cache = False" if "Cache" in what else ""
+            say_once(
+                f"{name} is given a {what}, which running it again would change: its activations are kept or "
+                f"offloaded, never recomputed{hint}.",
+                key=f"{name} is given a {what}",
+            )
+            return False
         shape = self._shapes[index]
         if shape not in self._fits:
             self._fits[shape] = self._around.can_recompute(block)
         return (
             self._fits[shape]
             and self.known.is_repeatable(kind)
-            and is_plain((*args, *kwargs.values()))
             and not is_listened_to(block)
             and identities_of(block) == self._own[index]  # not functional_call's, which will be gone
         )

@@ -1,0 +1,166 @@
+"""One model, one shape of batches and one budget, in this process: several methods, one after the other.
+
+Each gets a trainer of its own over the same model. What is printed last is a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from stormtorch.integrations.huggingface import StormTrainer
+from stormtorch.observe.report import gpu_time
+
+from .models import CONFIGS, build, parameters_of
+from .profiled import busy_s, events_of
+
+# What a user writes beside the trainer's defaults. "plain" and "plain-checkpoint" are the trainer of transformers, all
+# in VRAM; "checkpoint" is its own gradient checkpointing, with the model streamed.
+METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
+    "plain": (None, False),
+    "plain-checkpoint": (None, True),
+    "auto": ({}, False),
+    "recompute": ({"activations": "recompute"}, False),
+    "offload": ({"activations": "offload"}, False),
+    "checkpoint": ({}, True),
+}
+# Steps before the measured ones. "auto" compares two plans in the 8th to 20th step; the optimizer's shares settle.
+_WARM = {"auto": 24}
+_WARM_OTHERS, _STEPS, _PROFILED = 13, 8, 3
+
+
+@dataclass
+class Outcome:
+    method: str
+    step_s: float = 0.0
+    vram_bytes: int = 0
+    reserved_bytes: int = 0
+    reason: str = ""
+    gpu: str = ""
+    busy: float = 0.0  # by our own report, in the steps that were profiled too
+    profiled_busy: float = 0.0
+    failed: str = ""
+
+
+class Clock(TrainerCallback):
+    """Times steps, with the device synchronised before and after all of them, and profiles those that follow."""
+
+    def __init__(self, warm: int, steps: int, profiled: int) -> None:
+        self.warm, self.steps, self.profiled = warm, steps, profiled
+        self.last = warm + steps + profiled
+        self.step_s = self.busy = self.profiled_busy = 0.0
+        self.gpu = self.reason = ""
+        self.began_s = 0.0
+        self.profiler: Any = None
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        if state.global_step == self.warm:
+            self.began_s = _now()
+        if state.global_step == self.warm + self.steps:
+            self.step_s = (_now() - self.began_s) / self.steps
+            self._report()
+            if self.profiled and torch.cuda.is_available():
+                self.profiler = profile(activities=[ProfilerActivity.CUDA])
+                self.profiler.__enter__()
+                self.began_s = _now()
+        if state.global_step == self.last and self.profiler is not None:
+            seconds = _now() - self.began_s
+            self.profiler.__exit__(None, None, None)
+            self.profiled_busy = busy_s(events_of(self.profiler)) / seconds
+            session = getattr(self.trainer, "session", None)
+            if session is not None:
+                marks = session._parts.ground.recorder.snapshot().marks
+                gpu = gpu_time(marks[-self.profiled - 1 :])
+                self.busy = gpu.busy if gpu is not None else 0.0
+
+    def _report(self) -> None:
+        session = getattr(self.trainer, "session", None)
+        if session is not None:
+            report = session.report()
+            self.gpu, self.reason = str(report.gpu or ""), report.activation_reason
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outcome:
+    storm, checkpointing = METHODS[method]
+    warm = options.warm if options.warm is not None else _WARM.get(method, _WARM_OTHERS)
+    clock = Clock(warm, options.steps, _PROFILED if method == "auto" else 0)
+    vocabulary = CONFIGS[options.model][1]["vocab_size"]
+    rows = torch.randint(vocabulary, (64, options.sequence), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        output_dir=options.output,
+        per_device_train_batch_size=options.batch,
+        max_steps=clock.last,
+        gradient_checkpointing=checkpointing,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+    )
+    settings: dict[str, Any] = {
+        "model": model,
+        "args": arguments,
+        "train_dataset": [{"input_ids": row, "labels": row} for row in rows],
+        "callbacks": [clock],
+    }
+    inner: Any = model
+    inner.gradient_checkpointing_disable()
+    trainer = Trainer(**settings) if storm is None else StormTrainer(**settings, storm={"vram": options.vram, **storm})
+    clock.trainer = trainer
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    outcome = Outcome(method, step_s=clock.step_s, reason=clock.reason, gpu=clock.gpu)
+    outcome.busy, outcome.profiled_busy = clock.busy, clock.profiled_busy
+    if torch.cuda.is_available():
+        outcome.vram_bytes = torch.cuda.max_memory_allocated()
+        outcome.reserved_bytes = torch.cuda.max_memory_reserved()
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=CONFIGS)
+    parser.add_argument("methods", nargs="+", choices=METHODS)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--sequence", type=int, required=True)
+    parser.add_argument("--vram", required=True)
+    parser.add_argument("--warm", type=int)
+    parser.add_argument("--steps", type=int, default=_STEPS)
+    parser.add_argument("--output", required=True)
+    options = parser.parse_args()
+    model = build(options.model, dtype=torch.bfloat16)
+    found = []
+    for method in options.methods:
+        try:
+            outcome = measured(model, method, options)
+        except Exception as error:  # a method that fails is a row of the table
+            outcome = Outcome(method, failed=f"{type(error).__name__}: {error}"[:300])
+        model.to("cpu")
+        gc.collect()
+        found.append(asdict(outcome))
+        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    print(json.dumps({"parameters": parameters_of(model), "outcomes": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
