@@ -26,8 +26,12 @@ from .text_data import read_text
 from .watch import Watcher
 
 
-def train(settings: TrainSettings, watcher: Watcher) -> int:
-    """Train as the settings say; returns the exit status. Raises StormError, NotFinite among them."""
+def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None = None) -> int:
+    """Train as the settings say; returns the exit status. Raises StormError, NotFinite among them, and `Stopped` where
+    a signal comes before the first step. ``stopping`` hears signals already; without it they are heard from here on."""
+    if stopping is None:
+        with Stopping(watcher.warn) as own:
+            return train(settings, watcher, own)
     check_required(settings)
     with RunFolder(Path(settings.output)) as folder, ExitStack() as ends:
         found = candidates(folder, settings)
@@ -76,36 +80,36 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
         eval_loader = data.eval_loader(settings, device)
         if eval_loader is not None:
             ends.enter_context(eval_loader)
-        with Stopping(watcher.warn) as stopping:
-            loop = Loop(
-                settings=settings,
-                session=session,
-                model=built.model,
-                loss=built.loss,
-                by_tokens=built.by_tokens,
-                optimizer=opened.optimizer,
-                loader=loader,
-                eval_loader=eval_loader,
-                tokenizer=data.tokenizer,
-                checkpoints=Checkpoints(
-                    session,
-                    folder,
-                    keep=settings.keep,
-                    optimizer=settings.save_optimizer,
-                    write_files=write_files,
-                    warn=watcher.warn,
-                    on_saved=on_saved,
-                    last=resumed.path if resumed is not None else None,
-                ),
-                metrics=metrics,
-                watcher=watcher,
-                stopping=stopping,
-                total=data.total,
-                done=done,
-                before_first=built.loss.check if isinstance(built.loss, ChunkedLoss) else None,
-            )
-            saved = loop.run()
-            loop.write_end()
+        loop = Loop(
+            settings=settings,
+            session=session,
+            model=built.model,
+            loss=built.loss,
+            by_tokens=built.by_tokens,
+            optimizer=opened.optimizer,
+            loader=loader,
+            eval_loader=eval_loader,
+            tokenizer=data.tokenizer,
+            checkpoints=Checkpoints(
+                session,
+                folder,
+                keep=settings.keep,
+                optimizer=settings.save_optimizer,
+                write_files=write_files,
+                warn=watcher.warn,
+                on_saved=on_saved,
+                last=resumed.path if resumed is not None else None,
+            ),
+            metrics=metrics,
+            watcher=watcher,
+            stopping=stopping,
+            total=data.total,
+            done=done,
+            before_first=built.loss.check if isinstance(built.loss, ChunkedLoss) else None,
+        )
+        stopping.begin_steps()
+        saved = loop.run()
+        loop.write_end()
         return _ending(loop, saved, built, times, watcher)
 
 
