@@ -32,6 +32,7 @@ from .streams.home_sizes import Homes, homes_for
 from .streams.partition import Partition, partition
 from .streams.placement import Placement, place
 from .streams.settings import Settings, Trial
+from .streams.torch_step import is_separable
 from .streams.unit import Unit
 
 
@@ -75,13 +76,27 @@ class Ground:
         return arena.pinned or self.page_lock is None or self.lanes.ring is not None
 
 
-def open_ground(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
-) -> tuple[Ground, list[torch.Tensor]]:
-    """The ground, and home memory for the weights of each unit."""
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a session will take, before it takes any of it."""
+
+    device: torch.device
+    ledger: Ledger
+    partition: Partition
+    placement: Placement
+    homes: Homes
+    meter: DeviceMeter | None
+
+
+def outline(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    trial: Trial = Trial(),  # noqa: B008
+) -> Outline:
+    """Refuse what budgets or settings do not allow. Sizes alone count: the parameters may hold no memory yet."""
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
-    endings.last(expand_segments(device))  # the pool goes back to the driver
     found = partition(
         model,
         unit_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes // 6,
@@ -102,7 +117,23 @@ def open_ground(
         reserve_bytes=kept,
     )
     adam = optimizer is not None and runs_as_adam(optimizer, units, settings.master_dtype is not None)
+    if optimizer is not None and not adam and settings.step == "backward" and not is_separable(optimizer):
+        raise SettingError(
+            f'step="backward" needs an optimizer of torch.optim that updates each parameter by itself; '
+            f'{type(optimizer).__name__} is not known to. Use step="forward".'
+        )
     homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam)
+    return Outline(device=device, ledger=ledger, partition=found, placement=placement, homes=homes, meter=meter)
+
+
+def open_ground(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
+) -> tuple[Ground, list[torch.Tensor]]:
+    """The ground, and home memory for the weights of each unit."""
+    outlined = outline(model, optimizer, settings, trial)
+    device, ledger, homes, placement = outlined.device, outlined.ledger, outlined.homes, outlined.placement
+    units = outlined.partition.units
+    endings.last(expand_segments(device))  # the pool goes back to the driver
     page_lock = page_lock_for(device)
     recorder = Recorder()
     arena = HostArena(homes.parameters, ledger=ledger, tag=Tag.PARAMETERS, page_lock=page_lock)
@@ -120,10 +151,10 @@ def open_ground(
         device=device,
         ledger=ledger,
         endings=endings,
-        partition=found,
+        partition=outlined.partition,
         placement=placement,
         homes=homes,
-        meter=meter,
+        meter=outlined.meter,
         page_lock=page_lock,
         recorder=recorder,
         lanes=lanes,

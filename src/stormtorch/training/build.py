@@ -56,6 +56,15 @@ def build(settings: TrainSettings, *, values: bool) -> Built:
     return _build_hf(Path(settings.model), settings, values=values or settings.lora_rank > 0)
 
 
+def build_outline(settings: TrainSettings) -> nn.Module | None:
+    """The model on the meta device, adapters and all; None for one that only code of the user's can build."""
+    assert settings.model is not None
+    if is_callable_name(settings.model):
+        return None
+    model = hf_model.build_empty(hf_model.read_config(Path(settings.model)), DTYPES[settings.dtype])
+    return add_adapters(model, settings, values=False) if settings.lora_rank else model
+
+
 def check_base(settings: TrainSettings) -> None:
     """Adapters need a model under them that is somewhere."""
     path = Path(str(settings.model))

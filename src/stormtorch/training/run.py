@@ -17,7 +17,7 @@ from .ending import Spent, Times, peak_rss_bytes
 from .identity import RunRecord, identity, write_run_file
 from .loop import Loop
 from .metrics import check_tensorboard, open_metrics
-from .open_model import check_names, open_model
+from .open_model import check_names, check_room, open_model
 from .resume import candidates, go_on, same_run
 from .run_folder import RunFolder
 from .settings import TrainSettings, check_required, is_callable_name
@@ -39,6 +39,7 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         settings = _with_dtype(settings, device)
         check_tensorboard(settings)
         check_names(settings)
+        check_room(settings, device)
         data = read_text(settings, folder.data, watcher)
         made_with = identity(settings, total=data.total, data=data.rows.fingerprint)
         found = same_run(found, made_with, settings, data.total, watcher.warn)
