@@ -86,7 +86,9 @@ class TrainSettings:
         "kept on the device, moved to RAM, or computed again in backward",
     )
 
-    data: tuple[str, ...] = _data((), _PATHS, "JSON lines or text files, or directories of them")
+    data: tuple[str, ...] = _data(
+        (), _PATHS, "JSON lines or text files, or directories of them; or folders that storm data pack has made"
+    )
     format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the documents; auto: by their keys")
     text_field: str | None = _data(None, text("a key", "KEY"), "key of the text (default: text)")
     sequence: int = _data(1024, count(2, 1 << 24), "tokens in a row")
