@@ -20,6 +20,7 @@ from .metrics import check_tensorboard, open_metrics
 from .open_model import check_names, check_room, open_model
 from .resume import candidates, go_on, same_run
 from .run_folder import RunFolder
+from .schedule import learning_rate
 from .settings import TrainSettings, check_required, is_callable_name
 from .stopping import Stopping
 from .text_data import read_text
@@ -57,8 +58,14 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
             metrics.write("resume", done, checkpoint=str(resumed.path), **resumed.spent.as_record())
             for moved in resumed.tidy(folder, settings.keep):
                 watcher.say(f"damaged    {moved}: moved there")
+            if resumed.record.total is not None and resumed.record.total < data.total:
+                watcher.say(
+                    f"schedule   the run was made for {resumed.record.total} steps and has {data.total} now: from step "
+                    f"{done + 1} on the learning rate is that of {data.total} steps, "
+                    f"{learning_rate(settings, done + 1, data.total):.3g} at first"
+                )
             if done >= data.total:
-                watcher.say("All steps are done: nothing is left to train.")
+                watcher.say(_how_to_go_on(settings, done))
                 status = _say_result(built, resumed.path, watcher)
                 if resumed.record.optimizer or not settings.save_optimizer:
                     return status
@@ -72,7 +79,7 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         def write_files(into: Path, step: int, optimizer: bool) -> None:
             built.copy_files(into)
             data.tokenizer.save_pretrained(str(into))
-            write_run_file(into, RunRecord(step, made_with, optimizer), settings)
+            write_run_file(into, RunRecord(step, made_with, optimizer, data.total), settings)
 
         def on_saved(step: int, spent: Spent) -> None:
             times.saves.append(spent)
@@ -112,6 +119,11 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         saved = loop.run()
         loop.write_end()
         return _ending(loop, saved, built, times, watcher)
+
+
+def _how_to_go_on(settings: TrainSettings, done: int) -> str:
+    more = f"--steps {2 * done}" if settings.steps is not None else f"--epochs {2 * settings.epochs:g}"
+    return f"The run is finished at step {done}: nothing is left to train. {more} goes on."
 
 
 def _with_dtype(settings: TrainSettings, device: torch.device) -> TrainSettings:
