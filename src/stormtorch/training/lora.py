@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from ..core.errors import SettingError
 from .extras import require
+from .hf_model import hub_name
 from .reason import reason
 from .settings import TrainSettings
 
@@ -31,6 +33,7 @@ def add_adapters(model: nn.Module, settings: TrainSettings, *, values: bool = Tr
         lora_dropout=settings.lora_dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",
+        revision=None if (named := hub_name(Path(str(settings.model)))) is None else named[1],
     )
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
