@@ -13,6 +13,7 @@ from torch import nn
 
 from .core.endings import Endings
 from .core.errors import SettingError
+from .core.sizes import round_up
 from .core.tags import Tag, Tier
 from .memory.device_meter import DeviceMeter, device_meter_for
 from .memory.flags import Flags
@@ -30,7 +31,7 @@ from .streams.adam_settings import runs_as_adam
 from .streams.device_states import kept_bytes
 from .streams.home_sizes import Homes, homes_for
 from .streams.partition import Partition, partition
-from .streams.placement import Placement, place
+from .streams.placement import Placement, least_pool_bytes, place
 from .streams.settings import Settings, Trial
 from .streams.torch_step import is_separable
 from .streams.unit import Unit
@@ -97,24 +98,22 @@ def outline(
     """Refuse what budgets or settings do not allow. Sizes alone count: the parameters may hold no memory yet."""
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
-    found = partition(
-        model,
-        unit_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes // 6,
-        only=None if settings.only is None else list(settings.only),
-        leave=list(settings.leave),
-    )
+    limit = ledger.budgets[Tier.DEVICE].limit_bytes
+    found = _parted(model, settings, limit)
     units = found.units
     if not units:
         left = f": all {len(found.left)} are left, by only= or leave=, or for their kind" if found.left else ""
         raise SettingError(f"The model has no parameters to stream{left}.")
+    training = any(unit.trained for unit in units)
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
     meter = trial.meter or device_meter_for(device)
     placement = place(
         found,
         ledger,
-        training=any(unit.trained for unit in units),
+        training=training,
         measured=meter is not None,
         reserve_bytes=kept,
+        enough=lambda: kept + _enough_vram(model, settings, limit, training=training),
     )
     adam = optimizer is not None and runs_as_adam(optimizer, units, settings.master_dtype is not None)
     if optimizer is not None and not adam and settings.step == "backward" and not is_separable(optimizer):
@@ -166,6 +165,25 @@ def open_ground(
     return ground, images
 
 
+def _parted(model: nn.Module, settings: Settings, limit_bytes: int) -> Partition:
+    return partition(
+        model,
+        unit_limit_bytes=limit_bytes // 6,
+        only=None if settings.only is None else list(settings.only),
+        leave=list(settings.leave),
+    )
+
+
+def _enough_vram(model: nn.Module, settings: Settings, limit_bytes: int, *, training: bool) -> int:
+    """A limit through which the model can be streamed, where ``limit_bytes`` does not do. A larger limit makes larger
+    units, which need more."""
+    least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
+    while least > limit_bytes:
+        limit_bytes = round_up(least, 512)
+        least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
+    return limit_bytes
+
+
 def _device(device: torch.device | str) -> torch.device:
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -174,7 +192,7 @@ def _device(device: torch.device | str) -> torch.device:
         if found.type == "cuda" and found.index is None and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())  # tensors there have an index too
         return found
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise SettingError(
-            f"device={device!r} cannot be meant. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ..."
+            f"device={device!r} is not accepted. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ..."
         ) from None
