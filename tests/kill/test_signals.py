@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, Signals
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ class Signalled:
         return Training(self._folder / f"run-{self._count}", "fp32")
 
     def run(self, training: Training, phase: str = "", count: int = 1, *signals: Signals) -> Ended:
-        evaluation = {"eval-data": DEMO_DATA / "corpus.jsonl", "eval-every": 3, "eval-batches": 2}
+        evaluation: dict[str, Any] = {"eval-data": DEMO_DATA / "corpus.jsonl", "eval-every": 3, "eval-batches": 2}
         moment = Moment(phase, count, signals=signals) if signals else None
         ended = self._runs.run(training.arguments(self._model, **evaluation), training.log, moment)
         for checkpoint in training.named_checkpoints():
