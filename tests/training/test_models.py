@@ -156,7 +156,7 @@ def test_adapters_name_a_base_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
     assert run(chosen) == 0
     found = json.loads((checkpoint(chosen, 1) / "adapter_config.json").read_text())
     assert (found["base_model_name_or_path"], found["revision"]) == ("owner/small-llama", revision)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     adapted = peft.AutoPeftModelForCausalLM.from_pretrained(
         checkpoint(chosen, 1), cache_dir=str(tmp_path / "hub"), local_files_only=True
     )
