@@ -37,6 +37,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "data"})
+
+
 def __getattr__(name: str) -> Any:
     """Names that need torch are imported when they are asked for: `storm --help` answers without it."""
     if name == "data":

@@ -24,7 +24,6 @@ def stream(
     *,
     vram: object = "auto",
     ram: object = "auto",
-    disk: Path | str | None = None,
     device: torch.device | str = "auto",
     activations: str = "auto",
     step: str = "auto",
@@ -51,7 +50,6 @@ def stream(
     settings = Settings(
         vram=vram,
         ram=ram,
-        disk=disk,
         device=device,
         activations=activations,
         step=step,

@@ -14,6 +14,7 @@ from torch import nn
 from .core.endings import Endings
 from .core.errors import SettingError
 from .core.records import Asked
+from .core.sizes import round_up
 from .core.tags import Tag, Tier
 from .memory.device_meter import DeviceMeter, device_meter_for
 from .memory.flags import Flags
@@ -32,8 +33,9 @@ from .streams.adam_settings import runs_as_adam
 from .streams.device_states import kept_bytes
 from .streams.home_sizes import Homes, homes_for
 from .streams.partition import Partition, partition
-from .streams.placement import Placement, place
+from .streams.placement import Placement, least_pool_bytes, place
 from .streams.settings import Settings, Trial
+from .streams.torch_step import is_separable
 from .streams.unit import Unit
 
 
@@ -85,34 +87,62 @@ class Ground:
         return arena.pinned or self.page_lock is None or self.lanes.ring is not None
 
 
-def open_ground(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
-) -> tuple[Ground, list[torch.Tensor]]:
-    """The ground, and home memory for the weights of each unit."""
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a session will take, before it takes any of it."""
+
+    device: torch.device
+    ledger: Ledger
+    partition: Partition
+    placement: Placement
+    homes: Homes
+    meter: DeviceMeter | None
+
+
+def outline(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    trial: Trial = Trial(),  # noqa: B008
+) -> Outline:
+    """Refuse what budgets or settings do not allow. Sizes alone count: the parameters may hold no memory yet."""
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
-    endings.last(expand_segments(device))  # the pool goes back to the driver
-    found = partition(
-        model,
-        unit_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes // 6,
-        only=None if settings.only is None else list(settings.only),
-        leave=list(settings.leave),
-    )
+    limit = ledger.budgets[Tier.DEVICE].limit_bytes
+    found = _parted(model, settings, limit)
     units = found.units
     if not units:
         left = f": all {len(found.left)} are left, by only= or leave=, or for their kind" if found.left else ""
         raise SettingError(f"The model has no parameters to stream{left}.")
+    training = any(unit.trained for unit in units)
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
     meter = trial.meter or device_meter_for(device)
     placement = place(
         found,
         ledger,
-        training=any(unit.trained for unit in units),
+        training=training,
         measured=meter is not None,
         reserve_bytes=kept,
+        enough=lambda: kept + _enough_vram(model, settings, limit, training=training),
     )
     adam = optimizer is not None and runs_as_adam(optimizer, units, settings.master_dtype is not None)
+    if optimizer is not None and not adam and settings.step == "backward" and not is_separable(optimizer):
+        raise SettingError(
+            f'step="backward" needs an optimizer of torch.optim that updates each parameter by itself; '
+            f'{type(optimizer).__name__} is not known to. Use step="forward".'
+        )
     homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam)
+    return Outline(device=device, ledger=ledger, partition=found, placement=placement, homes=homes, meter=meter)
+
+
+def open_ground(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
+) -> tuple[Ground, list[torch.Tensor]]:
+    """The ground, and home memory for the weights of each unit."""
+    outlined = outline(model, optimizer, settings, trial)
+    device, ledger, homes, placement = outlined.device, outlined.ledger, outlined.homes, outlined.placement
+    units = outlined.partition.units
+    endings.last(expand_segments(device))  # the pool goes back to the driver
     page_lock = page_lock_for(device)
     recorder = Recorder()
     arena = HostArena(homes.parameters, ledger=ledger, tag=Tag.PARAMETERS, page_lock=page_lock)
@@ -133,10 +163,10 @@ def open_ground(
         device=device,
         ledger=ledger,
         endings=endings,
-        partition=found,
+        partition=outlined.partition,
         placement=placement,
         homes=homes,
-        meter=meter,
+        meter=outlined.meter,
         page_lock=page_lock,
         recorder=recorder,
         lanes=lanes,
@@ -149,6 +179,25 @@ def open_ground(
     return ground, images
 
 
+def _parted(model: nn.Module, settings: Settings, limit_bytes: int) -> Partition:
+    return partition(
+        model,
+        unit_limit_bytes=limit_bytes // 6,
+        only=None if settings.only is None else list(settings.only),
+        leave=list(settings.leave),
+    )
+
+
+def _enough_vram(model: nn.Module, settings: Settings, limit_bytes: int, *, training: bool) -> int:
+    """A limit through which the model can be streamed, where ``limit_bytes`` does not do. A larger limit makes larger
+    units, which need more."""
+    least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
+    while least > limit_bytes:
+        limit_bytes = round_up(least, 512)
+        least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
+    return limit_bytes
+
+
 def _device(device: torch.device | str) -> torch.device:
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -157,7 +206,7 @@ def _device(device: torch.device | str) -> torch.device:
         if found.type == "cuda" and found.index is None and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())  # tensors there have an index too
         return found
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise SettingError(
-            f"device={device!r} cannot be meant. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ..."
+            f"device={device!r} is not accepted. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ..."
         ) from None

@@ -17,7 +17,7 @@ from torch import nn
 from .core.endings import Endings
 from .core.errors import SettingError
 from .core.tags import Tag
-from .ground import Ground, open_ground
+from .ground import Ground, open_ground, outline
 from .memory.flags import Flag
 from .memory.lanes import Lanes
 from .native.jobs import Worker
@@ -39,7 +39,7 @@ from .streams.parameters import ParameterStream, Residence
 from .streams.saving import Saving
 from .streams.settings import Settings, Trial
 from .streams.still import Still
-from .streams.torch_step import is_separable, is_whole
+from .streams.torch_step import is_whole
 from .streams.unit import Unit
 from .tuning import Tuning
 
@@ -86,6 +86,15 @@ def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settin
     if optimizer is not None and parts.optimizer is not None:
         _TAKEN[optimizer] = weakref.ref(parts.optimizer)
     return parts
+
+
+def check_budgets(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+    """Refuse a model as `open_parts` would for want of memory, and take none. It may be on the meta device."""
+    exchange = give_substance(model, optimizer)
+    try:
+        outline(model, optimizer, settings)
+    finally:
+        exchange.undo()
 
 
 def _open(
@@ -136,11 +145,6 @@ def _open(
         if ground.homes.adam:
             adam, worker, can_travel = _open_adam(ground, images, flags, parameters, gradients, trial)
             tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
-        elif mode == "backward" and not is_separable(optimizer):
-            raise SettingError(
-                f'step="backward" needs an optimizer of torch.optim that updates each parameter by itself; '
-                f'{type(optimizer).__name__} is not known to. Use step="forward".'
-            )
         taken = OptimizerStream(
             optimizer,
             access=access,

@@ -218,3 +218,37 @@ def test_flags_are_not_guessed(arguments: list[str], capsys: pytest.CaptureFixtu
         main(["train", "--model", "x", "--data", "y", *arguments])
     assert caught.value.code == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--learning-rate", "1e-4"], "there is no --learning-rate. Did you mean --lr?"),
+        (["--learning_rate=1e-4"], "there is no --learning_rate. Did you mean --lr?"),
+        (["-lr", "1e-4"], "Did you mean --lr?"),
+        (["--max-seq-length", "8"], "Did you mean --sequence?"),
+        (["--epoch", "3"], "Did you mean --epochs?"),
+        (["--lora-r", "8"], "Did you mean --lora-rank?"),
+        (["--squence", "8"], "Did you mean --sequence?"),
+        (["--wandb"], "there is no --wandb. All numbers are in metrics.jsonl"),
+        (["--frobnicate"], "there is no --frobnicate. See --help."),
+        (["surplus"], "unrecognized arguments: surplus"),
+    ],
+)
+def test_flags_that_do_not_exist_get_a_suggestion(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--model", "x", *flags] if flags != ["surplus"] else ["train", *flags])
+    assert caught.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("usage: storm train --model MODEL --data PATH [PATH ...] [flags]\n")
+    assert words in errors.splitlines()[-1]
+
+
+def test_other_commands_suggest_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "pack", "x", "--out", "y", "--tokeniser", "z"])
+    errors = capsys.readouterr().err
+    assert errors.startswith("usage: storm data pack ")
+    assert "there is no --tokeniser. Did you mean --tokenizer?" in errors

@@ -41,6 +41,19 @@ def run(name: str, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, 
     return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
+@pytest.mark.parametrize("name", ["hf_trainer.py", "trl_sft.py"])
+def test_defaults_for_a_cpu_take_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few steps on short rows, in fp32: bf16 takes many CPUs a hundred times as long."""
+    if name == "trl_sft.py":
+        pytest.importorskip("trl")
+    chat = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
+    left = run(name, [chat if name == "trl_sft.py" else {"text": "what is a number " * 100}] * 64, monkeypatch)
+    trainer = left["trainer"]
+    assert trainer.state.global_step <= 5
+    assert next(trainer.model.parameters()).dtype == torch.float32
+    assert max(len(row["input_ids"]) for row in trainer.train_dataset) <= 128
+
+
 def test_trainer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"text": "what is a number " * 4}] * 32
     left = run("hf_trainer.py", rows, monkeypatch, "--steps", "2", "--vram", "400KiB")

@@ -6,7 +6,8 @@ the process, and its wait status when it has ended.
 
 The processes write a letter for the thread (m for the one that trains, w for any other) and a phase to a pipe, before
 they begin with it. Writing, renaming and removing are drawn out a little: on a small model each takes less time than it
-takes to be killed. A phase may also be named at whose beginning the thread stops and waits to be killed.
+takes to be killed. A phase may also be named at whose beginning the thread stops, and waits to be killed or for a file
+beside the pipe that lets it go.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -29,8 +31,8 @@ from typing import Any
 _HELD_S = 0.02
 
 
-def announce_phases(fd: int, stop_at: tuple[str, int] | None) -> None:
-    """Make the parts of a run tell ``fd`` when they begin. ``stop_at``: a phase, and which time of it."""
+def announce_phases(pipe: str, stop_at: tuple[str, int] | None) -> None:
+    """Make the parts of a run tell ``pipe`` when they begin. ``stop_at``: a phase, and which time of it."""
     import torch
 
     from stormtorch.api import Session
@@ -39,13 +41,15 @@ def announce_phases(fd: int, stop_at: tuple[str, int] | None) -> None:
     from stormtorch.training.text import rows
 
     seen: Counter[str] = Counter()
+    fd = os.open(pipe, os.O_WRONLY)
 
     def say(phase: str) -> None:
         thread = "m" if threading.current_thread() is threading.main_thread() else "w"
         os.write(fd, f"{thread} {phase}\n".encode())
         seen[phase] += 1
-        if (phase, seen[phase]) == stop_at:
-            time.sleep(60)
+        end = time.monotonic() + 60
+        while (phase, seen[phase]) == stop_at and time.monotonic() < end and not Path(f"{pipe}.go").exists():
+            time.sleep(0.005)
 
     def before(owner: Any, name: str, phase: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -65,6 +69,7 @@ def announce_phases(fd: int, stop_at: tuple[str, int] | None) -> None:
     before(torch.Tensor, "backward", "backward")
     before(Session, "clip_grad_norm_", "step")
     before(loop.Loop, "_between", "between")
+    before(loop, "evaluate", "evaluate")
     before(Session, "save", "save")
     disk.CALLS = _drawn_out(disk.CALLS, say)
 
@@ -123,6 +128,7 @@ def _serve() -> None:
     if "STORM_KILLS" in os.environ:  # the many also kill runs with adapters
         with contextlib.suppress(ImportError):
             importlib.import_module("peft")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
     del torch, transformers, stormtorch  # they are there for the processes to come
     _answer("ready")
     for line in sys.stdin:
@@ -134,7 +140,7 @@ def _serve() -> None:
                 log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                announce_phases(os.open(asked["phases"], os.O_WRONLY), tuple(asked["stop_at"] or ()) or None)
+                announce_phases(asked["phases"], tuple(asked["stop_at"] or ()) or None)
                 status = main(asked["arguments"])
                 sys.stdout.flush()
             finally:

@@ -29,11 +29,14 @@ STEPS, SAVE_EVERY, KEEP = 6, 2, 2
 
 @dataclass(frozen=True)
 class Moment:
-    """Kill when ``phase`` begins for the ``count``-th time: exactly then, or ``delay_s`` later, while it goes on."""
+    """Kill when ``phase`` begins for the ``count``-th time: exactly then, or ``delay_s`` later, while it goes on.
+
+    ``signals``: what is sent instead, one after the other; after them the phase goes on."""
 
     phase: str
     count: int = 1
     delay_s: float | None = None
+    signals: tuple[signal.Signals, ...] = (signal.SIGKILL,)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ class Runs:
     def run(self, arguments: list[str], log: Path, moment: Moment | None = None) -> Ended:
         """Run `storm` with ``arguments``, and kill it at ``moment`` if that comes."""
         pipe = self._folder / "phases"
-        pipe.unlink(missing_ok=True)
+        go = self._folder / "phases.go"
+        for path in (pipe, go):
+            path.unlink(missing_ok=True)
         os.mkfifo(pipe)
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -98,12 +103,13 @@ class Runs:
             self._server.stdin.write(json.dumps(request) + "\n")
             self._server.stdin.flush()
             pid = int(self._answer())
-            phases = self._follow(reader, pid, moment)
+            phases = self._follow(reader, pid, moment, log)
+            go.unlink(missing_ok=True)
         finally:
             os.close(reader)
         return Ended(int(self._answer()), phases)
 
-    def _follow(self, reader: int, pid: int, moment: Moment | None) -> dict[str, str]:
+    def _follow(self, reader: int, pid: int, moment: Moment | None, log: Path) -> dict[str, str]:
         """Read what is announced until the end of the process."""
         assert self._server.stdout is not None
         last: dict[str, str] = {}
@@ -121,7 +127,9 @@ class Runs:
                     seen += moment is not None and phase == moment.phase
                     if moment is not None and seen == moment.count:
                         time.sleep(moment.delay_s or 0.0)
-                        os.kill(pid, signal.SIGKILL)
+                        for number in moment.signals:
+                            _send(pid, number, log)
+                        (self._folder / "phases.go").touch()
                         moment = None
         return last
 
@@ -130,6 +138,15 @@ class Runs:
         line = self._server.stdout.readline()
         assert line, "the server of runs has ended"
         return json.loads(line)
+
+
+def _send(pid: int, number: signal.Signals, log: Path) -> None:
+    """Two of a kind are one where the first was not heard yet: wait until the run has said something, or a while."""
+    size = log.stat().st_size
+    os.kill(pid, number)
+    end = time.monotonic() + 0.5
+    while number != signal.SIGKILL and log.stat().st_size == size and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 def _read(reader: int) -> bytes:
@@ -152,7 +169,7 @@ class Training:
         self.folder.mkdir(parents=True)
         self.log, self.output = self.folder / "log.txt", self.folder / "run"
 
-    def arguments(self, model: Path, *, steps: int = STEPS) -> list[str]:
+    def arguments(self, model: Path, *, steps: int = STEPS, **more: object) -> list[str]:
         settings: dict[str, object] = {
             "model": model,
             "data": DEMO_DATA / "corpus.jsonl",
@@ -169,6 +186,7 @@ class Training:
             "save-every": SAVE_EVERY,
             "keep": KEEP,
             "log-every": 1,
+            **more,
         }
         return ["train", *(str(word) for name, value in settings.items() for word in (f"--{name}", value))]
 

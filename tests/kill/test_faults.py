@@ -75,7 +75,7 @@ def test_an_unreadable_line_of_data(command: Command) -> None:
 
 def test_the_tokenizer_of_another_model(command: Command) -> None:
     config = json.loads((command.model / "config.json").read_text())
-    (command.model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    (command.model / "config.json").write_text(json.dumps(config | {"vocab_size": 100, "pad_token_id": 0}))
     said = command.refused()
     assert f"{command.data}, line 1: token " in said
     assert "the model's vocabulary of 100, the tokenizer has 257" in said

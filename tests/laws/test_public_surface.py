@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import subprocess
 import sys
 
 import stormtorch
 from stormtorch.cli.main import parser
+from stormtorch.streams.settings import Settings
 
 PUBLIC_NAMES = [
     "DataLoader",
@@ -90,6 +93,20 @@ FLAGS = {
 def test_public_names() -> None:
     assert sorted(stormtorch.__all__) == PUBLIC_NAMES
     assert all(hasattr(stormtorch, name) for name in PUBLIC_NAMES)
+
+
+def test_names_that_are_imported_late_are_listed() -> None:
+    assert {*PUBLIC_NAMES, "data"} <= set(dir(stormtorch))
+    code = "import sys, stormtorch; assert 'stream' in dir(stormtorch); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_no_setting_is_listed_that_is_refused() -> None:
+    """Every keyword of `stream` can be given something else than its default."""
+    settings = {item.name for item in dataclasses.fields(Settings)}
+    keywords = set(inspect.signature(stormtorch.stream).parameters) - {"model", "optimizer"}
+    assert keywords == settings
+    assert settings == {"vram", "ram", "device", "activations", "step", "master_dtype", "only", "leave"}
 
 
 def test_sources_are_found_without_an_import_of_their_own() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import stormtorch as storm
 from stormtorch.api import Session
-from stormtorch.core.errors import OutOfBudget
-from stormtorch.core.sizes import GiB, MiB
+from stormtorch.core.errors import OutOfBudget, SettingError
+from stormtorch.core.sizes import GiB, MiB, parse_bytes
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.host import PAGE
 from stormtorch.streams.placement import Growth, Placement, growth
@@ -184,3 +187,53 @@ def test_room_to_accumulate_is_set_aside_only_where_it_is_no_burden() -> None:
     trained(16 * layer, 3)
     with pytest.raises(OutOfBudget, match="GRADIENTS"):
         trained(5 * layer, 2)
+
+
+def _network(adapter: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(700, 24), *(nn.Linear(24, 24) for _ in range(6)), nn.Linear(24, 700))
+    for parameter in list(model.parameters())[1:] if adapter else ():
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("optimizer", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("limit", ["1KiB", "60KiB", "120KiB"])
+def test_the_vram_that_an_error_names_is_enough(optimizer: bool, limit: str) -> None:
+    """And not much more than that: with one in sixteen less it is refused again."""
+    model = _network()
+    if not optimizer:
+        model.requires_grad_(False)
+    taken = torch.optim.AdamW(model.parameters()) if optimizer else None
+    with pytest.raises(OutOfBudget) as caught:
+        storm.stream(model, taken, vram=limit, device="cpu")
+    advised = re.search(r"Raise it to at least (\d+KiB); activations come on top\.", caught.value.remedy)
+    assert advised is not None
+    assert ("LoRA" in caught.value.remedy) == optimizer
+    with pytest.raises(OutOfBudget):
+        storm.stream(model, taken, vram=parse_bytes(advised[1]) * 15 // 16, device="cpu")
+    with storm.stream(model, taken, vram=advised[1], device="cpu"):
+        model(torch.arange(8)).sum()
+
+
+def test_the_ram_that_an_error_names_is_enough() -> None:
+    model = _network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OutOfBudget) as caught:
+        storm.stream(model, optimizer, ram="100KiB", device="cpu", activations="keep")
+    advised = re.search(r"Raise it to at least (\d+KiB), or train an adapter", caught.value.remedy)
+    assert advised is not None
+    storm.stream(model, optimizer, ram=advised[1], device="cpu", activations="keep").close()
+
+
+@pytest.mark.parametrize("device", [["cuda:0", "cuda:1"], ("cpu",), "cuda:0,cuda:1", [0, 1]], ids=str)
+def test_a_list_of_devices_is_refused_in_one_line(device: object) -> None:
+    model: Any = _network()
+    opened: list[Callable[[Any], object]] = [
+        lambda given: storm.stream(model, device=given),
+        lambda given: storm.offload_activations(model, device=given),
+        lambda given: storm.DataLoader(TensorDataset(torch.zeros(4)), device=given),
+    ]
+    for each in opened:
+        with pytest.raises(SettingError, match="is a list, and STORM streams to one device"):
+            each(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from stormtorch.training import hf_model
 from stormtorch.training.build import build
 from stormtorch.training.settings import TrainSettings
 
-from .tiny import Quiet, checkpoint, losses, one_thread, run, settings, with_weights, write_model  # noqa: F401
+from .tiny import Quiet, checkpoint, losses, one_thread, run, settings, with_weights, write_model, write_text  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
 
@@ -126,6 +127,41 @@ def test_adapters_train_alone_and_open_with_peft(tmp_path: Path) -> None:
     assert len(moved) == 7 * 3
     assert all(bool((parameter != 0).any()) for parameter in moved)
     assert torch.equal(before["lm_head.weight"], adapted.base_model.model.lm_head.weight)
+
+
+def test_adapters_name_their_base_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft reads a path from the directory that it runs in: a project that is moved as a whole still opens."""
+    peft = pytest.importorskip("peft")
+    (tmp_path / "here").mkdir()
+    with_weights(tmp_path / "here" / "model", name_or_path="/home/of/its/author")
+    monkeypatch.chdir(tmp_path / "here")
+    write_text(Path("text.jsonl"))
+    chosen = settings(tmp_path, model="model", data=("text.jsonl",), output="run", lora_rank=2, steps=1)
+    assert run(chosen) == 0
+    config = checkpoint(chosen, 1) / "adapter_config.json"
+    assert json.loads(config.read_text())["base_model_name_or_path"] == "model"
+    assert str(tmp_path) not in config.read_text()
+    (tmp_path / "here").rename(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "there")
+    peft.AutoPeftModelForCausalLM.from_pretrained("run/checkpoints/step-00000001")
+    assert run(dataclasses.replace(chosen, steps=2)) == 0
+
+
+def test_adapters_name_a_base_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its cache a model's folder says which it is, and at which revision; that is what a machine elsewhere needs."""
+    peft = pytest.importorskip("peft")
+    revision = "0123456789abcdef" * 2 + "01234567"
+    base = with_weights(tmp_path / "hub" / "models--owner--small-llama" / "snapshots" / revision)
+    chosen = settings(tmp_path, model=str(base), lora_rank=2, steps=1)
+    assert run(chosen) == 0
+    found = json.loads((checkpoint(chosen, 1) / "adapter_config.json").read_text())
+    assert (found["base_model_name_or_path"], found["revision"]) == ("owner/small-llama", revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(
+        checkpoint(chosen, 1), cache_dir=str(tmp_path / "hub"), local_files_only=True
+    )
+    assert torch.equal(adapted.base_model.model.lm_head.weight, load_file(base / "model.safetensors")["lm_head.weight"])
+    assert run(dataclasses.replace(chosen, steps=2)) == 0
 
 
 def test_adapters_begin_as_peft_has_them(tmp_path: Path) -> None:

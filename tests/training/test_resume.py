@@ -188,15 +188,69 @@ def test_other_numbers_are_refused_one_line_each(tmp_path: Path) -> None:
     assert len(lines) == 4
 
 
-def test_more_steps_are_another_schedule_unless_it_is_constant(tmp_path: Path) -> None:
-    falling = settings(tmp_path, steps=2)
-    assert run(falling) == 0
-    with pytest.raises(SettingError, match="steps in all: 2 then, 4 now"):
-        run(dataclasses.replace(falling, steps=4))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": "cosine", "warmup": 0.25},
+        {"schedule": "constant", "warmup": 0.25},
+        {"optimizer": "sgd", "warmup": 5},
+    ],
+    ids=["cosine", "constant", "sgd"],
+)
+def test_a_finished_run_can_be_given_more_steps(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Weights, states and data go on; the learning rate is the schedule's for the new number of steps."""
+    short = settings(tmp_path, model=str(write_model(tmp_path / "model", attention_dropout=0.1)), steps=4, **changes)
+    assert run(short) == 0
+    watcher = Quiet()
+    assert run(short, watcher) == 0
+    assert any("The run is finished at step 4" in line and "--steps 8 goes on" in line for line in watcher.said)
+    whole = dataclasses.replace(short, steps=8, output=str(tmp_path / "whole"))
+    assert run(whole) == 0
+    longer = dataclasses.replace(short, steps=8)
+    watcher = Quiet()
+    assert run(longer, watcher) == 0
+    assert any("made for 4 steps and has 8 now: from step 5 on" in line for line in watcher.said)
+    rates = {record["step"]: record["lr"] for record in records(longer)}
+    assert list(rates) == list(range(1, 9))
+    expected = {record["step"]: record["lr"] for record in records(whole)}
+    assert [rates[step] for step in range(5, 9)] == [expected[step] for step in range(5, 9)]
+    assert losses(longer) == _by_hand(tmp_path, short, longer)
+    with pytest.raises(SettingError, match=r"then, .* now"):
+        run(dataclasses.replace(short, lr=2e-3, steps=16))
+
+
+def _by_hand(tmp_path: Path, short: TrainSettings, longer: TrainSettings) -> dict[int, float]:
+    """The losses of a run that was never stopped, whose schedule changes after the short one's steps."""
+    chosen = dataclasses.replace(longer, output=str(tmp_path / "by-hand"))
+    loop = importlib.import_module("stormtorch.training.loop")
+    real = loop.learning_rate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "learning_rate", lambda s, step, total: real(s, step, short.steps if step <= 4 else total))
+        assert run(chosen) == 0
+    return losses(chosen)
+
+
+def test_fewer_steps_are_another_schedule_unless_it_is_constant(tmp_path: Path) -> None:
+    falling = settings(tmp_path, steps=4)
+    assert run(falling, stop_after(2)) == 143
+    with pytest.raises(SettingError, match="steps in all: 4 then, 3 now"):
+        run(dataclasses.replace(falling, steps=3))
     level = elsewhere(falling, "level", schedule="constant", warmup=0)
-    assert run(level) == 0
-    assert run(dataclasses.replace(level, steps=4)) == 0
-    assert losses(level).keys() == {1, 2, 3, 4}
+    assert run(level, stop_after(2)) == 143
+    assert run(dataclasses.replace(level, steps=3)) == 0
+    assert losses(level).keys() == {1, 2, 3}
+
+
+def test_a_run_in_epochs_goes_on_too(tmp_path: Path) -> None:
+    """Over the end of a pass, where the loader's next batch is the first of the next one."""
+    chosen = settings(tmp_path, steps=None, epochs=1.0, batch=8)
+    assert run(chosen) == 0
+    watcher = Quiet()
+    assert run(chosen, watcher) == 0
+    assert any("--epochs 2 goes on" in line for line in watcher.said)
+    assert run(dataclasses.replace(chosen, epochs=2.0)) == 0
+    first = len(losses(chosen)) // 2
+    assert list(losses(chosen)) == list(range(1, 2 * first + 1))
 
 
 def test_from_a_named_checkpoint(tmp_path: Path) -> None:

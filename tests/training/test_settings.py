@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from stormtorch.core.errors import SettingError
+from stormtorch.training import suggestions
 from stormtorch.training.schedule import learning_rate, warmup_steps
 from stormtorch.training.settings import TrainSettings, check_required, is_callable_name
 from stormtorch.training.settings_file import read_yaml, to_yaml
@@ -170,3 +171,32 @@ def test_steps_of_a_run() -> None:
         total_steps(TrainSettings(batch=4, steps=7), 3)
     with pytest.raises(SettingError, match=r"epochs=0\.1 of 5 batches make no step"):
         total_steps(TrainSettings(epochs=0.1), 5)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("learning_rate", "Did you mean lr?"),
+        ("max_steps", "Did you mean steps?"),
+        ("per_device_train_batch_size", "Did you mean batch?"),
+        ("gradient_accumulation_steps", "Did you mean accumulate?"),
+        ("output_dir", "Did you mean output?"),
+        ("per_device_train_batchsize", "Did you mean batch?"),
+        ("wandb_project", "All numbers are in metrics.jsonl"),
+        ("xyzzy", "storm train --help has all of them."),
+    ],
+)
+def test_keys_of_other_programs_get_a_suggestion(tmp_path: Path, key: str, words: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{key}: 1\n")
+    with pytest.raises(SettingError) as caught:
+        read_yaml(file)
+    assert str(caught.value) == f"{file}: there is no setting {key!r}. " + str(caught.value).partition("'. ")[2]
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 250 + len(str(file))
+
+
+def test_every_synonym_leads_to_a_setting() -> None:
+    names = {item.name for item in dataclasses.fields(TrainSettings)}
+    assert set(suggestions._SETTINGS.values()) <= names
+    assert not names & (set(suggestions._SETTINGS) | set(suggestions._INSTEAD))

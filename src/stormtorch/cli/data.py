@@ -91,6 +91,7 @@ def _pack_documents(options: argparse.Namespace, shard_bytes: int, dtype: torch.
     progress.close()
     skipped = f", {reader.bad_lines} bad lines left out" if reader.bad_lines else ""
     print(f"{options.out}: {documents} documents, {count} tokens{skipped}.")
+    print(f"Train on it: storm train --model MODEL --data {options.out}")
     print(f"Read it with storm.DataLoader(storm.data.tokens({str(options.out)!r}, sequence=2048), ...).")
     return 0
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..core.errors import StormError
+from ..training.suggestions import suggestion
 
 COMMANDS = {
     "data": "pack text or arrays into shards that load fast, and verify such shards",
@@ -46,6 +47,30 @@ def _with_values(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Flags that there are not are refused by their own command, which says what may have been meant."""
+    root = parser()
+    options, unknown = root.parse_known_args(arguments)
+    if unknown:
+        command, names = _command(root, options)
+        flag = next((word for word in unknown if word.startswith("-")), None)
+        if flag is None:
+            command.error(f"unrecognized arguments: {' '.join(unknown)}")
+        flag = flag.partition("=")[0]
+        command.error(f"there is no {flag}. {suggestion(flag, names, flags=True) or 'See --help.'}")
+    return options
+
+
+def _command(root: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The command that was chosen, or its action, and the names of its flags."""
+    found = root
+    for name in (options.command, getattr(options, "action", None)):
+        choices = [action.choices for action in found._actions if isinstance(action, argparse._SubParsersAction)]
+        if choices and name is not None:
+            found = choices[0][name]
+    return found, [action.dest for action in found._actions if action.option_strings]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors meant for users become one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
@@ -53,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows less, and is no error
     name = "storm"
     try:
-        options = parser().parse_args(_with_values(sys.argv[1:] if arguments is None else arguments))
+        options = _parsed(_with_values(sys.argv[1:] if arguments is None else arguments))
         name = f"storm {options.command}"
         return int(importlib.import_module(f".{options.command}", __package__).run(options))
     except StormError as error:

@@ -20,12 +20,14 @@ from typing import Any
 
 from ..core.errors import StormError
 from ..training.settings import TrainSettings, check_required
+from ..training.stopping import Stopped, Stopping
 from ..training.values import Kind
+from .live import Live
 
 _EPILOG = """\
 exit status: 0 trained; 1 an error, in one line; 2 a flag that does not exist or lacks its value; 3 a loss that is not
 finite; 129, 130, 143 stopped by a terminal that went, Ctrl-C or SIGTERM, with a checkpoint. The same command goes on
-from the last one.
+from the last one. SIGUSR1 saves a checkpoint, and training goes on.
 """
 _ERROR_FILE = "error.txt"
 
@@ -71,19 +73,29 @@ def _train(settings: TrainSettings) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    live = Live()
+    try:
+        with Stopping(live.warn) as stopping:  # before torch is imported, which takes seconds
+            return _run(settings, live, stopping)
+    except Stopped as stopped:
+        live.warn(str(stopped))
+        return stopped.status
+    finally:
+        live.close()
+
+
+def _run(settings: TrainSettings, live: Live, stopping: Stopping) -> int:
     import torch
 
     from ..training.finite import NotFinite
     from ..training.run import train
-    from .live import Live
 
-    live = Live()
     notices = _Notices(live.warn)
     logging.getLogger("stormtorch").addHandler(notices)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _in_one_line(live.warn)
-            return train(settings, live)
+            return train(settings, live, stopping)
     except NotFinite as error:
         live.warn(str(error))
         return 3
@@ -101,7 +113,6 @@ def _train(settings: TrainSettings) -> int:
         return 1
     finally:
         logging.getLogger("stormtorch").removeHandler(notices)
-        live.close()
 
 
 class _Notices(logging.Handler):

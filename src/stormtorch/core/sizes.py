@@ -69,6 +69,12 @@ def format_bytes(count: int) -> str:
     return f"{sign}{scaled:.1f} {unit}"
 
 
+def as_setting(count: int) -> str:
+    """``count`` rounded up, as a user may set it: 1500KiB, 3991MiB. `parse_bytes` of it is never less."""
+    unit, name = (MiB, "MiB") if count > 8 * MiB else (KiB, "KiB")
+    return f"{-(-count // unit)}{name}"
+
+
 def round_up(count: int, alignment: int) -> int:
     """The smallest multiple of ``alignment`` that is at least ``count``."""
     return -(-count // alignment) * alignment

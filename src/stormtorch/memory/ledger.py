@@ -172,8 +172,8 @@ class Ledger:
 
 _THE = {Tier.DEVICE: "the device", Tier.HOST: "the host", Tier.DISK: "the disk"}
 _REMEDY = {
-    Tier.DEVICE: "Raise it, or make the batch or the model smaller.",
-    Tier.HOST: "Raise it, or train a smaller model or an adapter.",
+    Tier.DEVICE: "Raise it, or take a smaller batch or a shorter sequence.",
+    Tier.HOST: "Raise it, or take a smaller batch, or train an adapter (LoRA) instead of all weights.",
     Tier.DISK: "Free space there, or name a directory on another disk.",
 }
 _REMEDY_FREE = {

@@ -106,8 +106,19 @@ def page_lock_limit() -> str:
     return "the driver (too little free RAM, or memory that is already registered)"
 
 
+def check_one_device(device: object) -> None:
+    """Raises SettingError for a list of devices, as other programs take it."""
+    given = device.split(",") if isinstance(device, str) else device
+    if isinstance(given, list | tuple | set | frozenset) and not (isinstance(device, str) and len(given) == 1):
+        raise SettingError(
+            f"device={device!r} is a list, and STORM streams to one device. Name one, such as 'cuda:0'; what does not "
+            "fit there lies in RAM."
+        )
+
+
 def usable_device(device: torch.device | str) -> torch.device:
     """``device`` with its index, if STORM can use it; else SettingError with the list of those that it can."""
+    check_one_device(device)
     accepted = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     name = str(device)
     if name == "cuda" and len(accepted) > 1:

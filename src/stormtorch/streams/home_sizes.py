@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.errors import OutOfBudget
-from ..core.sizes import format_bytes, round_up
+from ..core.sizes import as_setting, format_bytes, round_up
 from ..core.tags import Tag, Tier
 from ..memory.flags import board_bytes
 from ..memory.host import PAGE, regions_for
@@ -53,6 +53,8 @@ def homes_for(units: list[Unit], ledger: Ledger, *, optimizer: bool, adam: bool)
             f"Cannot hold this model in {format_bytes(budget.limit_bytes)} of RAM",
             f"{format_bytes(total)} are needed, {total} bytes: {parts}",
             f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
-            "Raise it, or train a smaller model or an adapter.",
+            f"Raise it to at least {as_setting(total)}, or train an adapter (LoRA) instead of all weights."
+            if optimizer
+            else f"Raise it to at least {as_setting(total)}, or take a smaller model.",
         )
     return homes

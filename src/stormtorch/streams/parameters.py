@@ -373,7 +373,7 @@ class ParameterStream:
             f"The limit is {budget.given}.",
             "Raise it, or do not accumulate: one backward for each step needs less."
             if tag is Tag.GRADIENTS
-            else "Raise it, or make the model's blocks smaller.",
+            else "Raise it. If a checkpoint of yours spans several blocks, make it one for each block.",
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core.errors import OutOfBudget
-from ..core.sizes import GiB, KiB, MiB, format_bytes, round_down
+from ..core.sizes import GiB, KiB, MiB, as_setting, format_bytes, round_down
 from ..core.tags import Tier
 from ..memory.ledger import Ledger
 from .partition import Partition
@@ -23,30 +24,47 @@ class Placement:
     reason: str
 
 
-def place(partition: Partition, ledger: Ledger, *, training: bool, measured: bool, reserve_bytes: int = 0) -> Placement:
+def least_pool_bytes(partition: Partition, *, training: bool) -> int:
+    """The smallest pool that works: a block and the largest unit after it, with gradients on their way."""
+    largest = max((unit.image_bytes for unit in partition.units), default=0)
+    entry = max((sum(unit.image_bytes + 512 for unit in entry.units) for entry in partition.entries), default=0)
+    bucket = max((unit.grad_bytes for unit in partition.units), default=0) + 512 if training else 0
+    return entry + largest + 2 * bucket + 512
+
+
+def place(
+    partition: Partition,
+    ledger: Ledger,
+    *,
+    training: bool,
+    measured: bool,
+    reserve_bytes: int = 0,
+    enough: Callable[[], int],
+) -> Placement:
     """The placement to begin with; see `growth` for what it becomes once activations have been ``measured``, where the
-    device tells how much they take."""
+    device tells how much they take. ``enough`` says which limit would do where this one does not."""
     units = partition.units
     images = sum(unit.image_bytes + 512 for unit in units)
     largest = max((unit.image_bytes for unit in units), default=0)
-    entry = max((sum(unit.image_bytes + 512 for unit in entry.units) for entry in partition.entries), default=0)
     bucket = max((unit.grad_bytes for unit in units), default=0) + 512 if training else 0
     wide = max((unit.wide_bytes for unit in units if unit.has_wide_form), default=0) if training else 0
     adding = 2 * (wide + 512) if wide else bucket  # to add a gradient to an earlier one
     free = round_down(ledger.free_bytes(Tier.DEVICE) - reserve_bytes, 512)
     budget = ledger.budgets[Tier.DEVICE]
     fixed = 2 * bucket + 512
-    if entry + largest + fixed + adding > free * 3 // 4:
+    least = least_pool_bytes(partition, training=training)
+    if least + adding > free * 3 // 4:
         adding = 0  # whoever accumulates finds it among the weights, or what activations leave
     fixed += adding
-    least = entry + largest + fixed
+    least += adding
     whole = images + fixed
     if least > free:
         raise OutOfBudget(
             f"Cannot stream this model through {format_bytes(budget.limit_bytes)} of device memory for PARAMETERS",
             f"the largest block and the one after it, with their gradients, need {format_bytes(least)}",
             f"The limit is {budget.given}.{_meant(budget.limit_bytes)}",
-            "Raise it, or split the largest layer.",
+            f"Raise it to at least {as_setting(enough())}; activations come on top."
+            + (" An adapter (LoRA) needs about half of that." if 6 * bucket > least else ""),
         )
     if not measured or whole <= free // 8:
         pool = min(whole, free)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from ..core.errors import SettingError
 from ..memory.device_meter import DeviceMeter
 from ..memory.lane import Delay
+from ..memory.limits import check_one_device
 
 STEPS = ("auto", "backward", "forward", "serial")
 ACTIVATIONS = ("auto", "keep", "offload", "recompute")
@@ -22,7 +22,6 @@ class Settings:
 
     vram: object = "auto"
     ram: object = "auto"
-    disk: Path | str | None = None
     device: torch.device | str = "auto"
     activations: str = "auto"
     step: str = "auto"
@@ -37,8 +36,7 @@ class Settings:
             raise SettingError(f"activations={self.activations!r} cannot be meant. Accepted: {_listed(ACTIVATIONS)}.")
         if self.master_dtype not in (None, torch.float32):
             raise SettingError(f"master_dtype={self.master_dtype!r} cannot be meant. Accepted: torch.float32 or None.")
-        if self.disk is not None:
-            raise SettingError("disk= is not available for training yet. Accepted: None.")
+        check_one_device(self.device)
         for name, value in (("only", self.only), ("leave", self.leave)):
             if isinstance(value, str):
                 raise SettingError(f"{name}={value!r} cannot be meant. Accepted: a list of module names.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +57,15 @@ def build(settings: TrainSettings, *, values: bool) -> Built:
     return _build_hf(Path(settings.model), settings, values=values or settings.lora_rank > 0)
 
 
+def build_outline(settings: TrainSettings) -> nn.Module | None:
+    """The model on the meta device, adapters and all; None for one that only code of the user's can build."""
+    assert settings.model is not None
+    if is_callable_name(settings.model):
+        return None
+    model = hf_model.build_empty(hf_model.read_config(Path(settings.model)), DTYPES[settings.dtype])
+    return add_adapters(model, settings, values=False) if settings.lora_rank else model
+
+
 def check_base(settings: TrainSettings) -> None:
     """Adapters need a model under them that is somewhere."""
     path = Path(str(settings.model))
@@ -69,8 +79,6 @@ def check_base(settings: TrainSettings) -> None:
 def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
     dtype = DTYPES[settings.dtype]
     config = hf_model.read_config(path)
-    if settings.lora_rank:
-        config.name_or_path = str(path.resolve())  # by which adapters find their base again
     weights: Path | None = None
     files = hf_model.weight_files(path) if values else []
     with torch.random.fork_rng(devices=[]):  # random weights are those of the seed
@@ -91,6 +99,7 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
     base = model
     hf_model.take_generation_config(base, path)
     if settings.lora_rank:
+        _name_base(base, path)
         model = add_adapters(model, settings)
     return Built(
         model=model,
@@ -102,6 +111,14 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
         copy_files=lambda folder: hf_model.copy_generation_config(path, folder),
         opening=_opening_adapters if settings.lora_rank else _opening,
     )
+
+
+def _name_base(model: nn.Module, path: Path) -> None:
+    """What adapters call their base. peft reads a path from the directory that it runs in, so one that the user gave as
+    relative stays so; what lies in the Hub's cache has a name that is known everywhere."""
+    found = hf_model.hub_name(path)
+    anything: Any = model
+    anything.name_or_path = anything.config.name_or_path = str(path) if found is None else found[0]
 
 
 def _check_room(model: nn.Module, path: Path) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from .reason import reason
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 _SAMPLE_BYTES = 4096
+_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})$")
 _NO_NUMBERS = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -89,6 +91,14 @@ def check_positions(config: Any, sequence: int) -> str | None:
     if getattr(inner, "rope_parameters", None) is None:
         raise SettingError(f"sequence={sequence}, and the model has {known} positions. Use --sequence {known} or less.")
     return f"Rows of {sequence} tokens are longer than the {known} positions that the model was made for."
+
+
+def hub_name(path: Path) -> tuple[str, str] | None:
+    """The name and the revision of a model that lies in the Hub's cache, by its folder's name; None elsewhere.
+
+    A config's own ``_name_or_path`` is no such name: in a model that was trained further it names the one before."""
+    found = _SNAPSHOT.search(os.path.abspath(path))  # noqa: PTH100  # not resolved: a snapshot is what was named
+    return (found["name"].replace("--", "/"), found["revision"]) if found is not None else None
 
 
 def weight_files(path: Path) -> list[Path]:

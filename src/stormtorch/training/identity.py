@@ -54,19 +54,26 @@ def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any
     if settings.lora_rank:  # a checkpoint holds adapters alone
         found["weights of the model"] = fingerprint(Path(str(settings.model)))
         found[_SAMPLES] = samples(Path(str(settings.model)))
-    if settings.schedule != "constant":
-        found["steps in all"] = total  # which the learning rate depends on
-    found["warm-up steps"] = warmup_steps(settings, total)
+    found |= of_schedule(settings, total)
     found["data (its tokens)"] = data
     return found
 
 
+def of_schedule(settings: TrainSettings, total: int) -> dict[str, Any]:
+    """What the learning rate depends on, besides the settings themselves."""
+    steps = {} if settings.schedule == "constant" else {"steps in all": total}
+    return steps | {"warm-up steps": warmup_steps(settings, total)}
+
+
 class RunRecord(NamedTuple):
-    """What a checkpoint says of the run that made it; ``optimizer``: whether its states are in it."""
+    """What a checkpoint says of the run that made it; ``optimizer``: whether its states are in it.
+
+    ``total``: the steps that the run was to have; None where an older checkpoint does not say."""
 
     step: int
     made_with: dict[str, Any]
     optimizer: bool
+    total: int | None
 
 
 def write_run_file(folder: Path, record: RunRecord, settings: TrainSettings) -> None:
@@ -74,6 +81,7 @@ def write_run_file(folder: Path, record: RunRecord, settings: TrainSettings) -> 
     path.parent.mkdir(exist_ok=True)
     content = {
         "step": record.step,
+        "total": record.total,
         "optimizer": record.optimizer,
         "identity": record.made_with,
         "settings": settings.as_mapping(),
@@ -88,7 +96,10 @@ def read_run_file(checkpoint: Path) -> RunRecord:
         if (expected := read_manifest(checkpoint).files.get(str(RUN_FILE))) is not None:
             disk.check(path, disk.Record(len(data), zlib.crc32(data)), expected)
         content = json.loads(data)
-        return RunRecord(int(content["step"]), dict(content["identity"]), bool(content.get("optimizer", True)))
+        made_with = dict(content["identity"])
+        total = content.get("total", made_with.get("steps in all"))
+        whole = bool(content.get("optimizer", True))
+        return RunRecord(int(content["step"]), made_with, whole, None if total is None else int(total))
     except FileNotFoundError:
         raise CheckpointError(
             f"{checkpoint} was not made by storm train: it has no {RUN_FILE}. Open it as --model, in a new --output."

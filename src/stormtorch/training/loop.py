@@ -144,6 +144,7 @@ class Loop:
         settings, step = self.settings, self.done
         self.checkpoints.poll()
         with self._pace.pause():
+            self._save_asked()  # before an evaluation: what asks by a signal will not wait for long
             try:
                 if self.eval_loader is not None and _due(step, settings.eval_every, last):
                     self._evaluate()
@@ -153,14 +154,31 @@ class Loop:
                     return  # saved at once, before somebody loses patience
             except Exception:  # of memory, say: the work up to here is kept
                 self._note(self._readings.all())
-                self._save(wait=True)
+                self._save_last()
                 raise
             self._save_due(last=last)
 
-    def _save_due(self, *, last: bool) -> None:
-        if _due(self.done, self.settings.save_every, last):
+    def _save_asked(self) -> None:
+        """Begin the checkpoint that SIGUSR1 asks for, unless this step is saved, or is being so."""
+        if self.stopping.signal is None and self.stopping.take_save() and not self._is_saved:
             self._note(self._readings.all())
-            self._save(wait=last)
+            self._save(wait=False)
+
+    def _save_due(self, *, last: bool) -> None:
+        if not (_due(self.done, self.settings.save_every, last) or self.stopping.take_save()):
+            return
+        if self._is_saved and not last:
+            return
+        self._note(self._readings.all())
+        if last:
+            self._save_last()
+        else:
+            self._save(wait=False)
+
+    @property
+    def _is_saved(self) -> bool:
+        """Whether the last step done is saved, or is being so."""
+        return self._saved_step == self.done and self._saved
 
     def _save(self, *, wait: bool) -> None:
         step, also = self.done, {"loader": self.loader}
@@ -173,26 +191,29 @@ class Loop:
             self.checkpoints.save_weights_alone(step, also)
 
     def _save_last(self) -> None:
-        """After a signal: what was done is saved, unless it is, or is being so."""
-        if self._saved_step == self.done and self._saved:
+        """At the end: what was done is saved, unless it is, or is being so."""
+        if self._is_saved:
             self._saved = self.checkpoints.finish()
-        else:
+        if not self._is_saved:
             self._save(wait=True)
 
     def _evaluate(self) -> None:
         assert self.eval_loader is not None
-        self.eval_loader.set_epoch(0)
-        loss = evaluate(
-            self.model,
-            self.loss,
-            self.eval_loader,
-            limit=self.settings.eval_batches,
-            device=self.session.device,
-            stop=lambda: self.stopping.signal is not None,
-        )
-        if loss is None:
-            self.watcher.warn(f"The evaluation of step {self.done} is left out.")
-            return
+        loss = None
+        while loss is None:
+            self.eval_loader.set_epoch(0)
+            loss = evaluate(
+                self.model,
+                self.loss,
+                self.eval_loader,
+                limit=self.settings.eval_batches,
+                device=self.session.device,
+                stop=lambda: self.stopping.signal is not None or self.stopping.save_asked,
+            )
+            if self.stopping.signal is not None and loss is None:
+                self.watcher.warn(f"The evaluation of step {self.done} is left out.")
+                return
+            self._save_asked()  # in the middle random numbers are not the run's: it ends, and begins again
         self._write("evaluation", self.done, loss=loss if math.isfinite(loss) else None)
         self.watcher.say(f"step {self.done}: loss {loss:.4f} on the evaluation data")
 
@@ -201,6 +222,7 @@ class Loop:
             if self.stopping.signal is not None:
                 self.watcher.warn(f"Samples of step {self.done} are left out.")
                 return
+            self._save_asked()
             text = sample(
                 self.model, self.tokenizer, prompt, tokens=self.settings.sample_tokens, device=self.session.device
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import nn
 
 from ..core.errors import SettingError
 from .extras import require
+from .hf_model import hub_name
 from .reason import reason
 from .settings import TrainSettings
 
 
-def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
-    """The model with adapters, the only parameters that train; torch's seed decides their first values."""
+def add_adapters(model: nn.Module, settings: TrainSettings, *, values: bool = True) -> nn.Module:
+    """The model with adapters, the only parameters that train; torch's seed decides their first values. Without
+    ``values`` those of a model on the meta device are there too."""
     peft = require("peft", extra="hf", why="lora_rank")
     targets = list(settings.lora_targets) if settings.lora_targets is not None else linear_layers(model)
     widest = max(max(parameter.shape, default=0) for parameter in model.parameters())
@@ -30,6 +33,7 @@ def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
         lora_dropout=settings.lora_dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",
+        revision=None if (named := hub_name(Path(str(settings.model)))) is None else named[1],
     )
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
@@ -43,7 +47,7 @@ def add_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
                 f"lora_targets: {name} is no linear layer, and its weights cannot be streamed with adapters. Name "
                 "others, such as q_proj v_proj."
             )
-        if hasattr(module, "reset_lora_parameters"):
+        if values and hasattr(module, "reset_lora_parameters"):
             _give_values(module)
     _check_all_are_used(targets, adapted)
     return adapted

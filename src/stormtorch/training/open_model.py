@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..api import Session, stream
+from ..api import Session
 from ..checkpoint import load_weights
 from ..checkpoint.saver import write_configs
 from ..core.errors import SettingError
-from .build import Built, build, check_base
+from ..parts import check_budgets
+from ..streams.settings import Settings
+from .build import Built, build, build_outline, check_base
 from .describe import describe_model, describe_placement, describe_schedule
 from .ending import Spent
 from .optimizer import make_optimizer, optimizer_and_options
@@ -46,6 +48,19 @@ def check_names(settings: TrainSettings) -> None:
         check_callables(str(settings.model), settings.loss)
     elif settings.lora_rank:
         check_base(settings)
+
+
+def check_room(settings: TrainSettings, device: torch.device) -> None:
+    """Refuse a model that the budgets cannot hold while it is a description: before data is read or a weight made."""
+    model = build_outline(settings)
+    if model is not None:
+        check_budgets(model, make_optimizer(model, settings), _stream_settings(settings, device))
+
+
+def _stream_settings(settings: TrainSettings, device: torch.device) -> Settings:
+    return Settings(
+        vram=settings.vram, ram=settings.ram, device=device, activations=settings.activations, step=settings.step
+    )
 
 
 def _seed(settings: TrainSettings) -> None:
@@ -85,17 +100,7 @@ def open_model(
     watcher.say(describe_model(built.model, built.origin))
     watcher.say(describe_schedule(settings, data.total, data.rows.rows))
     optimizer = make_optimizer(built.model, settings)
-    session = ends.enter_context(
-        stream(
-            built.model,
-            optimizer,
-            vram=settings.vram,
-            ram=settings.ram,
-            device=device,
-            activations=settings.activations,
-            step=settings.step,
-        )
-    )
+    session = ends.enter_context(Session(built.model, optimizer, _stream_settings(settings, device)))
     began_s = time.perf_counter()
     if built.weights is not None:
         load_weights(built.model, built.weights)

@@ -14,7 +14,7 @@ from ..core.errors import CheckpointError, SettingError, StorageError, WrongMode
 from ..data.loader import DataLoader
 from ..memory.file_calls import storage_error
 from .ending import Spent
-from .identity import RunRecord, check_same, read_run_file
+from .identity import RunRecord, check_same, of_schedule, read_run_file
 from .run_folder import RunFolder
 from .settings import TrainSettings
 from .watch import Watcher
@@ -100,7 +100,10 @@ def same_run(
                 warn(f"{error} The checkpoint before it is tried.")
             continue
         try:
-            check_same(path, record.made_with, made_with)
+            now = made_with
+            if record.total is not None and record.total < total:  # a run may be given more steps
+                now = made_with | of_schedule(settings, record.total)
+            check_same(path, record.made_with, now)
         except SettingError:
             if RunFolder.is_own(path) or settings.resume != "auto":
                 raise

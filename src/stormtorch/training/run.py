@@ -17,17 +17,22 @@ from .ending import Spent, Times, peak_rss_bytes
 from .identity import RunRecord, identity, write_run_file
 from .loop import Loop
 from .metrics import check_tensorboard, open_metrics
-from .open_model import check_names, open_model
+from .open_model import check_names, check_room, open_model
 from .resume import candidates, go_on, same_run
 from .run_folder import RunFolder
+from .schedule import learning_rate
 from .settings import TrainSettings, check_required, is_callable_name
 from .stopping import Stopping
 from .text_data import read_text
 from .watch import Watcher
 
 
-def train(settings: TrainSettings, watcher: Watcher) -> int:
-    """Train as the settings say; returns the exit status. Raises StormError, NotFinite among them."""
+def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None = None) -> int:
+    """Train as the settings say; returns the exit status. Raises StormError, NotFinite among them, and `Stopped` where
+    a signal comes before the first step. ``stopping`` hears signals already; without it they are heard from here on."""
+    if stopping is None:
+        with Stopping(watcher.warn) as own:
+            return train(settings, watcher, own)
     check_required(settings)
     with RunFolder(Path(settings.output)) as folder, ExitStack() as ends:
         found = candidates(folder, settings)
@@ -35,6 +40,7 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
         settings = _with_dtype(settings, device)
         check_tensorboard(settings)
         check_names(settings)
+        check_room(settings, device)
         data = read_text(settings, folder.data, watcher)
         made_with = identity(settings, total=data.total, data=data.rows.fingerprint)
         found = same_run(found, made_with, settings, data.total, watcher.warn)
@@ -52,8 +58,14 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
             metrics.write("resume", done, checkpoint=str(resumed.path), **resumed.spent.as_record())
             for moved in resumed.tidy(folder, settings.keep):
                 watcher.say(f"damaged    {moved}: moved there")
+            if resumed.record.total is not None and resumed.record.total < data.total:
+                watcher.say(
+                    f"schedule   the run was made for {resumed.record.total} steps and has {data.total} now: from step "
+                    f"{done + 1} on the learning rate is that of {data.total} steps, "
+                    f"{learning_rate(settings, done + 1, data.total):.3g} at first"
+                )
             if done >= data.total:
-                watcher.say("All steps are done: nothing is left to train.")
+                watcher.say(_how_to_go_on(settings, done))
                 status = _say_result(built, resumed.path, watcher)
                 if resumed.record.optimizer or not settings.save_optimizer:
                     return status
@@ -67,7 +79,7 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
         def write_files(into: Path, step: int, optimizer: bool) -> None:
             built.copy_files(into)
             data.tokenizer.save_pretrained(str(into))
-            write_run_file(into, RunRecord(step, made_with, optimizer), settings)
+            write_run_file(into, RunRecord(step, made_with, optimizer, data.total), settings)
 
         def on_saved(step: int, spent: Spent) -> None:
             times.saves.append(spent)
@@ -76,37 +88,42 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
         eval_loader = data.eval_loader(settings, device)
         if eval_loader is not None:
             ends.enter_context(eval_loader)
-        with Stopping(watcher.warn) as stopping:
-            loop = Loop(
-                settings=settings,
-                session=session,
-                model=built.model,
-                loss=built.loss,
-                by_tokens=built.by_tokens,
-                optimizer=opened.optimizer,
-                loader=loader,
-                eval_loader=eval_loader,
-                tokenizer=data.tokenizer,
-                checkpoints=Checkpoints(
-                    session,
-                    folder,
-                    keep=settings.keep,
-                    optimizer=settings.save_optimizer,
-                    write_files=write_files,
-                    warn=watcher.warn,
-                    on_saved=on_saved,
-                    last=resumed.path if resumed is not None else None,
-                ),
-                metrics=metrics,
-                watcher=watcher,
-                stopping=stopping,
-                total=data.total,
-                done=done,
-                before_first=built.loss.check if isinstance(built.loss, ChunkedLoss) else None,
-            )
-            saved = loop.run()
-            loop.write_end()
+        loop = Loop(
+            settings=settings,
+            session=session,
+            model=built.model,
+            loss=built.loss,
+            by_tokens=built.by_tokens,
+            optimizer=opened.optimizer,
+            loader=loader,
+            eval_loader=eval_loader,
+            tokenizer=data.tokenizer,
+            checkpoints=Checkpoints(
+                session,
+                folder,
+                keep=settings.keep,
+                optimizer=settings.save_optimizer,
+                write_files=write_files,
+                warn=watcher.warn,
+                on_saved=on_saved,
+                last=resumed.path if resumed is not None else None,
+            ),
+            metrics=metrics,
+            watcher=watcher,
+            stopping=stopping,
+            total=data.total,
+            done=done,
+            before_first=built.loss.check if isinstance(built.loss, ChunkedLoss) else None,
+        )
+        stopping.begin_steps()
+        saved = loop.run()
+        loop.write_end()
         return _ending(loop, saved, built, times, watcher)
+
+
+def _how_to_go_on(settings: TrainSettings, done: int) -> str:
+    more = f"--steps {2 * done}" if settings.steps is not None else f"--epochs {2 * settings.epochs:g}"
+    return f"The run is finished at step {done}: nothing is left to train. {more} goes on."
 
 
 def _with_dtype(settings: TrainSettings, device: torch.device) -> TrainSettings:

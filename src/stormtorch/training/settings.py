@@ -6,7 +6,6 @@ The flags of the command, the keys of a YAML file, and what ``--print-config`` p
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import SettingError
+from .suggestions import suggestion
 from .values import Kind, accept, count, number, one_of, pair, path, several, size, switch, text
 
 
@@ -86,7 +86,9 @@ class TrainSettings:
         "kept on the device, moved to RAM, or computed again in backward",
     )
 
-    data: tuple[str, ...] = _data((), _PATHS, "JSON lines or text files, or directories of them")
+    data: tuple[str, ...] = _data(
+        (), _PATHS, "JSON lines or text files, or directories of them; or folders that storm data pack has made"
+    )
     format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the documents; auto: by their keys")
     text_field: str | None = _data(None, text("a key", "KEY"), "key of the text (default: text)")
     sequence: int = _data(1024, count(2, 1 << 24), "tokens in a row")
@@ -173,8 +175,7 @@ def known_names(given: Mapping[str, object], *, source: str) -> dict[str, Any]:
     found = {str(name).replace("-", "_"): value for name, value in given.items()}
     for name in found:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-            meant = f"Did you mean {' or '.join(near)}?" if near else f"Accepted: {', '.join(names)}."
+            meant = suggestion(name, names, flags=False) or "storm train --help has all of them."
             raise SettingError(f"{source}: there is no setting {name!r}. {meant}")
     return found
 

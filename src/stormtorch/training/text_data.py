@@ -11,11 +11,10 @@ import torch
 
 from ..core.errors import SettingError
 from ..data.loader import DataLoader
-from ..data.paths import file_size
 from ..data.transforms import Cast
 from . import hf_model
 from .settings import TrainSettings, is_callable_name
-from .text import Prepared, data_files, prepare
+from .text import Prepared, input_bytes, prepare
 from .text.encode import beyond_vocabulary
 from .tokenizer import load_tokenizer
 from .watch import Watcher
@@ -65,7 +64,7 @@ def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextDat
             completions_only=settings.completions_only,
             text_field=settings.text_field,
             vocabulary=vocabulary,
-            progress=watcher.reading(sum(file_size(path) for path in data_files(paths))),
+            progress=watcher.reading(input_bytes(paths)),
         )
 
     _check_prompts(settings, tokenizer, vocabulary)

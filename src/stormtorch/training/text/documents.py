@@ -155,5 +155,19 @@ def _missing(record: Record, found: dict[str, Any], name: str) -> StorageError:
     there = ", ".join(map(repr, list(found)[:8])) or "nothing"
     return StorageError(
         f"{record.place}: no field {name!r}, there is {there}. Accepted: 'text', 'prompt' with 'completion', or "
-        "'messages'; another name of the text's field by --text-field."
+        f"'messages'; another name of the text's field by --text-field.{_conversion(found)}"
     )
+
+
+def _conversion(found: dict[str, Any]) -> str:
+    """How rows in other well-known forms become ours, in one line."""
+    if {"instruction", "output"} <= found.keys():  # Alpaca's
+        text = '.instruction + (if (.input // "") == "" then "" else "\\n\\n" + .input end) + "\\n\\n"'
+        return f" Convert it: jq -c '{{prompt: ({text}), completion: .output}}' FILE > data.jsonl."
+    if "conversations" in found:  # ShareGPT's
+        role = '({human: "user", gpt: "assistant"}[.from] // .from)'
+        return (
+            f" Convert it: jq -c '{{messages: [.conversations[] | {{role: {role}, content: .value}}]}}' FILE "
+            "> data.jsonl."
+        )
+    return ""

@@ -64,6 +64,10 @@ class Encoder:
         made["template"] = getattr(self._tokenizer, "chat_template", None)
         return hashlib.blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=16).hexdigest()
 
+    def beyond_vocabulary(self, place: str, token: int) -> SettingError:
+        assert self._vocabulary is not None
+        return beyond_vocabulary(place, token, self._vocabulary, self._tokenizer)
+
     def _tokens(self, batch: Sequence[Document]) -> list[tuple[Ids, npt.NDArray[np.bool_]]]:
         found: list[tuple[Ids, npt.NDArray[np.bool_]] | None] = [None] * len(batch)
         for opening in (True, False):
@@ -141,7 +145,7 @@ class Encoder:
         largest = int(ids.max(initial=-1))
         self.largest = max(self.largest, largest)
         if self._vocabulary is not None and largest >= self._vocabulary:
-            raise beyond_vocabulary(document.place, largest, self._vocabulary, self._tokenizer)
+            raise self.beyond_vocabulary(document.place, largest)
         if ids.min(initial=0) < 0:
             raise StorageError(f"{document.place}: token {int(ids.min())} is below 0. Correct it.")
 

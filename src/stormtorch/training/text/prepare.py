@@ -1,4 +1,4 @@
-"""``prepare``: files of text or conversations to two arrays of tokens that ``storm.DataLoader`` reads.
+"""``prepare``: text, conversations or packed folders to two arrays of tokens that ``storm.DataLoader`` reads.
 
 Done once: the arrays lie in ``cache`` under a name made of what they were made from (the files' contents, the
 tokenizer, the settings), and are taken from there the next time. They are written beside and renamed when complete, so
@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError, StorageError, StormError
-from ...data.paths import whole_number
+from ...data.packed import read_index
+from ...data.paths import file_size, whole_number
 from ...memory.file_calls import storage_error
 from .cache import being_written, digest_of, sweep
 from .documents import Document, Reading, settle
-from .encode import Encoder, beyond_vocabulary
+from .encode import Encoder, Ids
+from .packed import Packed, packed_folders
 from .records import Progress, data_files, is_plain_text, records
 from .rows import RowWriter, array_bytes, is_as_written
 
@@ -50,6 +52,12 @@ class Prepared:
     reused: bool
 
     def __str__(self) -> str:
+        if self.format == "packed":
+            empty = f", {self.empty_rows} without anything to learn left out" if self.empty_rows else ""
+            return (
+                f"packed: {self.tokens} tokens, {self.trained_tokens} to learn, in {self.rows} rows of "
+                f"{self.sequence}{empty}"
+            )
         cut = f", {self.cut_documents} of them cut" if self.cut_documents else ""
         empty = f", {self.empty_rows} without anything to learn left out" if self.empty_rows else ""
         return (
@@ -78,23 +86,38 @@ def prepare(
     were read, if any are.
     """
     sequence = whole_number("--sequence", sequence, 2)
-    files = data_files(paths)
-    if not packing and any(map(is_plain_text, files)):
-        raise SettingError(
-            "--no-packing takes the first row of each document, and a text file is one document. Give JSON lines, "
-            "or pack."
-        )
-    reading = settle(
-        _first(files), format=format, completions_only=completions_only, text_field=text_field, tokenizer=tokenizer
-    )
     encoder = Encoder(tokenizer, vocabulary=vocabulary)
+    source: _Texts | Packed
+    if folders := packed_folders(paths):
+        of_text = {"--no-packing": not packing, "--format": format != "auto", "--text-field": text_field is not None}
+        for flag, given in of_text.items():
+            if given:
+                raise SettingError(f"{flag} is for text, and {folders[0]} is packed. Leave it out, or name the text.")
+        source = Packed(
+            folders,
+            sequence=sequence,
+            padding=encoder.padding,
+            vocabulary=vocabulary,
+            completions_only=completions_only,
+        )
+    else:
+        files = data_files(paths)
+        if not packing and any(map(is_plain_text, files)):
+            raise SettingError(
+                "--no-packing takes the first row of each document, and a text file is one document. Give JSON lines, "
+                "or pack."
+            )
+        reading = settle(
+            _first(files), format=format, completions_only=completions_only, text_field=text_field, tokenizer=tokenizer
+        )
+        source = _Texts(files, reading, encoder, cache)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache)
-        key = _key(files, cache, reading, encoder, sequence=sequence, packing=packing)
+        key = _key(source, sequence=sequence, packing=packing)
         found = _found(cache / key)
         if found is None:
-            _write(cache, key, files, reading, encoder, sequence=sequence, packing=packing, progress=progress)
+            _write(cache, key, source, sequence=sequence, packing=packing, progress=progress)
             found = _found(cache / key, reused=False)
     except OSError as error:
         if isinstance(error, StormError):
@@ -103,8 +126,43 @@ def prepare(
     if found is None:
         raise StorageError(f"The tokens in {cache / key} were removed while they were in use. Start again.")
     if vocabulary is not None and found.largest_token >= vocabulary:
-        raise beyond_vocabulary(str(files[0]), found.largest_token, vocabulary, tokenizer)
+        raise source.beyond_vocabulary(found.largest_token)
     return found
+
+
+def input_bytes(paths: Sequence[Path | str]) -> int:
+    """What there is to be read of ``paths``, about: for a bar that shows how far it is."""
+    if folders := packed_folders(paths):
+        return sum(file.bytes for folder in folders for shard in read_index(folder).shards for file in shard.files)
+    return sum(file_size(path) for path in data_files(paths))
+
+
+class _Texts:
+    """Text files, as documents that ``reading`` understands and ``encoder`` makes tokens."""
+
+    def __init__(self, files: Sequence[Path], reading: Reading, encoder: Encoder, cache: Path) -> None:
+        self._files, self._reading, self._encoder, self._cache = files, reading, encoder, cache
+        self.place, self.format, self.padding = str(files[0]), reading.format, encoder.padding
+
+    @property
+    def largest(self) -> int:
+        return self._encoder.largest
+
+    def made_from(self) -> dict[str, Any]:
+        return {
+            "files": digest_of(self._files, self._cache),
+            "tokenizer": self._encoder.identity(),
+            "format": self._reading.format,
+            "completions_only": self._reading.completions_only,
+            "text_field": self._reading.text_field,
+        }
+
+    def encoded(self, progress: Progress | None) -> Iterator[tuple[Ids, Ids, bool]]:
+        for document, ids, labels in self._encoder.encode(_documents(self._files, self._reading, progress)):
+            yield ids, labels, document.last
+
+    def beyond_vocabulary(self, token: int) -> SettingError:
+        return self._encoder.beyond_vocabulary(self.place, token)
 
 
 def _first(files: Sequence[Path]) -> Any:
@@ -120,44 +178,26 @@ def _documents(files: Sequence[Path], reading: Reading, progress: Progress | Non
             yield reading.document(record)
 
 
-def _key(
-    files: Sequence[Path], cache: Path, reading: Reading, encoder: Encoder, *, sequence: int, packing: bool
-) -> str:
-    made_from = {
-        "version": _VERSION,
-        "files": digest_of(files, cache),
-        "tokenizer": encoder.identity(),
-        "format": reading.format,
-        "completions_only": reading.completions_only,
-        "text_field": reading.text_field,
-        "sequence": sequence,
-        "packing": packing,
-    }
+def _key(source: _Texts | Packed, *, sequence: int, packing: bool) -> str:
+    made_from = {"version": _VERSION, **source.made_from(), "sequence": sequence, "packing": packing}
     return hashlib.blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def _write(
-    cache: Path,
-    key: str,
-    files: Sequence[Path],
-    reading: Reading,
-    encoder: Encoder,
-    *,
-    sequence: int,
-    packing: bool,
-    progress: Progress | None,
+    cache: Path, key: str, source: _Texts | Packed, *, sequence: int, packing: bool, progress: Progress | None
 ) -> None:
     count = 0
     with being_written(cache, key) as directory:
-        with RowWriter(directory, sequence=sequence, packing=packing, padding=encoder.padding) as writer:
-            for document, ids, labels in encoder.encode(_documents(files, reading, progress)):
+        with RowWriter(directory, sequence=sequence, packing=packing, padding=source.padding) as writer:
+            for ids, labels, ended in source.encoded(progress):
                 writer.add(ids, labels)
-                count += document.last
+                count += ended
             fingerprint = writer.close()
         if not writer.rows:
+            of = f" of {count} documents" if count else ""
             raise SettingError(
-                f"{files[0]}: none of {count} documents with {writer.tokens} tokens has anything to learn within "
-                f"--sequence {sequence}. Prompts may be longer than that, or documents of one token: raise it."
+                f"{source.place}: none{of} with {writer.tokens} tokens has anything to learn within --sequence "
+                f"{sequence}. Prompts may be longer than that, or documents of one token: raise it."
             )
         made = Prepared(
             arrays={},
@@ -168,8 +208,8 @@ def _write(
             documents=count,
             cut_documents=writer.cut_documents,
             empty_rows=writer.empty_rows,
-            largest_token=encoder.largest,
-            format=reading.format,
+            largest_token=source.largest,
+            format=source.format,
             fingerprint=fingerprint,
             reused=True,
         )

@@ -18,6 +18,7 @@ from ...data.documents import json_problem
 from ...data.paths import file_size, natural_order
 from ...memory.file_calls import storage_error
 
+_TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # as `datasets` calls them
 JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
 PLAIN_TEXT = frozenset({".txt", ".text", ".md"})
 LINE_LIMIT_BYTES = 256 * MiB
@@ -47,12 +48,15 @@ def data_files(paths: Sequence[Path | str]) -> list[Path]:
             files_there = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
             inside = sorted((file for file in files_there if file.suffix.lower() in kinds), key=natural_order)
             if not inside:
-                raise SettingError(f"{path} holds no data. Accepted: {_accepted()}.")
+                tables = sorted(file for file in path.iterdir() if file.suffix.lower() in _TABLES)
+                raise SettingError(f"{path} holds no data. Accepted: {_accepted()}.{_conversion(tables)}")
             files += inside
         elif not path.exists():
             raise SettingError(f"{path} does not exist. Name a file of JSON lines or text, or a directory of such.")
         elif path.suffix.lower() not in JSON_LINES | PLAIN_TEXT:
-            raise SettingError(f"{path} is neither JSON lines nor text by its name. Accepted: {_accepted()}.")
+            raise SettingError(
+                f"{path} is neither JSON lines nor text by its name. Accepted: {_accepted()}.{_conversion([path])}"
+            )
         else:
             files.append(path)
     for file in files:
@@ -145,4 +149,19 @@ def _kind(found: object) -> str:
 
 
 def _accepted() -> str:
-    return f"{', '.join(sorted(JSON_LINES))} (one object in each line), {', '.join(sorted(PLAIN_TEXT))}"
+    return (
+        f"{', '.join(sorted(JSON_LINES))} (one object in each line), {', '.join(sorted(PLAIN_TEXT))}, or a folder that "
+        "storm data pack has made"
+    )
+
+
+def _conversion(files: Sequence[Path]) -> str:
+    """How a table becomes JSON lines, in one line."""
+    if not files or files[0].suffix.lower() not in _TABLES:
+        return ""
+    file = files[0]
+    columns = ", sep='\\t'" if file.suffix.lower() == ".tsv" else ""
+    return (
+        f" Convert it: python -c \"from datasets import load_dataset as l; l('{_TABLES[file.suffix.lower()]}', "
+        f"data_files='{file}'{columns})['train'].to_json('data.jsonl')\"."
+    )

@@ -1,0 +1,92 @@
+"""What a user may have meant by a setting that does not exist: names of other programs, then names that look alike."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+# By setting, what transformers, trl, axolotl, LLaMA-Factory, Lightning and nanoGPT call it.
+_ELSEWHERE = {
+    "model": "model_name_or_path model_name model_path base_model pretrained pretrained_model_name_or_path checkpoint",
+    "tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_dir",
+    "loss": "loss_function loss_fn criterion",
+    "vram": "gpu_memory max_memory max_gpu_memory gpu_mem device_memory",
+    "ram": "cpu_memory max_cpu_memory host_memory memory",
+    "device": "gpu gpus cuda accelerator device_map devices",
+    "dtype": "precision torch_dtype bf16 fp16 mixed_precision fp32",
+    "chunked_loss": "use_liger_kernel liger fused_cross_entropy cut_cross_entropy",
+    "activations": "gradient_checkpointing activation_checkpointing activation_offloading",
+    "data": (
+        "dataset datasets dataset_name dataset_path train_file train_files train_data train_dataset data_path "
+        "data_files data_dir input"
+    ),
+    "format": "dataset_type data_format",
+    "text_field": "dataset_text_field text_column text_key",
+    "sequence": (
+        "max_seq_length max_seq_len max_length seq_len seq_length sequence_len sequence_length block_size "
+        "context_length context ctx cutoff_len model_max_length"
+    ),
+    "packing": "sample_packing pack",
+    "completions_only": "completion_only_loss train_on_inputs train_on_responses_only assistant_only_loss mask_prompt",
+    "batch": (
+        "batch_size per_device_train_batch_size per_device_batch_size train_batch_size micro_batch_size micro_batch "
+        "micro_bs bs"
+    ),
+    "accumulate": (
+        "gradient_accumulation_steps gradient_accumulation accumulation_steps grad_accum grad_accum_steps "
+        "accumulate_grad_batches accum"
+    ),
+    "epochs": "num_train_epochs num_epochs max_epochs n_epochs epoch",
+    "steps": "max_steps num_steps num_train_steps total_steps max_iters iters iterations train_steps n_steps",
+    "optimizer": "optim opt",
+    "lr": "learning_rate max_lr peak_lr base_lr",
+    "schedule": "lr_scheduler_type lr_scheduler scheduler lr_schedule scheduler_type",
+    "warmup": "warmup_steps warmup_ratio lr_warmup_steps num_warmup_steps warmup_iters",
+    "weight_decay": "wd decay",
+    "betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "eps": "adam_epsilon epsilon",
+    "clip": "max_grad_norm grad_clip gradient_clipping gradient_clip_val clip_grad clip_grad_norm grad_norm",
+    "seed": "random_seed data_seed",
+    "lora_rank": "lora_r r rank lora use_lora lora_dim peft use_peft",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_targets": "lora_target_modules target_modules lora_target lora_modules",
+    "output": "output_dir out out_dir outdir save_dir run_dir output_path",
+    "resume": "resume_from_checkpoint resume_from auto_resume",
+    "save_every": "save_steps save_interval checkpoint_every save_strategy save_freq",
+    "keep": "save_total_limit keep_checkpoints keep_last max_checkpoints",
+    "save_optimizer": "save_only_model",
+    "log_every": "logging_steps log_interval log_steps",
+    "tensorboard": "report_to log_with logger tracker",
+    "eval_data": "eval_dataset validation_file val_data valid_data eval_file test_data validation_data val_file",
+    "eval_every": "eval_steps eval_interval val_check_interval evaluation_strategy eval_strategy",
+    "eval_batches": "eval_iters limit_val_batches max_eval_samples",
+    "sample_prompts": "prompts prompt",
+    "sample_tokens": "max_new_tokens",
+}
+_SETTINGS = {other: name for name, others in _ELSEWHERE.items() for other in others.split()}
+_NO_WANDB = "All numbers are in metrics.jsonl in --output, and --tensorboard writes TensorBoard files too."
+_ONE_GPU = "STORM trains on one GPU, and streams what does not fit: leave it out."
+_NO_BITS = "Quantised weights are not trained here: --lora-rank 16 trains adapters on bf16 weights."
+_INSTEAD = {
+    **dict.fromkeys(("wandb", "use_wandb", "wandb_project", "wandb_entity", "mlflow", "comet"), _NO_WANDB),
+    **dict.fromkeys(("fsdp", "deepspeed", "ddp", "nproc_per_node", "num_gpus", "world_size"), _ONE_GPU),
+    "gradient_checkpointing": "STORM chooses by itself; --activations recompute always computes again.",
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "qlora", "quantization"), _NO_BITS),
+    "trust_remote_code": "Code in a model's folder is never run: leave it out.",
+    "push_to_hub": "A checkpoint is a folder that hf upload takes.",
+}
+
+
+def suggestion(given: str, names: Iterable[str], *, flags: bool) -> str:
+    """What to do instead of ``given``, in a sentence; nothing where no name of ``names`` is near. As flags or keys."""
+    word, known = given.lstrip("-").replace("-", "_").lower(), list(names)
+    if word in _INSTEAD and "lr" in known:  # of storm train; other commands have no such settings
+        return _INSTEAD[word]
+    if word in known or _SETTINGS.get(word) in known:
+        near = [word if word in known else _SETTINGS[word]]
+    else:
+        alike = difflib.get_close_matches(word, [*known, *(n for n in _SETTINGS if _SETTINGS[n] in known)], n=6)
+        near = list(dict.fromkeys(_SETTINGS.get(name, name) for name in alike))[:3]
+    shown = [f"--{name.replace('_', '-')}" if flags else name for name in near]
+    return f"Did you mean {' or '.join(shown)}?" if shown else ""

@@ -1,0 +1,188 @@
+"""Folders of ``storm data pack`` as what ``prepare`` makes rows of: tokens, with a label for each that is to be learnt.
+
+Packed tokens are cut as text is: one after the other, across shards, to rows of ``--sequence``. Packed rows of
+``input_ids`` (and ``labels``) stay the rows that they are. Every byte that is read is held against the index's sums.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.errors import SettingError, StorageError
+from ...data.dtypes import INTEGERS, name_of
+from ...data.packed import Index, PackedFile, is_packed, read_index
+from ...data.source import Field
+from ...memory.file_calls import storage_error
+from .encode import IGNORED, Ids
+from .records import Progress
+
+_PIECE_TOKENS = 1 << 20
+_WIDEST = 1 << 31  # tokens are kept in 32 bits
+
+
+def packed_folders(paths: Sequence[Path | str]) -> list[Path]:
+    """``paths`` if they are packed folders, nothing if none of them is; raises SettingError for a mixture."""
+    packed = [path for path in map(Path, paths) if is_packed(path)]
+    if packed and len(packed) < len(paths):
+        other = next(path for path in map(Path, paths) if path not in packed)
+        raise SettingError(f"{packed[0]} is packed and {other} is not. Name one kind, or pack {other} as well.")
+    return packed
+
+
+class Packed:
+    """``padding`` fills the last row. ``vocabulary`` is the model's: a token beyond it is refused as it is read."""
+
+    format = "packed"
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        sequence: int,
+        padding: int,
+        vocabulary: int | None,
+        completions_only: bool | None,
+    ) -> None:
+        self._folders = [(folder, read_index(folder)) for folder in folders]
+        self._vocabulary, self.padding = vocabulary, padding
+        self._masked = completions_only is not False
+        self.place, self.largest = str(folders[0]), -1
+        for folder, index in self._folders:
+            _check_columns(folder, index, sequence)
+            if completions_only and not {"loss_mask", "labels"} & _by_name(index).keys():
+                raise SettingError(
+                    f"--completions-only: {folder} does not say what are prompts. Leave it out, or pack it again with "
+                    "--prompt-field."
+                )
+
+    def made_from(self) -> dict[str, Any]:
+        """All that decides the rows, besides their length."""
+        sums = [
+            [field.name, name_of(field.dtype), file.bytes, file.crc32]
+            for _, files in self._shards()
+            for field, file in files
+        ]
+        return {"packed": sums, "padding": self.padding}
+
+    def encoded(self, progress: Progress | None) -> Iterator[tuple[Ids, Ids, bool]]:
+        """Tokens and labels, in order; whether a document ends there is not known, and not needed to cut rows."""
+        for folder, files in self._shards():
+            for columns in _pieces(folder, files, progress):
+                ids = self._checked(folder, columns[0])
+                if len(columns) == 1:
+                    yield ids, ids, False
+                elif files[1][0].name == "loss_mask":
+                    yield ids, np.where(columns[1] != 0, ids, np.int32(IGNORED)), False
+                else:
+                    yield ids, self._labels(folder, columns[1]), False
+
+    def beyond_vocabulary(self, token: int) -> SettingError:
+        return SettingError(
+            f"{self.place}: token {token} is beyond the model's vocabulary of {self._vocabulary}. It was packed with "
+            "another tokenizer: pack the text again with the model's own (storm data pack --tokenizer MODEL)."
+        )
+
+    def _shards(self) -> Iterator[tuple[Path, list[tuple[Field, PackedFile]]]]:
+        """Each shard's folder, with its columns that are read: the tokens, and what says which are learnt."""
+        for folder, index in self._folders:
+            names = list(_by_name(index))
+            second = [name for name in ("labels", "loss_mask") if name in names and (self._masked or name == "labels")]
+            chosen = [names.index(name) for name in (_tokens_of(index), *second)]
+            for shard in index.shards:
+                if shard.rows:
+                    yield folder, [(index.fields[at], shard.files[at]) for at in chosen]
+
+    def _checked(self, folder: Path, found: npt.NDArray[Any]) -> Ids:
+        least, largest = int(found.min()), int(found.max())
+        self.largest = max(self.largest, largest)
+        if least < 0:
+            raise StorageError(f"{folder}: token {least} is below 0. Pack it again.")
+        if self._vocabulary is not None and largest >= self._vocabulary:
+            raise self.beyond_vocabulary(largest)
+        if largest >= _WIDEST:
+            raise StorageError(f"{folder}: token {largest} is beyond 32 bits. Pack it again.")
+        return found.astype(np.int32)
+
+    def _labels(self, folder: Path, found: npt.NDArray[Any]) -> Ids:
+        learnt = found[found != IGNORED]
+        if len(learnt):
+            self._checked(folder, learnt)
+        return found.astype(np.int32)
+
+
+def _by_name(index: Index) -> dict[str, Field]:
+    return {field.name: field for field in index.fields}
+
+
+def _tokens_of(index: Index) -> str:
+    return "tokens" if index.kind == "tokens" else "input_ids"
+
+
+def _check_columns(folder: Path, index: Index, sequence: int) -> None:
+    """Refuse rows that are no rows of tokens, or of another length."""
+    if index.kind == "tokens":
+        return
+    found = _by_name(index)
+    other = sorted(found.keys() - {"input_ids", "labels"})
+    if "input_ids" not in found or other:
+        raise SettingError(
+            f"{folder} holds rows of {', '.join(map(repr, found))}. Accepted: packed tokens (storm data pack TEXT "
+            "--tokenizer MODEL), or rows of input_ids, and of labels if you like (--columns input_ids labels)."
+        )
+    for name, field in found.items():
+        if name_of(field.dtype) not in INTEGERS or len(field.shape) != 1:
+            raise SettingError(
+                f"{folder}: {name!r} is {name_of(field.dtype)} of shape {list(field.shape)}. Accepted: integers, one "
+                "row of tokens in each row."
+            )
+        if field.shape != (sequence,):
+            raise SettingError(
+                f"{folder} holds rows of {field.shape[0]} tokens, and --sequence is {sequence}. Say --sequence "
+                f"{field.shape[0]}, or pack the text as tokens, which are cut to any length."
+            )
+
+
+def _pieces(
+    folder: Path, files: Sequence[tuple[Field, PackedFile]], progress: Progress | None
+) -> Iterator[list[npt.NDArray[Any]]]:
+    """The columns of a shard, side by side, some tokens at a time; raises StorageError at the end of a damaged file."""
+    dtypes = [np.dtype(name_of(field.dtype)).newbyteorder("<") for field, _ in files]
+    sums = [0] * len(files)
+    left = files[0][1].bytes // dtypes[0].itemsize
+    try:
+        opened = [(folder / file.name).open("rb") for _, file in files]
+    except OSError as error:
+        raise storage_error(f"read {folder}", error) from error
+    try:
+        while left:
+            count = min(left, _PIECE_TOKENS)
+            columns = []
+            for at, (stream, dtype) in enumerate(zip(opened, dtypes, strict=True)):
+                data = stream.read(count * dtype.itemsize)
+                if len(data) < count * dtype.itemsize:
+                    raise StorageError(f"{folder / files[at][1].name} ends early. Copy or pack it again.")
+                sums[at] = zlib.crc32(data, sums[at])
+                columns.append(np.frombuffer(data, dtype=dtype))
+                if progress is not None:
+                    progress(len(data))
+            left -= count
+            yield columns
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(f"read {folder}", error) from error
+    finally:
+        for stream in opened:
+            stream.close()
+    for (_, file), found in zip(files, sums, strict=True):
+        if found != file.crc32:
+            raise StorageError(
+                f"{folder / file.name} is damaged: checksum {found:08x}, the index says {file.crc32:08x}. Copy or "
+                "pack it again."
+            )
