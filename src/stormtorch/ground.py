@@ -26,6 +26,7 @@ from .memory.pool import DevicePool
 from .memory.torch_allocator import expand_segments
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder
+from .streams import handlers
 from .streams.adam_settings import runs_as_adam
 from .streams.device_states import kept_bytes
 from .streams.home_sizes import Homes, homes_for
@@ -79,6 +80,7 @@ def open_ground(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
 ) -> tuple[Ground, list[torch.Tensor]]:
     """The ground, and home memory for the weights of each unit."""
+    endings.last(handlers.begin())
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
     endings.last(expand_segments(device))  # the pool goes back to the driver

@@ -11,6 +11,7 @@ from stormtorch.cli.main import parser
 
 PUBLIC_NAMES = [
     "DataLoader",
+    "InsideStep",
     "LaneError",
     "OffloadedActivations",
     "OutOfBudget",
