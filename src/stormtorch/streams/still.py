@@ -55,8 +55,8 @@ class Still:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        # Taken as itself: Ctrl-C may come inside of a condition's own __enter__. Re-entrant: a signal handler that writes
-        # a weight may come there, too.
+        # Taken as itself: Ctrl-C may come inside of a condition's own __enter__. Re-entrant: so may another
+        # signal, whose handler writes a weight.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._pieces: dict[int | None, list[Piece]] = {}  # by unit
