@@ -1,13 +1,15 @@
 """Law: a signal handler may use a streamed model. It sees what plain PyTorch could show, or is told to set a flag;
 nothing hangs, and training goes on with the same numbers.
 
-A thread sends the signals at random moments; pytest's own timer ends what hangs. ``STORM_SIGNALS=2000,200`` sets how
-many signals come, for handlers that read and for those that save."""
+A thread sends the signals at random moments, or a tracing function does at lines of our own files, which is every
+moment there is. pytest's own timer ends what hangs."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
+import linecache
 import os
 import random
 import shutil
@@ -30,8 +32,9 @@ from stormtorch.streams import handlers
 
 from .models import one_thread  # noqa: F401  # a fixture
 
-READS, SAVES = (int(number) for number in os.environ.get("STORM_SIGNALS", "300,20").split(","))
-READS_EVERY = 1 if os.environ.get("STORM_WIDE") else 41
+IS_WIDE = bool(os.environ.get("STORM_WIDE"))
+READS, SAVES = (2000, 200) if IS_WIDE else (300, 20)
+READS_EVERY = 5 if IS_WIDE else 97  # lines
 OURS = str(Path(storm.__file__).parent)
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 WAYS: dict[str, dict[str, Any]] = {
@@ -65,7 +68,7 @@ class Loop:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.session: Any = None
         if not plain:
-            vram = "100KiB" if device == "cpu" else "1MiB"
+            vram = "100KiB" if device == "cpu" else "400KiB"
             self.session = storm.stream(self.model, self.optimizer, device=device, vram=vram, **settings)
         self.losses: list[torch.Tensor] = []
         self.number = 0  # of the step that runs
@@ -84,7 +87,10 @@ class Loop:
         return weight  # type: ignore[no-any-return]
 
     def sum(self) -> float:
-        return float(self.weight().detach().double().sum())
+        return float(self.weight().detach().sum())
+
+    def values(self) -> bytes:
+        return self.weight().detach().cpu().clone().numpy().tobytes()
 
     def digest(self) -> str:
         return digest_of({name: value.cpu() for name, value in self.model.state_dict().items()})
@@ -146,21 +152,26 @@ def same_as_undisturbed(loop: Loop, way: dict[str, Any]) -> Loop:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_handler_that_reads_weights(way: str, device: str) -> None:
     loop = Loop(WAYS[way], device)
-    seen: list[tuple[int, float]] = []
-    with signals(lambda: seen.append((loop.number, loop.sum())), until=READS) as go_on:
+    seen: list[tuple[int, bytes]] = []
+
+    def handler() -> None:
+        assert isinstance(loop.sum(), float)
+        seen.append((loop.number, loop.values()))
+
+    with signals(handler, until=READS) as go_on:
         while go_on():
             loop.step()
     loop.close()
-    plain = Loop({**WAYS[way], "step": "serial"}, device)
-    losses, sums = [], [plain.sum()]
+    serial = Loop({**WAYS[way], "step": "serial"}, device)
+    losses, values = [], [serial.values()]
     for _ in loop.losses:
-        plain.step()
-        losses.append(plain.losses[-1].item())
-        sums.append(plain.sum())
-    plain.close()
+        serial.step()
+        losses.append(serial.losses[-1].item())
+        values.append(serial.values())
+    serial.close()
     assert [loss.item() for loss in loop.losses] == losses
-    for number, value in seen:  # as it was before that step, or after; the next one may have begun
-        assert value in sums[number : number + 3], f"in step {number}"
+    for number, value in seen:  # as they were before that step, or after
+        assert value in values[number : number + 2], f"in step {number}"
 
 
 def handle_state_dict(loop: Loop) -> None:
@@ -285,7 +296,7 @@ def checkpoints_in(folder: Path) -> list[str]:
 @pytest.mark.parametrize("way", ["forward", "recompute", "offload", "sgd"])
 def test_a_handler_that_raises(way: str, device: str) -> None:
     """It cuts off whatever runs, but no update: the step that it came in is done, or is not."""
-    loop, plain = Loop(WAYS[way], device), Loop({"optimizer": WAYS[way].get("optimizer")}, device, plain=True)
+    loop, undisturbed = Loop(WAYS[way], device), Loop(WAYS[way], device)
     taken: list[int] = []
     raised = number = 0
     armed = False
@@ -315,8 +326,9 @@ def test_a_handler_that_raises(way: str, device: str) -> None:
     assert raised
     loop.step(number)
     for done in [*taken, number]:
-        plain.step(done)
-    assert loop.digest() == plain.digest()
+        undisturbed.step(done)
+    assert loop.digest() == undisturbed.digest()
+    undisturbed.close()
     loop.close()
 
 
@@ -479,14 +491,26 @@ class EveryLine:
         finally:
             sys.settrace(before)
 
+    def _is_to_be_sent(self) -> bool:
+        return self.lines % self.stride == 0
+
     def _trace(self, frame: FrameType, event: str, _argument: object) -> Any:
         if self.is_handling or OURS not in frame.f_code.co_filename or frame.f_code.co_filename.endswith("handlers.py"):
             return None
-        if event == "line":
+        # Signals are looked at after calls and at the ends of loops: not at a "try", nor at the end of a "with".
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(("with ", "try:", "finally:")):
             self.lines += 1
-            if self.lines % self.stride == 0:
+            if self._is_to_be_sent():
                 signal.raise_signal(signal.SIGUSR1)
         return self._trace
+
+
+class OneLine(EveryLine):
+    """Sends one, at line number ``at``."""
+
+    def _is_to_be_sent(self) -> bool:
+        return self.lines == self.stride
 
 
 def look_at_everything(loop: Loop) -> None:
@@ -523,8 +547,42 @@ def test_a_handler_at_every_line_of_a_step(way: str) -> None:
     with handler_at_lines(lambda: look_at_everything(loop), every=READS_EVERY) as trace:
         for number in range(4):
             (loop.step if number < 2 else lambda: trace.during(loop.step))()
-    assert trace.handled > 50
+    assert trace.handled > 10
     same_as_undisturbed(loop, WAYS[way]).close()
+    loop.close()
+
+
+@pytest.mark.parametrize("way", ["forward", "recompute", "offload", "sgd"])
+def test_a_handler_that_raises_at_every_line_of_a_step(way: str) -> None:
+    """The step is done then, or it is not; the next one has the numbers of plain PyTorch."""
+    loop, plain = Loop(WAYS[way], blocks=4), Loop({"optimizer": WAYS[way].get("optimizer")}, blocks=4, plain=True)
+
+    def both(number: int) -> None:
+        loop.step(number)
+        plain.step(number)
+
+    def handler(*_: object) -> None:
+        trace.is_handling = True  # once is enough
+        raise TimeIsUp
+
+    for number in range(3):
+        both(number)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for number in itertools.count(3, 2):
+            trace = OneLine(number * 5 * READS_EVERY)
+            steps = loop.session._parts.optimizer.steps
+            with contextlib.suppress(TimeIsUp):
+                trace.during(lambda number=number: loop.step(number))  # type: ignore[misc]
+            torch.set_grad_enabled(True)
+            if loop.session._parts.optimizer.steps > steps:
+                plain.step(number)
+            both(number + 1)
+            assert loop.digest() == plain.digest(), f"after line {trace.stride}"
+            if not trace.is_handling:
+                break
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     loop.close()
 
 
@@ -580,7 +638,7 @@ def test_a_handler_at_every_line_of_other_calls(way: str, tmp_path: Path) -> Non
     use(other, tmp_path / "there")
     other.step()
     other.close()
-    assert trace.handled > 50
+    assert trace.handled > 10
     assert [loss.item() for loss in loop.losses] == [loss.item() for loss in other.losses]
     assert loop.digest() == other.digest()
     assert digest_of(flat(loop.optimizer.state_dict())) == digest_of(flat(other.optimizer.state_dict()))
