@@ -328,7 +328,7 @@ def test_torch_function_comes_back_where_it_was_switched_off() -> None:
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(func.__name__)
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     tensor = torch.ones(2).as_subclass(Watched)
     seen.clear()

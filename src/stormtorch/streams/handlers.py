@@ -13,7 +13,7 @@ Handlers that user code installs later are found when a section begins. Sections
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # of which signal.py is a wrapper
 import _thread
 import contextlib
 import functools
