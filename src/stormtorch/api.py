@@ -15,6 +15,7 @@ from .checkpoint.saver import Saver
 from .core.errors import SettingError, StormError
 from .observe.report import Report, make_report
 from .parts import open_parts
+from .streams.handlers import inside_step, undisturbed
 from .streams.settings import Settings, Trial
 
 
@@ -129,6 +130,7 @@ class Session:
         self._check_open()
         return self._saver.load(directory, also=also)
 
+    @undisturbed
     def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
         """What was measured since the session began, as data; ``print`` it for a table. Waits for nothing."""
         parts, ground = self._parts, self._parts.ground
@@ -152,6 +154,8 @@ class Session:
     def close(self) -> None:
         """Finish what is pending and make model and optimizer ordinary again, in RAM. Safe to call twice."""
         if not self._closed:
+            if self._parts.access.is_interrupted():
+                raise inside_step("close the session")
             self._closed = True
             self._parts.ground.endings.run()
 

@@ -29,6 +29,7 @@ from .memory.pool import DevicePool
 from .memory.torch_allocator import expand_segments
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder
+from .streams import handlers
 from .streams.adam_settings import runs_as_adam
 from .streams.device_states import kept_bytes
 from .streams.home_sizes import Homes, homes_for
@@ -139,6 +140,7 @@ def open_ground(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
 ) -> tuple[Ground, list[torch.Tensor]]:
     """The ground, and home memory for the weights of each unit."""
+    endings.last(handlers.begin())
     outlined = outline(model, optimizer, settings, trial)
     device, ledger, homes, placement = outlined.device, outlined.ledger, outlined.homes, outlined.placement
     units = outlined.partition.units

@@ -11,6 +11,7 @@ from . import functions
 from .access import UserAccess
 from .calls import Calls
 from .gradients import GradientStream
+from .handlers import undisturbed
 from .home import HomeParameter
 from .parameters import ParameterStream
 from .partition import Entry
@@ -69,6 +70,7 @@ class Attachment:
                         module._buffers[name] = buffer.to(self._device)
                         self._moved_buffers.append((module, name))
 
+    @undisturbed
     def detach(self) -> None:
         """Make the modules and parameters ordinary again."""
         if self.access.closed:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..core.errors import StormError
+from . import handlers
 from .gradients import GradientStream
 from .held import Held
 from .home import HomeParameter, HomeView, joined
@@ -147,7 +148,11 @@ class Calls:
         outermost, in_graph = passes.depth == 0, in_backward()
         begins = outermost and not in_graph
         if begins:
+            handlers.look_at_all()
             self._take_turn()
+            passes.handler = handlers.handler_here()
+        elif handlers.state.running and handlers.handler_here() != passes.handler:
+            raise handlers.inside_step("call the model")
         hooks: AbstractContextManager[Any] = nullcontext()
         installed = Installed(entry) if entry is not None else None
         depth, kept = passes.depth, 0 if begins else len(stack)

@@ -194,6 +194,7 @@ _CASTS_AND_VIEWS = frozenset(
 )
 outside_of_graphs: Any = vars(torch)["_disable_dynamo"]  # torch.compiler.disable would import dynamo at once
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+with_torch_function: Any = torch._C._EnableTorchFunction  # inside of that, for code that knows nothing of it
 FUNCTION_BASE: Any = (
     torch.autograd.function._SingleLevelFunction
 )  # between Function and C++; has no ``apply`` of its own

@@ -37,6 +37,7 @@ class Passes(threading.local):
     """How deep the calling thread is inside streamed modules, and what it was lent there."""
 
     depth = 0  # counted by calls.py
+    handler = 0  # the signal handler that has begun the pass, if one has: another one interrupts it
 
     def __init__(self) -> None:
         self.lent: list[tuple[Place, VersionProbe]] = []  # twins that user code got without calling a module
