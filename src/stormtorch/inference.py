@@ -109,6 +109,11 @@ class Inference:
             if over > 0:  # more than calls of this size have taken so far
                 self._shrink(over + self._margin_bytes // 2)
 
+    def end(self) -> None:
+        """User code goes on; it may reset torch's peak."""
+        if self._is_active:
+            self._note_peak()
+
     @locked
     def give_way(self) -> bool:
         """Make room of units that stay for what gradients need, where a call without them computes some all the same;
@@ -161,7 +166,7 @@ class Inference:
         return None
 
     def _note_peak(self) -> None:
-        """The call before is over, and what was done with its results: it may have taken more than was known."""
+        """A call is over, or what was done with its results: it may have taken more than was known."""
         if self._recent and self._meter is not None:
             peak = self._meter.peak()
             if peak > self._peak_at:

@@ -116,8 +116,16 @@ class Highest(Counting):
 class Watched:
     """Runs actions on a streamed model; each gives what the plain model gives, within ``vram``."""
 
-    def __init__(self, vram: int, actions: list[Action], *, counts: bool = True, **settings: Any) -> None:
-        plain, self.model = made(), made()
+    def __init__(
+        self,
+        vram: int,
+        actions: list[Action],
+        *,
+        counts: bool = True,
+        make: Callable[[], Any] = made,
+        **settings: Any,
+    ) -> None:
+        plain, self.model = make(), make()
         expected = [action(plain) for action in actions]
         self.peaks: list[int] = []
         self.loaded: list[int] = []
@@ -270,3 +278,29 @@ def test_weights_that_user_code_writes_or_holds() -> None:
     assert seen.loaded[8] == seen.total - seen.kept[8]
     assert seen.loaded[-1] == seen.total - seen.kept[-1]
     assert seen.kept[-1] == seen.kept[8] > 0
+
+
+def test_generate_of_transformers_with_its_cache() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def tiny() -> Any:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=14, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).eval()
+
+    def generate(number: int, prompt: int, new: int) -> Action:
+        def run(model: Any) -> torch.Tensor:
+            settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+            return torch.as_tensor(model.generate(tokens(number, prompt), **settings))
+
+        return run
+
+    actions = [generate(0, 12, 6), generate(1, 20, 2), generate(2, 12, 6), generate(3, 12, 9)]
+    seen = Watched(420_000, actions, make=tiny)
+    assert max(seen.peaks) <= seen.vram, seen.shown
+    assert seen.kept[-1] > 0.6 * seen.vram
+    assert min(seen.peaks[0], *seen.peaks[2:]) >= 0.9 * seen.vram, seen.shown
+    assert seen.loaded[3] - seen.loaded[2] == 3 * (seen.total - seen.kept[-1]), "a token loads what stays"

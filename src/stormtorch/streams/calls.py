@@ -75,6 +75,9 @@ class Witness(Protocol):
     def enter(self, given: Any) -> None:
         """A block is about to run, ``given`` these arguments."""
 
+    def end(self) -> None:
+        """The call returns to user code."""
+
 
 class Call:
     """Stands in for ``module._call_impl``. A copy or pickle of the module gets the ordinary method instead."""
@@ -221,6 +224,8 @@ class Calls:
         if ends_pass:
             self._twins.end_pass()
             self._caller = None
+            if self.witness is not None:
+                self.witness.end()
 
     @locked
     def _take_turn(self) -> None:
