@@ -119,7 +119,7 @@ def _open(
         gradients=gradients,
     )
     endings.before_others(attachment.detach)
-    attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
+    attachment.attach()
     access = attachment.access
     tuning.note_foreign_memory(model)
     saving = _arrange(model, ground, tuning, attachment.calls, settings.activations, trial)
