@@ -8,6 +8,7 @@ which the system takes back by itself."""
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable
 
 import torch
@@ -23,6 +24,7 @@ from .unit import Unit
 
 _TRIM_BYTES = 64 * MiB  # moved between two returns to the system
 _TOUCH_BYTES = 4 * MiB  # from which on threads are worth their start
+_TRIES, _TRY_S = 10, 0.05  # torch's allocator on ARM returns memory a moment after it was freed, when it is called again
 _HELD_PART, _HELD_BYTES = 20, 64 * MiB  # what is said: more than a part of so many, and than so many bytes
 
 
@@ -77,6 +79,11 @@ class Moving:
             return
         gc.collect()
         trim_heap()
+        for _ in range(_TRIES):
+            if host_available_bytes() > size:
+                return
+            time.sleep(_TRY_S)
+            torch.empty(_TOUCH_BYTES, dtype=torch.uint8, device="cpu")
         if host_available_bytes() <= size:
             raise OutOfBudget(
                 f"Cannot move {format_bytes(self._total)} of weights to page-locked RAM",
