@@ -55,6 +55,7 @@ class Net(nn.Module):
             x = block(x, caching=caching)
         return torch.as_tensor(self.head(self.inside(x)))
 
+
 @pytest.fixture(autouse=True)
 def _small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left alone of a budget has a least size that is more than all of ours."""
@@ -144,7 +145,9 @@ class Watched:
                     result = action(self.model)
                     self.peaks.append(meter.take_highest())
                     self.used.append(meter.allocated())
-                    pairs = zip(*((given if isinstance(given, list) else [given]) for given in (result, right)), strict=True)
+                    pairs = zip(
+                        *((given if isinstance(given, list) else [given]) for given in (result, right)), strict=True
+                    )
                     assert all(torch.equal(*pair) for pair in pairs), f"action {number}"
                     del result, pairs
                     passing = [r for r in parts.parameters.residences if r.unit.index not in parts.parameters.kept]

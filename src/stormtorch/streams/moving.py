@@ -24,7 +24,10 @@ from .unit import Unit
 
 _TRIM_BYTES = 64 * MiB  # moved between two returns to the system
 _TOUCH_BYTES = 4 * MiB  # from which on threads are worth their start
-_TRIES, _TRY_S = 10, 0.05  # torch's allocator on ARM returns memory a moment after it was freed, when it is called again
+_TRIES, _TRY_S = (
+    10,
+    0.05,
+)  # torch's allocator on ARM returns memory a moment after it was freed, when it is called again
 _HELD_PART, _HELD_BYTES = 20, 64 * MiB  # what is said: more than a part of so many, and than so many bytes
 
 
