@@ -21,8 +21,8 @@ from benchmarks.process import end, start, why_it_ended
 
 CASES = ("link", "storm", "accelerate")
 _COLUMNS = (
-    "case", "model", "vram", "s a token", "loaded a token", "not resident", "link", "of the link", "peak VRAM", "of vram",
-    "set-up", "peak RSS while streaming began", "tokens",
+    "case", "model", "vram", "s a token", "loaded a token", "not resident", "link", "of the link", "peak VRAM",
+    "of vram", "set-up", "RSS of set-up", "tokens",
 )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _row(case: str, result: dict[str, Any], link: float | None, options: argpars
         "s a token": f"{token_s:.4f}",
         "set-up": f"{result['setup_s']:.1f} s",
         "tokens": result["tokens"],
-        "peak RSS while streaming began": f"{result['setup_rss_bytes'] / result['weight_bytes']:.2f} of the weights more",
+        "RSS of set-up": f"{result['setup_rss_bytes'] / result['weight_bytes']:.2f} of the weights more",
     }
     if "not_resident_bytes" in result:
         row["not resident"] = f"{result['not_resident_bytes'] / 1e9:.3g} GB"

@@ -1,4 +1,4 @@
-"""Without an optimizer the device holds as many weights as ``vram`` allows, and only the others are loaded, once a call.
+"""Without an optimizer the device holds as many weights as ``vram`` allows, and a call loads the others, once each.
 
 On a device that counts (counting.py), unless a case says otherwise. The plain model has the right numbers."""
 
@@ -92,7 +92,7 @@ def gradients(number: int, length: int) -> Action:
     return run
 
 
-def forget(model: Net) -> torch.Tensor:
+def forget(model: Any) -> torch.Tensor:
     for block in model.blocks:
         block.past = [[], []]
     return torch.zeros(())
@@ -131,7 +131,6 @@ class Watched:
         self.peaks: list[int] = []
         self.loaded: list[int] = []
         self.kept: list[int] = []
-        self.used: list[int] = []
         self.ahead: list[bool] = []
         before = 0
         with Highest() as meter:
@@ -144,7 +143,6 @@ class Watched:
                     meter.take_highest()
                     result = action(self.model)
                     self.peaks.append(meter.take_highest())
-                    self.used.append(meter.allocated())
                     pairs = zip(
                         *((given if isinstance(given, list) else [given]) for given in (result, right)), strict=True
                     )
@@ -231,7 +229,7 @@ def test_gradients_inside_of_a_call_without() -> None:
     """A forward that follows the gradient of its own head, as guided sampling does."""
 
     @torch.no_grad()
-    def guided(model: Net) -> torch.Tensor:
+    def guided(model: Any) -> torch.Tensor:
         def inside(x: torch.Tensor) -> torch.Tensor:
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
@@ -251,7 +249,7 @@ def test_gradients_inside_of_a_call_without() -> None:
 
 def test_weights_that_user_code_writes_or_holds() -> None:
     @torch.no_grad()
-    def write(model: Net) -> torch.Tensor:
+    def write(model: Any) -> torch.Tensor:
         for block in model.blocks[::3]:
             block.q.weight.mul_(1.5)
         return torch.zeros(())
@@ -259,7 +257,7 @@ def test_weights_that_user_code_writes_or_holds() -> None:
     held: dict[nn.Module, torch.Tensor] = {}
     hooks: list[Any] = []
 
-    def hold(model: Net) -> torch.Tensor:
+    def hold(model: Any) -> torch.Tensor:
         """Hooks of the modules see what stands in for their weights on the device."""
         held.clear()
         for block in model.blocks[1::6]:

@@ -32,7 +32,9 @@ from stormtorch.core.sizes import MiB
 
 device, width, blocks, parts, held = sys.argv[1], *map(int, sys.argv[2:])
 said = []
-logging.getLogger("stormtorch").addHandler(type("Said", (logging.Handler,), {"emit": lambda _, r: said.append(r.getMessage())})())
+heard = logging.StreamHandler()
+heard.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("stormtorch").addHandler(heard)
 
 def status(name):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))

@@ -113,8 +113,8 @@ class HostArena:
 
         With ``page_lock`` given and refused, the arena stays pageable and says so. ``lock_behind`` leaves touching and
         locking, nearly all of the time that this takes, to a thread: the memory is there for the CPU, and for lanes
-        once it is ``settled``. ``fill_later`` maps only: ``fill`` does the rest. ``returning_bytes`` are in use now, and
-        will be freed as the arena is filled.
+        once it is ``settled``. ``fill_later`` maps only: ``fill`` does the rest. ``returning_bytes`` are in use now,
+        and will be freed as the arena is filled.
         """
         sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
         self.capacity_bytes = sum(sizes)

@@ -6,14 +6,20 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+import torch
+
+from ..core.sizes import MiB
+
 _libc = ctypes.CDLL(None)
 _NOT_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")  # named, and RAM all the same
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system, which malloc keeps of pieces up to 32 MiB."""
+    """Give freed memory back to the system, which malloc keeps of pieces up to 32 MiB. On ARM torch has an allocator of
+    its own, which does so a moment after it was freed, when it is called again."""
     if hasattr(_libc, "malloc_trim"):  # glibc has it
         _libc.malloc_trim(0)
+    torch.empty(MiB, dtype=torch.uint8, device="cpu")
 
 
 class MappedFiles:

@@ -24,10 +24,7 @@ from .unit import Unit
 
 _TRIM_BYTES = 64 * MiB  # moved between two returns to the system
 _TOUCH_BYTES = 4 * MiB  # from which on threads are worth their start
-_TRIES, _TRY_S = (
-    10,
-    0.05,
-)  # torch's allocator on ARM returns memory a moment after it was freed, when it is called again
+_TRIES, _TRY_S = 10, 0.05  # how often, and how long apart, freed memory is asked for before it is given up
 _HELD_PART, _HELD_BYTES = 20, 64 * MiB  # what is said: more than a part of so many, and than so many bytes
 
 
@@ -81,12 +78,11 @@ class Moving:
         if host_available_bytes() > size:
             return
         gc.collect()
-        trim_heap()
         for _ in range(_TRIES):
+            trim_heap()
             if host_available_bytes() > size:
                 return
             time.sleep(_TRY_S)
-            torch.empty(_TOUCH_BYTES, dtype=torch.uint8, device="cpu")
         if host_available_bytes() <= size:
             raise OutOfBudget(
                 f"Cannot move {format_bytes(self._total)} of weights to page-locked RAM",
