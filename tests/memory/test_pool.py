@@ -221,7 +221,7 @@ def test_what_is_given_back_is_behind_the_last_use_by_any_lane(ledger: Ledger) -
     done = threading.Event()
     event = Mock(wraps=lanes.load.record(), done=lambda: False, synchronize=done.set)
     waited: list[object] = []
-    lanes.compute.wait = waited.append  # type: ignore[method-assign]
+    lanes.compute.wait = waited.append  # type: ignore[method-assign, assignment]
     pool.give(piece, event)
     del piece
     assert pool.give_back() == 512
