@@ -27,7 +27,8 @@ def test_a_tiny_model_generates_in_every_case(tmp_path: Path) -> None:
     rows = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
     assert set(rows) == {"link", "storm", "accelerate"}
     assert rows["storm"]["tokens"] == rows["accelerate"]["tokens"] != ""
-    assert rows["storm"]["loaded a token"] == rows["storm"]["not resident"]
+    loaded, absent = (float(rows["storm"][column].split()[0]) for column in ("loaded a token", "not resident"))
+    assert loaded == pytest.approx(absent, rel=0.2)  # some of it is on its way when a token is there
     assert float(rows["storm"]["of the link"]) > 0
     assert float(rows["storm"]["of vram"]) > 0.9
     assert "units stay there" in (tmp_path / "t.log").read_text()
