@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -135,10 +136,13 @@ class Session:
         """What was measured since the session began, as data; ``print`` it for a table. Waits for nothing."""
         parts, ground = self._parts, self._parts.ground
         ground.waits.emit()
+        placement = ground.placement
+        if parts.inference is not None and parts.inference.reason:
+            placement = dataclasses.replace(placement, reason=parts.inference.reason)
         return make_report(
             ground.recorder.snapshot(),
             ledger=ground.ledger,
-            placement=ground.placement,
+            placement=placement,
             pool_bytes=ground.pool.capacity_bytes,
             share_reason=parts.tuning.share_reason,
             activation_reason=parts.saving.reason if parts.saving is not None else "",

@@ -106,6 +106,12 @@ def untaken_bytes(device: torch.device) -> int:
     return max(0, min(torch.cuda.mem_get_info(device)[0], left))
 
 
+def return_cached(device: torch.device) -> None:
+    """Give what torch has cached of a GPU back to the driver; waits for the work that uses it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def lost_bytes(device: torch.device, limit_bytes: int, *, most_allocated: int, least_bytes: int = 0) -> int:
     """What of ``limit_bytes`` cannot be allocated, because torch has to take more than that, and there is no more.
 

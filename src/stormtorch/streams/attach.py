@@ -44,16 +44,11 @@ class Attachment:
             device=device, parameters=parameters, gradients=gradients, twins=twins, calls=self.calls
         )
 
-    def attach(self, images: list[torch.Tensor]) -> None:
-        """Make every parameter a view of its home image and wrap the calls."""
-        for unit, image in zip(self._units, images, strict=True):
+    def attach(self) -> None:
+        """Make every parameter, which is a view of its home image by now, one of ours, and wrap the calls."""
+        for unit in self._units:
             for place in unit.places:
-                view = place.in_image(image)
                 parameter: Any = place.parameter
-                with torch.no_grad():
-                    if not parameter.is_meta:
-                        view.copy_(parameter.data)
-                    parameter.data = view
                 parameter.__class__ = HomeParameter
                 parameter._storm = (self.access, place)
         functions.attach(self.access)

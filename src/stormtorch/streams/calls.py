@@ -16,7 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -67,6 +67,19 @@ class _Stack(threading.local):
         self.installed: list[Installed] = []
 
 
+class Witness(Protocol):
+    """Learns of every call before it takes memory."""
+
+    def begin(self, *, training: bool, whole: bool) -> None:
+        """User code calls the model, or a module of it alone; ``training`` says whether gradients may follow."""
+
+    def enter(self, given: Any) -> None:
+        """A block is about to run, ``given`` these arguments."""
+
+    def end(self) -> None:
+        """The call returns to user code."""
+
+
 class Call:
     """Stands in for ``module._call_impl``. A copy or pickle of the module gets the ordinary method instead."""
 
@@ -112,6 +125,7 @@ class Calls:
         self.closed = False  # calls of modules pass by
         self.lock = parameters.lock
         self.saving: Saving | None = None  # what becomes of activations; None: they are kept
+        self.witness: Witness | None = None
         self.unwritten: Unwritten | None = None  # parameters that came from the meta device; None: they have values
         self._model, self._device = model, device
         self._parameters, self._gradients, self._twins = parameters, gradients, twins
@@ -167,6 +181,8 @@ class Calls:
             passes.depth = depth + 1
             with hooks:
                 if installed is not None:
+                    if self.witness is not None:
+                        self.witness.enter((args, kwargs))
                     stack.append(installed)
                     self._install(installed, in_graph)
                 result = original(*args, **kwargs)
@@ -213,6 +229,8 @@ class Calls:
         if ends_pass:
             self._twins.end_pass()
             self._caller = None
+            if self.witness is not None:
+                self.witness.end()
 
     @locked
     def _take_turn(self) -> None:
@@ -230,8 +248,11 @@ class Calls:
             self.unwritten = None
         order = self._parameters.order
         training = torch.is_grad_enabled()
-        if module is self._model or (entry is not None and order.starts_with(entry.units[0].index)):
+        whole = module is self._model or (entry is not None and order.starts_with(entry.units[0].index))
+        if whole:
             self._parameters.begin_pass(training)
+        if self.witness is not None:
+            self.witness.begin(training=training, whole=whole)
 
     def _clean(self) -> None:
         """Undo what a pass that was cut off has left: a Ctrl-C, or a backward that raised."""

@@ -277,6 +277,11 @@ class GradientStream:
             self._ensure_own()
             self._open_buckets()
 
+    @locked
+    def return_buckets(self) -> None:
+        """No gradients come for a while: their room on the device may serve weights."""
+        self._buckets.close()
+
     def _open_buckets(self) -> None:
         self._buckets.open(max(home.unit.grad_bytes for home in self.homes))
 
