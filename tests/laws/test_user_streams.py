@@ -109,6 +109,7 @@ def test_a_load_that_is_not_wanted_any_more_writes_into_nobodys_memory(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("streams", [1, 2, 3])
 def test_passes_that_take_turns_on_streams(streams: int, activations: OffloadedActivations, slow: Slow) -> None:
     slow.on = streams > 1

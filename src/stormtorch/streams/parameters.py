@@ -247,7 +247,6 @@ class ParameterStream:
         self._pool.give(piece, *last_uses)
 
     @locked
-    @unheard
     @outside_functorch
     def keep(self, units: Sequence[int]) -> None:
         """Load these now, in this order, and drop none of them for a load ahead.
