@@ -81,7 +81,9 @@ class GradHome:
 
     def awaits_outer_pass(self, partial: Partial) -> bool:
         """Whether the pass around the one that brought ``partial`` may bring more; torch tells only of the inner."""
-        return partial.nested and any(t.passed == -1 and not t.made_in_backward for t in self.live_tokens())
+        if not partial.nested:
+            return False
+        return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.live_tokens())
 
     def join(self) -> None:
         """Block until the gradients are at home."""
