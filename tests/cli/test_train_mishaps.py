@@ -218,3 +218,15 @@ def test_flags_are_not_guessed(arguments: list[str], capsys: pytest.CaptureFixtu
         main(["train", "--model", "x", "--data", "y", *arguments])
     assert caught.value.code == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_several_processes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun and `accelerate launch` start them; the folder of the run is not touched."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(flags(tmp_path)) == 1
+    [line] = lines_of(capsys)
+    assert "WORLD_SIZE=2" in line
+    assert not (tmp_path / "run").exists()

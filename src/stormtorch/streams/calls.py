@@ -30,6 +30,7 @@ from .lock import locked
 from .meta import Unwritten
 from .parameters import ParameterStream, SavedWeight
 from .partition import Entry
+from .ranks import refuse_ranks
 from .registered import take_out
 from .saving import Saving
 from .torch_private import in_backward, in_functorch, outside_of_graphs, saved_tensor_hooks_active
@@ -211,7 +212,8 @@ class Calls:
 
     @locked
     def _take_turn(self) -> None:
-        """What stands in modules, and what a pass has begun, is one thread's at a time."""
+        """What stands in modules, and what a pass has begun, is one thread's at a time, of one process."""
+        refuse_ranks()
         here = threading.get_ident()
         if self._caller not in (None, here) and any(thread.ident == self._caller for thread in threading.enumerate()):
             raise StormError(

@@ -43,8 +43,8 @@ class Stay:
 
     ``loaded``: when its bytes are there. ``uses`` and ``places``: what must have ended before they may be overwritten,
     and where compute has used them. ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay.
-    ``views`` and ``idle``: what twins.py has made over the bytes, by place; the latter where no graph was recorded, with
-    the parameters that required a gradient then.
+    ``views`` and ``idle``: the tensors that twins.py has made over the bytes, by place; the latter where no graph was
+    recorded, with the parameters that required a gradient then.
     """
 
     __slots__ = ("base", "idle", "loaded", "memory", "places", "uses", "version", "views")

@@ -136,6 +136,11 @@ def has_global_hooks() -> bool:
     return bool(module._global_forward_hooks) or bool(module._global_forward_pre_hooks)
 
 
+def is_fsdp_managed(module: torch.nn.Module) -> bool:
+    """Whether FSDP, of either kind, has taken charge of the module; it says so before it touches a parameter."""
+    return bool(vars(module).get("_is_fsdp_managed_module", False))
+
+
 def holders(tensors: Mapping[int, torch.Tensor], key: int) -> tuple[int, int]:
     """How many references Python and C++ have to one of ``tensors``; the same for every one that only they hold."""
     tensor: Any = tensors[key]

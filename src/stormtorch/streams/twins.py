@@ -5,8 +5,8 @@ are kept until the pass ends, without the memory of stays that ended before, so 
 node of the graph, as a parameter is. Where it becomes two, by two passes in one backward, gradients.py adds them up
 before anything else.
 
-Without a graph, in `no_grad` and `inference_mode`, twins have such a node too: a weight shows ``requires_grad`` there as
-ever, torch chooses kernels by it, and a forward may enable gradients inside. The stay keeps them for later passes.
+Without a graph, in `no_grad` and `inference_mode`, twins have such a node too: plain PyTorch shows ``requires_grad``
+there as ever, torch chooses kernels by it, and a forward may enable gradients inside. The stay keeps these twins.
 
 calls.py puts them into modules. Whoever reaches a parameter without calling its module is lent one, and what is written
 to that in place would be lost with the stay: it is refused."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from ..core.errors import SettingError
 from ..core.sizes import format_bytes
 from ..memory.limits import usable_device
 from .build import Built
@@ -29,6 +31,7 @@ from .watch import Watcher
 def train(settings: TrainSettings, watcher: Watcher) -> int:
     """Train as the settings say; returns the exit status. Raises StormError, NotFinite among them."""
     check_required(settings)
+    _refuse_ranks()
     with RunFolder(Path(settings.output)) as folder, ExitStack() as ends:
         found = candidates(folder, settings)
         device = usable_device(_device(settings.device))
@@ -107,6 +110,16 @@ def train(settings: TrainSettings, watcher: Watcher) -> int:
             saved = loop.run()
             loop.write_end()
         return _ending(loop, saved, built, times, watcher)
+
+
+def _refuse_ranks() -> None:
+    """Before the folder is locked: the second process would hear that the first one is running."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if ranks.isdecimal() and int(ranks) > 1:
+        raise SettingError(
+            f"STORM trains in one process, and WORLD_SIZE={ranks} says that {ranks} were started, by torchrun or "
+            "accelerate launch perhaps. Start storm train without a launcher."
+        )
 
 
 def _with_dtype(settings: TrainSettings, device: torch.device) -> TrainSettings:
