@@ -33,7 +33,7 @@ from .partition import Entry
 from .ranks import refuse_ranks
 from .registered import take_out
 from .saving import Saving
-from .torch_private import in_backward, in_functorch, outside_of_graphs, saved_tensor_hooks_active
+from .torch_private import in_backward, in_functorch, never_traced, outside_of_graphs, saved_tensor_hooks_active
 from .twins import Twins
 from .unit import Place, Unit
 
@@ -75,6 +75,7 @@ class Call:
         self._module = weakref.ref(module)
         self._entry, self._original = entry, original
 
+    @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a graph that is being made ends here, and another one may begin behind
             return _run_eagerly(self, args, kwargs)
@@ -184,12 +185,14 @@ class Calls:
                 with self.saving.passing(self._pack):
                     yield
 
+    @never_traced
     def _pack(self, tensor: torch.Tensor) -> Any:
         weight = self._parameters.pack(tensor)
         if weight is not None:
             return weight
         return Held(tensor) if self.saving is None else self.saving.pack(tensor)
 
+    @never_traced
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, SavedWeight):
             return self._parameters.unpack(saved)

@@ -67,6 +67,7 @@ from .torch_private import (
     in_backward,
     in_functorch,
     innermost_hooks,
+    never_traced,
 )
 
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
@@ -177,6 +178,7 @@ class Saving:
         hooks = innermost_hooks()
         return hooks is not None and hooks[0] == self._hooks
 
+    @never_traced
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: ``tensor``, or a note if it leaves."""
         measuring = self._measuring
@@ -200,6 +202,7 @@ class Saving:
         self._sending = self._loose.see(tensor, leaving=self._sending, measured=self._age > ROUNDS, settled=settled)
         self._tight = self._tight or self._loose.leaves
 
+    @never_traced
     def unpack(self, saved: Any) -> torch.Tensor:
         self.note_end()
         return self._stream.unpack(saved)

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Any)
 
 
 def current_pass() -> int:
@@ -172,6 +173,19 @@ def is_made_from_weights(tensor: torch.Tensor) -> bool:
 _CASTS_AND_VIEWS = frozenset(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "AsStrided")
 )
+
+
+def never_traced(function: F) -> F:
+    """``function``, which Dynamo neither compiles nor looks into when a compiled region calls it outside of its graphs.
+
+    A mark on its code, which costs nothing where it is called: torch.compiler.disable would import dynamo at once, and
+    wrap every call."""
+    private: Any = torch._C._dynamo.eval_frame
+    skip = private._FrameAction.SKIP  # of this frame, and of those that it calls
+    private.set_code_exec_strategy(function.__code__, private._FrameExecStrategy(skip, skip))
+    return function
+
+
 outside_of_graphs: Any = vars(torch)["_disable_dynamo"]  # torch.compiler.disable would import dynamo at once
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 FUNCTION_BASE: Any = (
