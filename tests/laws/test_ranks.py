@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def launch(ranks: int, folder: Path) -> list[dict[str, Any]]:
+def launch(ranks: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What each rank has found; as torchrun starts them, but for a rendezvous in a file."""
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in own}
@@ -46,7 +46,7 @@ def launch(ranks: int, folder: Path) -> list[dict[str, Any]]:
             process.kill()
             process.wait()
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    return [tuple(json.loads((folder / f"rank-{rank}.json").read_text())) for rank in range(ranks)]
 
 
 def wrappers(found: dict[str, Any]) -> list[str]:

@@ -38,6 +38,7 @@ class GradHome:
     consumed: bool = False  # updated from in backward; nobody may look at them any more
     consumed_places: set[int] = field(default_factory=set)
     views: dict[int, Family] = field(default_factory=dict)  # that user code may hold, by place
+    shared: set[int] = field(default_factory=set)  # places of which torch has delivered a part since they were dropped
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     stored: Event | None = None
     there: torch.Tensor | None = None  # the gradients, on the device; home memory has nothing of them yet
