@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stormtorch as storm
 
 CPU = torch.device("cpu")
-BUDGET = {"vram": 24_000, "device": "cpu"}
+BUDGET: dict[str, Any] = {"vram": 24_000, "device": "cpu"}
 Made = tuple[Any, torch.optim.Optimizer]
 
 
@@ -42,7 +42,7 @@ def sharded(model: Any) -> Any:
 
 
 def prepared(model: Any) -> Any:
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # type: ignore[import-untyped]
 
     return Accelerator(cpu=True).prepare(model)
 
@@ -186,7 +186,7 @@ def among_ranks(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 def alone(folder: Path) -> dict[str, Any]:
     """A process group of one rank."""
     if "accelerate" in WRAPPERS:
-        from accelerate.state import AcceleratorState
+        from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 
         AcceleratorState._reset_state(reset_partial_state=True)  # or it goes on with two
     join(0, 1, folder)

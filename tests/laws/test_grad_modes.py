@@ -193,7 +193,7 @@ def test_a_forward_sees_what_it_sees_in_plain_pytorch(mode: str, vram: str) -> N
         for change in (None, False, True):  # frozen and thawed between passes
             for side in models:
                 if change is not None:
-                    side[0].inner.weight.requires_grad_(change)
+                    side.get_parameter("0.inner.weight").requires_grad_(change)
                 for _ in range(2):
                     with MODES[mode]():
                         side(torch.ones(2, W))
@@ -232,7 +232,10 @@ def test_a_graph_inside_reaches_the_weights(mode: str, vram: str, activations: s
                 side.zero_grad()
                 with MODES[mode]():
                     answer = side(x)
-                energy = side[0].energies.pop() + side[1].energies.pop()
+                first, second = side[0], side[1]
+                assert isinstance(first, Gradient)
+                assert isinstance(second, Gradient)
+                energy = first.energies.pop() + second.energies.pop()
                 energy.backward()
                 results.append((frozen(answer), frozen(energy), grads(side)))
             same(results[1], results[0], f"forces in {mode}")

@@ -1,7 +1,7 @@
 """Law: gradients of second order (MAML) are plain PyTorch's, bit for bit with a backward for each task.
 
-A parameter that user code computes with itself (``p - lr * g``) gets that part of its gradient from torch, the rest from
-the streams. With one backward over several tasks each side adds up its own parts first: within rounding."""
+A parameter that user code computes with itself (``p - lr * g``) gets that part of its gradient from torch, the rest
+from the streams. With one backward over several tasks each side adds up its own parts first: within rounding."""
 
 from __future__ import annotations
 
