@@ -37,6 +37,7 @@ from .streams.gradients import GradientStream
 from .streams.meta import Exchange, give_substance
 from .streams.optimizer import OptimizerStream
 from .streams.parameters import ParameterStream, Residence
+from .streams.ranks import refuse_ranks, refuse_wrapped
 from .streams.saving import Saving
 from .streams.settings import Settings, Trial
 from .streams.still import Still
@@ -69,6 +70,8 @@ class Parts:
 
 def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial) -> Parts:
     """Stream ``model`` in place, and take over ``optimizer``; ``ground.endings`` make both ordinary again."""
+    refuse_ranks()
+    refuse_wrapped(model)
     earlier = _TIED.get(model)
     if earlier is not None and (access := earlier()) is not None and not access.closed:
         raise SettingError("This model is being streamed already. Close that session first.")

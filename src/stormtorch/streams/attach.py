@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import functions
+from . import functions, ranks
 from .access import UserAccess
 from .calls import Calls
 from .gradients import GradientStream
@@ -53,6 +53,7 @@ class Attachment:
                 parameter._storm = (self.access, place)
         functions.attach(self.access)
         watch(self._uses)
+        ranks.attach([self._model, *(entry.module for entry in self._entries)])
         wrapped = {id(entry.module): entry for entry in self._entries}
         for entry in self._entries:
             self.calls.wrap(entry.module, entry)
@@ -73,6 +74,7 @@ class Attachment:
         self.calls.closed = self.access.closed = True  # in one line: no Ctrl-C comes in between
         self.calls.unwrap()
         unwatch(self._uses)
+        ranks.detach([self._model, *(entry.module for entry in self._entries)])
         functions.detach(self.access)
         for unit in self._units:
             for place in unit.places:

@@ -31,9 +31,10 @@ from .lock import locked
 from .meta import Unwritten
 from .parameters import ParameterStream, SavedWeight
 from .partition import Entry
+from .ranks import refuse_ranks
 from .registered import take_out
 from .saving import Saving
-from .torch_private import in_backward, in_functorch, outside_of_graphs, saved_tensor_hooks_active
+from .torch_private import in_backward, in_functorch, never_traced, outside_of_graphs, saved_tensor_hooks_active
 from .twins import Twins
 from .unit import Place, Unit
 
@@ -88,6 +89,7 @@ class Call:
         self._module = weakref.ref(module)
         self._entry, self._original = entry, original
 
+    @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a graph that is being made ends here, and another one may begin behind
             return _run_eagerly(self, args, kwargs)
@@ -204,12 +206,14 @@ class Calls:
                 with self.saving.passing(self._pack):
                     yield
 
+    @never_traced
     def _pack(self, tensor: torch.Tensor) -> Any:
         weight = self._parameters.pack(tensor)
         if weight is not None:
             return weight
         return Held(tensor) if self.saving is None else self.saving.pack(tensor)
 
+    @never_traced
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, SavedWeight):
             return self._parameters.unpack(saved)
@@ -234,7 +238,8 @@ class Calls:
 
     @locked
     def _take_turn(self) -> None:
-        """What stands in modules, and what a pass has begun, is one thread's at a time."""
+        """What stands in modules, and what a pass has begun, is one thread's at a time, of one process."""
+        refuse_ranks()
         here = threading.get_ident()
         if self._caller not in (None, here) and any(thread.ident == self._caller for thread in threading.enumerate()):
             raise StormError(

@@ -31,7 +31,7 @@ from torch import nn
 from ..core.errors import StormError
 from .effects import EXPOSING, METADATA, RESHAPING, target_of
 from .handlers import undisturbed
-from .torch_private import in_backward, without_torch_function
+from .torch_private import in_backward, never_traced, without_torch_function
 from .unit import Place
 
 
@@ -85,6 +85,7 @@ class HomeParameter(nn.Parameter):
     _storm: tuple[Access, Place]
 
     @classmethod
+    @never_traced
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -148,6 +149,7 @@ class HomeView(torch.Tensor):
     _is_param: bool
 
     @classmethod
+    @never_traced
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -27,6 +27,7 @@ from .master_states import MasterStates
 from .masters import Masters
 from .param_groups import ParamGroups
 from .parameters import ParameterStream
+from .ranks import refuse_ranks
 from .real_grad import has_sparse_grad, real_grad
 from .takeover import PUT_ON, Takeover, users_own
 from .torch_private import without_torch_function
@@ -168,6 +169,7 @@ class OptimizerStream:
     @locked  # not the closure, whose backward runs on another thread
     @torch.no_grad()
     def _update_all(self) -> None:
+        refuse_ranks()
         self._refuse_thawed()
         if self._adam is not None:
             refuse_unknown(self.optimizer, self._place)

@@ -42,9 +42,11 @@ class Stay:
 
     ``loaded``: when its bytes are there. ``uses`` and ``places``: what must have ended before they may be overwritten,
     and where compute has used them. ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay.
+    ``views`` and ``idle``: the tensors that twins.py has made over the bytes, by place; the latter where no graph was
+    recorded, with the parameters that required a gradient then.
     """
 
-    __slots__ = ("base", "loaded", "memory", "places", "uses", "version", "views")
+    __slots__ = ("base", "idle", "loaded", "memory", "places", "uses", "version", "views")
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Stay:
         self.base, self.memory, self.uses, self.places = base, memory, uses, places
         self.loaded, self.version = loaded, version
         self.views: dict[int, torch.Tensor] = {}
+        self.idle: tuple[list[Place], dict[int, torch.Tensor]] | None = None
 
 
 @dataclass(eq=False)
@@ -392,6 +395,7 @@ class ParameterStream:
         self._by_storage.pop(stay.base.data_ptr(), None)
         self.on_drop(residence.unit)
         stay.views.clear()
+        stay.idle = None
         del stay
 
     def no_room(self, size: int, tag: Tag) -> OutOfBudget:

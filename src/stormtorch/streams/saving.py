@@ -55,6 +55,7 @@ from .torch_private import (
     in_backward,
     in_functorch,
     innermost_hooks,
+    never_traced,
 )
 
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
@@ -161,6 +162,7 @@ class Saving:
         hooks = innermost_hooks()
         return hooks is not None and hooks[0] == self._hooks
 
+    @never_traced
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: what stands for ``tensor`` until backward."""
         if self._run is not None:
@@ -173,6 +175,7 @@ class Saving:
             return self._stream.pack(tensor)
         return self._loose.hold(tensor) if is_loose else Held(tensor)
 
+    @never_traced
     def unpack(self, saved: Any) -> torch.Tensor:
         self.note_end()
         return saved.run.get(saved) if isinstance(saved, Saved) else self._stream.unpack(saved)
