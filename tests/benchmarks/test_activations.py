@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from benchmarks.activations import idle
 from benchmarks.activations.cases import GROUPS, OURS, Planned, tiny
 from benchmarks.activations.largest import largest
 from benchmarks.activations.loss import LossHead
@@ -333,20 +332,3 @@ def test_a_case_takes_the_peak_of_the_one_before_it(tmp_path: Path) -> None:
     assert (row.result.case.method, row.result.case.vram) == ("storm-auto", "12345")
     assert row.note == "at the peak of trl"
     assert runner.at_peak(planned, []).result.failed == "no peak of trl is known: run it too, or give --vram"
-
-
-def test_gaps_between_kernels_are_the_hosts_or_the_links() -> None:
-    def kernel(start: float, end: float, launched: float) -> list[dict[str, Any]]:
-        args = {"correlation": start}
-        launch = {"cat": "cuda_runtime", "ts": launched - 2, "dur": 2, "args": args}
-        return [launch, {"cat": "kernel", "ts": start, "dur": end - start, "args": args}]
-
-    events = [
-        *kernel(0, 1000, -10),
-        *kernel(500, 1500, 100),  # beside the first
-        *kernel(1550, 2000, 1545),  # too short a gap to be told
-        *kernel(3000, 4000, 1800),  # was there in time, and waited
-        *kernel(6000, 7000, 5990),  # was not
-    ]
-    parts = idle.taken_apart(events)
-    assert parts == {"kernels_ms": 3.95, "waits_ms": 1.0, "host_ms": 2.0}

@@ -7,9 +7,9 @@ and comes back with every view's exact strides. A parcel's life:
     away      in RAM only
     back      on the device again, or on its way
 
-**Leaving.** The store lane copies a parcel as soon as compute has made it. The device's copy is held in a queue until
-the queue is over ``window_bytes``; then compute waits for the oldest store, on the GPU, and the memory is torch's
-again. So the peak is bounded however far the host runs ahead, without ``record_stream``.
+**Leaving.** The store lane copies a parcel as soon as the operation that saved it has been launched. The device's copy
+is held in a queue until the queue is over ``window_bytes``; then compute waits for the oldest store, on the GPU, and
+the memory is torch's again. So the peak is bounded however far the host runs ahead, without ``record_stream``.
 
 **Coming back.** The order in which backward asks is remembered from the pass before, or taken as the reverse of the
 order of saving. Whenever backward has asked for one parcel, the next ones are loaded, up to ``ahead_bytes``. What was
@@ -46,7 +46,13 @@ from ..memory.torch_allocator import streams_with_memory
 from ..memory.wait_meter import WaitMeter
 from .held import Held, stale
 from .lock import locked
-from .torch_private import StorageReference, VersionProbe, has_plain_storage, is_made_from_weights
+from .torch_private import (
+    StorageReference,
+    VersionProbe,
+    has_plain_storage,
+    is_made_from_weights,
+    sequence_number,
+)
 
 SMALL_BYTES = 64 * KiB  # less than that costs more to move than to keep
 
@@ -202,6 +208,7 @@ class ActivationStream:
         self._past: Ride | None = None
         self.stay_bytes = 0  # what is saved last need not leave at all: so much, and what would be in the window
         self._lingering: deque[tuple[torch.Tensor, Event]] = deque()
+        self._unsent: deque[tuple[weakref.ref[Parcel], int]] = deque()  # saved by an operation that may not have run
         self._places: set[Hashable] = set()  # the streams on which compute has been seen, or has memory
         self._passes = 0
         self.must_leave = False  # whether RAM that is short is an error
@@ -238,6 +245,7 @@ class ActivationStream:
         if self._lanes.device.type == "cuda" and (self._passes < 4 or self._passes % 16 == 0):
             self._places |= streams_with_memory(self._lanes.device)
         self._passes += 1
+        self._unsent.clear()
         self._sweep()
         if self._ride.asked:
             self._past = self._ride
@@ -249,9 +257,16 @@ class ActivationStream:
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].gone and entry[1]() is not None}
 
     @locked
+    def end_pass(self) -> None:
+        """The forward is over: what it has saved may leave."""
+        if not self._closed:
+            self._send_what_is_made(now=True)
+
+    @locked
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd: a note of ``tensor``, or ``Held`` if it stays."""
         self._sweep()
+        self._send_what_is_made()
         return self.send(tensor) if not self._closed and self.travels(tensor) else Held(tensor)
 
     def send(self, tensor: torch.Tensor, span: tuple[int, int] | None = None) -> Note:
@@ -266,8 +281,19 @@ class ActivationStream:
             parcel = Parcel(self, self._ride, bytes_of(tensor)[first : first + size], first)
             self._known[key] = (StorageReference(storage), weakref.ref(parcel))
             self._ride.add(parcel)
-            self._send_or_keep(parcel)
+            self._unsent.append((weakref.ref(parcel), sequence_number()))
         return Note(parcel, tensor)
+
+    def _send_what_is_made(self, *, now: bool = False) -> None:
+        """Send the parcels whose operation has run, or all of them ``now``.
+
+        Autograd saves a tensor when it has made the operation's node; some operations, as ``rrelu``, write it after
+        that. When the next node is made the operation has run."""
+        number = -1 if now or not self._unsent else sequence_number()
+        while self._unsent and self._unsent[0][1] != number:
+            parcel = self._unsent.popleft()[0]()
+            if parcel is not None:
+                self._send_or_keep(parcel)
 
     @locked
     def hold(self, tensor: torch.Tensor) -> Undecided | Held:
@@ -377,6 +403,7 @@ class ActivationStream:
         if self._closed:
             raise StaleGraph("Cannot run backward: what held its activations was closed.")
         self._sweep()
+        self._send_what_is_made(now=True)
         if saved.probe is not None and saved.probe.changed:
             raise stale(saved.shape, saved.dtype)
         parcel = saved.parcel
@@ -460,6 +487,7 @@ class ActivationStream:
         self._orphans.clear()
         self._lingering.clear()
         self._leaving.clear()
+        self._unsent.clear()
         self._slabs.close()
 
     def bury(self, parcel: Parcel) -> None:

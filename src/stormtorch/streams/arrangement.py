@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from ..core.notices import say_once
 from ..core.tags import Tag
 from ..memory.pool import HostPool
 from .activations import SMALL_BYTES, ActivationStream
@@ -28,10 +27,6 @@ def open_saving(
     """Arrange the activations of ``model`` by ``mode``; also what ends it, once the lanes are empty.
 
     ``weights``: parameters and buffers that are on the device for good."""
-    if mode != "keep" and model is not None and any(isinstance(module, nn.RReLU) for module in model.modules()):
-        # Autograd saves its noise before the kernel has made it: what would leave is what was there before.
-        say_once("activations are kept: nn.RReLU saves what it has not written yet.", key="RReLU")
-        mode = "keep"
     slabs = HostPool(
         ledger=around.ledger,
         tag=Tag.ACTIVATIONS,

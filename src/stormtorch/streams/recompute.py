@@ -13,8 +13,8 @@ buffer is simply not dropped, a block that RAM has no room for is, and no pass i
 
 **The second run.** When backward first asks for a dropped tensor, the block is called again with its inputs, under the
 conditions of the first call (conditions.py). The tensors that it saves are counted, in the same order as the first
-time; those that backward still wants are handed out as it asks for them. When the last of them has been saved, an
-exception ends the run: the rest of the block is not computed. A second run that saves other tensors than the first one
+time; those that backward still wants are handed out as it asks for them. When the last of them is there, an exception
+ends the run: the rest of the block is not computed. A second run that saves other tensors than the first one
 is an error, never a wrong gradient.
 
 The road not taken: ``torch.utils.checkpoint``. It drops before it knows, so that blocks had to be measured in a pass of
@@ -170,11 +170,13 @@ class BlockRun:
 
     def _run_again(self) -> None:
         wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.value is None}
-        last, count = max(wanted), 0
+        last, count, has_all = max(wanted), 0, False
 
         @never_traced
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal count
+            nonlocal count, has_all
+            if has_all:
+                raise _Enough
             if self._is_streamed(tensor):
                 return tensor.detach()
             number, count = count, count + 1
@@ -187,7 +189,11 @@ class BlockRun:
                     )
                 self._again[number] = Held(tensor)
             if number == last:
-                raise _Enough
+                # What an earlier operation has made is there. What has no graph this one may be about to write, as
+                # ``rrelu`` does with its noise: it has to run.
+                if tensor.grad_fn is not None:
+                    raise _Enough
+                has_all = True
             return tensor.detach()
 
         made: dict[int, Any] = {}
@@ -204,7 +210,7 @@ class BlockRun:
                 self._original(*args, **names)
             except _Enough:
                 return True
-            return False
+            return has_all
 
         # The graph of this run is never run; a block that asks for gradients itself needs what it saves, though.
         assert self._conditions is not None

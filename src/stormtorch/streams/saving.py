@@ -140,6 +140,7 @@ class Saving:
             yield
         finally:
             self._drop_last()
+            self._stream.end_pass()
             self._hooks, self._sending = None, False
             if self._age <= _REPLAN_AT[-1]:
                 ours = self._stream.travelling_bytes() + (0 if self._held else self._loose.kept_bytes)

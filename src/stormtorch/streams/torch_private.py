@@ -17,6 +17,10 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Any)
 
 
+sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""How many nodes of autograd's graph the calling thread has made so far."""
+
+
 def current_pass() -> int:
     """The number of the backward pass that the calling thread is in; -1 outside of any."""
     return int(torch._C._current_graph_task_id())

@@ -1,0 +1,41 @@
+"""The benchmarks through Trainer run tiny on the CPU, and read a profile right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.trainer.profiled import busy_s
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernels_that_overlap_count_once() -> None:
+    def event(kind: str, start: float, length: float) -> dict[str, Any]:
+        return {"cat": kind, "ts": start, "dur": length}
+
+    events = [event("kernel", 0, 10), event("kernel", 5, 10), event("gpu_memcpy", 0, 100), event("kernel", 50, 1)]
+    assert busy_s(events) == pytest.approx(16e-6)
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("trainer", ["tiny", "--shapes", "2x16", "--vram", "64MiB", "--warm", "1", "--steps", "1"]),
+        ("trainer.long", ["--model", "tiny", "--sequence", "32", "--vram", "2MiB", "--warm", "1", "--steps", "1"]),
+    ],
+)
+def test_they_run_tiny(module: str, words: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--commit", "this", "--out", str(tmp_path / "t")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = (tmp_path / "t.md").read_text()
+    assert "FAILED" not in table
+    assert "| auto |" in table
+    assert "| checkpoint |" in table
