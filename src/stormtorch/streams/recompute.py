@@ -36,7 +36,14 @@ from .activations import ActivationStream, Note
 from .blocks import filled, leaves_of, tensors_in
 from .conditions import Conditions
 from .held import Held, stale
-from .torch_private import VersionProbe, at_end_of_backward, has_plain_storage, in_backward, never_traced
+from .torch_private import (
+    VersionProbe,
+    at_end_of_backward,
+    has_plain_storage,
+    in_backward,
+    never_traced,
+    sequence_number,
+)
 
 
 class Saved:
@@ -170,11 +177,11 @@ class BlockRun:
 
     def _run_again(self) -> None:
         wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.value is None}
-        last, count, has_all = max(wanted), 0, False
+        last, count, has_all, unmade = max(wanted), 0, False, -1
 
         @never_traced
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal count, has_all
+            nonlocal count, has_all, unmade
             if has_all:
                 raise _Enough
             if self._is_streamed(tensor):
@@ -188,12 +195,12 @@ class BlockRun:
                         f"{tuple(saved.shape)}, {saved.dtype}"
                     )
                 self._again[number] = Held(tensor)
+            if tensor.grad_fn is None and not tensor.requires_grad:
+                unmade = sequence_number()  # the operation may be about to write it, as ``rrelu`` does with its noise
             if number == last:
-                # What an earlier operation has made is there. What has no graph this one may be about to write, as
-                # ``rrelu`` does with its noise: it has to run.
-                if tensor.grad_fn is not None:
+                if unmade != sequence_number():
                     raise _Enough
-                has_all = True
+                has_all = True  # when that operation has run
             return tensor.detach()
 
         made: dict[int, Any] = {}
