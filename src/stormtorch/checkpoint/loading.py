@@ -56,7 +56,7 @@ def load_into(
     names = names_of(model)
     states = _States()
     groups: list[dict[str, Any]] = []
-    with _or_damaged(directory, manifest):
+    with _or_damaged(directory):
         _check_also(directory, also, state["also"])
         jobs, weights = _weights(model, names, directory, manifest)
         saved = state["optimizer"]
@@ -74,7 +74,7 @@ def load_into(
         for room, value in states.single:
             room.copy_(value)
     durable.note_written(weights)
-    with _or_damaged(directory, manifest):
+    with _or_damaged(directory):
         if durable.optimizer is not None:
             with torch.no_grad():
                 durable.install(states.by_parameter)
@@ -90,15 +90,10 @@ def load_into(
 
 
 @contextlib.contextmanager
-def _or_damaged(directory: Path, manifest: Manifest) -> Iterator[None]:
-    """Whatever else is raised in here, the checkpoint's content is the cause: its sums may fit and its form may not.
-
-    A file that is damaged may look like one of another model; then it is called damaged."""
+def _or_damaged(directory: Path) -> Iterator[None]:
+    """Whatever else is raised in here, the checkpoint's content is the cause: its sums may fit and its form may not."""
     try:
         yield
-    except WrongModel:
-        check_sums(directory, manifest, filter(is_tensors, manifest.files))
-        raise
     except StormError:
         raise
     except Exception as error:

@@ -88,6 +88,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         disk.read_exactly(fd, memoryview(text), 8, path)
     try:
         content = parse_json(text, repeated=False)
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
         content.pop("__metadata__", None)
         entries = {name: _entry(path, name, value, 8 + length, size) for name, value in content.items()}
     except (ValueError, AttributeError) as error:

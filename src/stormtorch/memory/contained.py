@@ -1,4 +1,4 @@
-"""Files of folders that may come from a stranger: read and written inside of the folder, never through a link out of it.
+"""Files of folders that may come from a stranger: read and written inside of their folder, through no link out of it.
 
 A name in an index, a link, a pipe where a file should be, JSON of a million brackets: each is refused in words. What is
 refused raises StorageError, or ValueError where only the caller knows the file.
@@ -19,6 +19,7 @@ from ..core.errors import StorageError
 from ..core.sizes import MiB, format_bytes
 from .file_calls import storage_error
 
+_LONGEST_NAME = 255  # in bytes, on Linux
 JSON_LIMIT_BYTES = 256 * MiB  # the largest index on the Hub has a few MiB
 
 
@@ -29,7 +30,8 @@ def inside(folder: Path, name: str) -> Path:
     within the folder that holds both. The file need not exist.
     """
     parts = name.split("/")
-    if not name or "\0" in name or name.startswith("/") or ".." in parts:
+    too_long = any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in parts)
+    if not name or "\0" in name or name.startswith("/") or ".." in parts or too_long:
         raise StorageError(f"{folder} names the file {name[:200]!r}, which is not in it. Do not use this folder.")
     path = folder / name
     try:

@@ -10,17 +10,30 @@ from ..core.errors import SettingError
 from .reason import reason
 from .settings import TrainSettings, known_names
 
+_LONGEST = 1 << 20  # characters
+
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The settings in a file, by name."""
     yaml = _yaml()
     try:
         text = path.read_text(encoding="utf-8-sig")
+        _check_plain(yaml, path, text)
         found = yaml.safe_load(text)
         twice = _first_named_twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except OSError as error:
         raise SettingError(f"--config {path} cannot be read: {error.strerror}. Name a YAML file.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or a date that is none
+    except SettingError:
+        raise
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        OverflowError,
+    ) as error:  # ValueError: no UTF-8, or a date that is none
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or reason(error)
@@ -32,6 +45,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SettingError(f"--config {path} holds a {type(found).__name__}. Accepted: lines of 'name: value'.")
     return known_names(found, source=str(path))
+
+
+def _check_plain(yaml: Any, path: Path, text: str) -> None:
+    """Refuse aliases: a few lines of them can stand for more than memory holds."""
+    if len(text) > _LONGEST:
+        raise SettingError(f"--config {path} has {len(text)} characters. Accepted: at most {_LONGEST}.")
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if isinstance(token, yaml.AliasToken):
+            raise SettingError(
+                f"--config {path} line {token.start_mark.line + 1} has the alias *{token.value}. Write the value out."
+            )
 
 
 def _first_named_twice(node: Any) -> tuple[str, int] | None:
