@@ -1,4 +1,4 @@
-"""Law: a checkpoint from a stranger is loaded whole or refused in one line; it runs no code and reads nothing outside."""
+"""Law: a checkpoint from a stranger is loaded whole or refused in one line, runs no code, reads nothing outside."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_what_a_loading_object_raises_is_the_checkpoints(tmp_path: Path, run: Ru
         def state_dict(self) -> dict[str, int]:
             return {"a": 1}
 
-        def load_state_dict(self, state: dict[str, int]) -> None:
+        def load_state_dict(self, _: dict[str, int]) -> None:
             raise KeyError("b")
 
     run.session.save(tmp_path / "step", also={"choosy": Choosy()})

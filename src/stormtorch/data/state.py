@@ -28,10 +28,10 @@ def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuse a state that another order made: the exact next batch could not be told."""
     if not isinstance(state, Mapping) or not state.keys() >= _PLACE:
         raise SettingError("This is no state of a DataLoader. Give what its state_dict() returned.")
-    if not isinstance(state["version"], int) or state["version"] != VERSION:
-        raise SettingError(f"The state has version {str(state['version'])[:40]!r}, this STORM reads version {VERSION}.")
     if not all(isinstance(state[name], int) for name in _PLACE):
         raise SettingError("The state of the DataLoader is damaged: its place is no number. Begin without a state.")
+    if state["version"] != VERSION:
+        raise SettingError(f"The state has version {state['version']!r}, this STORM reads version {VERSION}.")
     for name, value in expected.items():
         found = state.get(name)
         if found is None and name in _NEWER:

@@ -11,6 +11,7 @@ from .reason import reason
 from .settings import TrainSettings, known_names
 
 _LONGEST = 1 << 20  # characters
+_DEEPEST = 50
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -48,10 +49,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_plain(yaml: Any, path: Path, text: str) -> None:
-    """Refuse aliases: a few lines of them can stand for more than memory holds."""
+    """Refuse aliases, a few lines of which can stand for more than memory holds, and depth, which takes PyYAML hours."""
     if len(text) > _LONGEST:
         raise SettingError(f"--config {path} has {len(text)} characters. Accepted: at most {_LONGEST}.")
+    depth = 0
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        name = type(token).__name__  # FlowSequenceStartToken, BlockEndToken and the like
+        depth += name.endswith("StartToken") - name.endswith("EndToken")
+        if depth > _DEEPEST:
+            raise SettingError(
+                f"--config {path} is nested more than {_DEEPEST} deep. Accepted: lines of 'name: value'."
+            )
         if isinstance(token, yaml.AliasToken):
             raise SettingError(
                 f"--config {path} line {token.start_mark.line + 1} has the alias *{token.value}. Write the value out."

@@ -201,6 +201,8 @@ def _found(
         marks = facts.get("marks", {})  # older ones have no marks, or no sum
         if facts.pop("sum", None) not in (None, _sum(facts)):
             raise ValueError("prepared.json is not as it was written")
+        if not isinstance(marks, dict):
+            raise ValueError("prepared.json holds no sums")
         facts.pop("marks", None)
         arrays = {name: inside(directory, f"{name}.npy") for name in ("input_ids", "labels")}
         found = Prepared(arrays=arrays, reused=reused, **facts)
