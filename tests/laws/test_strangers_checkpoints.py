@@ -286,9 +286,8 @@ def test_leftovers(tmp_path: Path, kind: str) -> None:
         else:
             (runs / name).mkdir()
             (runs / name / "a").symlink_to(outside.folder)
-    with untouched(outside):
-        with contextlib.suppress(StormError):
-            sweep(runs)
+    with untouched(outside), contextlib.suppress(StormError):
+        sweep(runs)
 
 
 def test_a_link_in_a_checkpoint_of_ones_own_is_no_part_of_it(tmp_path: Path, run: Run) -> None:

@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_plain(yaml: Any, path: Path, text: str) -> None:
-    """Refuse aliases, a few lines of which can stand for more than memory holds, and depth, for which PyYAML is slow."""
+    """Refuse aliases, a few lines of which can stand for more than memory holds, and depth, where PyYAML is slow."""
     if len(text) > _LONGEST:
         raise SettingError(f"--config {path} has {len(text)} characters. Accepted: at most {_LONGEST}.")
     depth = 0
