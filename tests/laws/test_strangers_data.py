@@ -1,4 +1,4 @@
-"""Law: data from a stranger is read within its folder or refused in one line; and a state knows the data it belongs to."""
+"""Law: data from a stranger is read within its folder or refused in one line; and a state knows the data it is of."""
 
 from __future__ import annotations
 
@@ -137,6 +137,15 @@ def test_tokens_have_no_shape(tmp_path: Path) -> None:
         writer.write({"tokens": torch.arange(8, dtype=torch.int32)})
     index(lambda i: i["fields"][0].update(shape=[2]))(tmp_path / "packed", Outside(tmp_path / "outside"))
     refused(lambda: tokens(tmp_path / "packed", sequence=2), "storm_data.json")
+
+
+@pytest.mark.parametrize("kind", ["half a folder", "a folder", "a name"])
+def test_packing_where_a_stranger_was(tmp_path: Path, kind: str) -> None:
+    outside = Outside(tmp_path / "outside")
+    place = {"half a folder": ".packed.partial", "a folder": "packed", "a name": "packed"}[kind]
+    (tmp_path / place).symlink_to(outside.folder if kind != "a name" else outside.folder / "new")
+    with untouched(outside):
+        refused(lambda: pack(tmp_path / "packed"))
 
 
 def npy(header: str, data: bytes = bytes(64), *, version: bytes = b"\1\0") -> bytes:

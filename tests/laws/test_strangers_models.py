@@ -17,6 +17,7 @@ from stormtorch.core.errors import StormError
 from stormtorch.data.text_tokens import TextTokenizer
 from stormtorch.training import hf_model
 from stormtorch.training.build import build
+from stormtorch.training.model_folder import without_code
 from stormtorch.training.settings import TrainSettings
 from stormtorch.training.tokenizer import load_tokenizer
 
@@ -243,7 +244,7 @@ def test_a_config_is_otherwise_as_transformers_reads_it(tmp_path: Path) -> None:
     asking = hf_model.read_config(write_model(tmp_path / "asking", attn_implementation="a-stranger/attention"))
     named = {"_name_or_path"}
     assert {**asking.to_dict(), **dict.fromkeys(named)} == {**plain.to_dict(), **dict.fromkeys(named)}
-    kept, left_out = hf_model.without_code({"text_config": {"attn_implementation": "a/b", "auto_map": {}}, "a": 1})
+    kept, left_out = without_code({"text_config": {"attn_implementation": "a/b", "auto_map": {}}, "a": 1})
     assert kept == {"text_config": {}, "a": 1}
     assert left_out == {"attn_implementation", "auto_map"}
 

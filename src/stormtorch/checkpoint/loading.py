@@ -33,6 +33,7 @@ from .threads import Task, run_all
 
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PARTS = {"step", "optimizer", "random", "extra", "also"}
+_FLAGS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
 _FIXED = ("amsgrad", "capturable", "differentiable")  # what decides which arithmetic a session has begun with
 
 
@@ -215,6 +216,8 @@ def _states(
         raise WrongModel(f"{directory} has states of {unknown[0]!r}, which the optimizer here does not hold.")
     for name, numbers in saved["numbers"].items():
         parameter = parameters[name]
+        if not _is_count(numbers.get("step", 0)):
+            raise CheckpointError(f"{directory / STATE} gives no step count of {name!r}. Take another checkpoint.")
         if MASTER in numbers and durable.unit_of(parameter) is None:
             raise WrongModel(
                 f"{directory} was saved with an fp32 master of {name!r}, which is not streamed here. Give the only= "
@@ -300,10 +303,9 @@ def _check_optimizer(
             f"{directory} holds no state of an optimizer: it was saved from a session without one. Take the weights "
             "alone with load_weights."
         )
-    if saved["class"] != here:
-        raise WrongModel(
-            f"{directory} was saved with {saved['class']}, this session has {here}. Build the same optimizer."
-        )
+    there = " ".join(saved["class"][:80].split()) if isinstance(saved["class"], str) else "another kind of optimizer"
+    if there != here:
+        raise WrongModel(f"{directory} was saved with {there}, this session has {here}. Build the same optimizer.")
     if saved["masters"] and not durable.has_masters:
         raise WrongModel(f"{directory} was saved with fp32 masters. Give master_dtype=torch.float32 to storm.stream.")
     called = parameter_names(optimizer, names.tensors)
@@ -334,7 +336,8 @@ def _check_values(directory: Path, optimizer: torch.optim.Optimizer, saved: list
     """A learning rate must be a number: torch would find out in the middle of a step."""
     for group, theirs in zip(optimizer.param_groups, saved, strict=bool(saved)):
         for key, value in theirs.items():
-            if key != "params" and not _is_like(group.get(key), value):
+            fits = value is None or isinstance(value, bool) if key in _FLAGS else _is_like(group.get(key), value)
+            if key != "params" and not fits:
                 raise CheckpointError(
                     f"{directory / STATE} gives {key} as {str(value)[:40]!r}, which is no such value. Take another one."
                 )
@@ -346,6 +349,13 @@ def _is_like(now: Any, then: Any) -> bool:
     if isinstance(now, float) or (isinstance(now, int) and not isinstance(now, bool)):
         return isinstance(then, int | float) or (isinstance(then, torch.Tensor) and then.numel() == 1)
     return True
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it can be the number of an optimizer's steps: torch keeps it as a tensor, or as a number."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return isinstance(value, int | float) and 0 <= value < 1 << 53
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from ..streams.home import plain
 from . import disk
 from .adapter import base_name, base_names, is_adapter_name
 from .content import INDEX
-from .folder import MANIFEST, STORM, file_in, read_manifest
+from .folder import MANIFEST, STORM, check_sums, file_in, read_manifest
 from .loading import Job, read_all
 from .names import compare, names_of
 from .tensor_files import Entry, Filling, read_header
@@ -60,7 +60,11 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     fillings: dict[str, list[Filling]] = {file: [] for file in files}
     for name, (file, entry) in where.items():
         fillings[file].append(Filling(entry, plain(wanted[name]).detach()))
-    sums = read_manifest(path).files if (path / STORM / MANIFEST).is_file() else {}
+    sums = {}
+    if (path / STORM / MANIFEST).is_file():
+        manifest = read_manifest(path)
+        sums = manifest.files
+        check_sums(path, manifest, {INDEX} & sums.keys() if len(files) > 1 else ())
     jobs = [Job(path / file, mine, sums.get(file)) for file, mine in fillings.items()]
     touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]

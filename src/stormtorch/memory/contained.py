@@ -54,8 +54,8 @@ def check_no_link(path: Path) -> None:
     """Raise StorageError if ``path`` is a link: what is written or removed there would be elsewhere."""
     if path.is_symlink():
         raise StorageError(
-            f"{path} is a link, and a run writes there itself. Remove the link, or name the folder that it leads to "
-            "with --output."
+            f"{path} is a link, and what is written or removed there would be elsewhere. Remove the link, or name the "
+            "place that it leads to."
         )
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,11 @@ from torch import nn
 from ..checkpoint.folder import check_as_model
 from ..checkpoint.tensor_files import read_header
 from ..core.errors import SettingError, StorageError, WrongModel
-from ..core.notices import say_once
 from ..core.sizes import MiB
 from ..memory.contained import inside, opened, parse_json, read_small
 from ..memory.file_calls import storage_error
 from .extras import require
+from .model_folder import CONFIG_LIMIT_BYTES, check_model_folder, has_value, read_plain, weight_map
 from .own_model import Batch
 from .reason import reason
 
@@ -35,22 +33,7 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 _FROM_THE_HUB = ("penalty_alpha", "dola_layers", "num_beam_groups", "constraints")  # ways that moved to repositories
 _SAMPLE_BYTES = 4096
-_CONFIG_LIMIT_BYTES = 64 * MiB
 _MOST_LAYERS = 10_000
-_READ_FOLDERS = ("additional_chat_templates",)
-_READ_KINDS = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".spm", ".bpe", ".tiktoken"}
-_FOR_CODE = {"auto_map", "trust_remote_code", "custom_pipelines", "transformers_weights", "configuration_files"}
-_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
-_KERNELS: dict[str, tuple[object, ...]] = {  # what of them is PyTorch's own: any other name may be one on the Hub
-    "attn_implementation": (None, "eager", "sdpa"),
-    "_attn_implementation": (None, "eager", "sdpa"),
-    "_attn_implementation_internal": (None, "eager", "sdpa"),
-    "experts_implementation": _EXPERTS,
-    "_experts_implementation": _EXPERTS,
-    "_experts_implementation_internal": _EXPERTS,
-    "kernel_config": (None,),
-    "use_kernels": (None, False),
-}
 _NO_NUMBERS = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -74,14 +57,14 @@ def read_config(path: Path) -> Any:
         )
     check_model_folder(path)
     try:
-        given = parse_json(read_small(file, limit_bytes=_CONFIG_LIMIT_BYTES))
+        given = parse_json(read_small(file, limit_bytes=CONFIG_LIMIT_BYTES))
         if not isinstance(given, dict) or "model_type" not in given:
             raise ValueError("it names no model_type")
-        if _has(given, "quantization_config"):
+        if has_value(given, "quantization_config"):
             raise SettingError(
                 f"--model {path} is quantised, and such weights cannot be trained here. Name the original."
             )
-        config = _read_plain(transformers, file, given)
+        config = read_plain(transformers, file, given)
     except SettingError:
         raise
     except Exception as error:  # whatever a class of transformers raises for values that it does not like
@@ -90,81 +73,6 @@ def read_config(path: Path) -> Any:
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise SettingError(f"--model {path}: {file.name} says {layers} layers. Accepted: at most {_MOST_LAYERS}.")
     return config
-
-
-def _read_plain(transformers: Any, file: Path, given: dict[str, Any]) -> Any:
-    """The config without what would have transformers run code, or ask the Hub for code or kernels."""
-    kept, left_out = without_code(given)
-    if "auto_map" in left_out and given["model_type"] not in transformers.CONFIG_MAPPING:
-        raise ValueError(f"model_type {str(given['model_type'])[:40]!r} needs custom code, which is not run here")
-    with tempfile.TemporaryDirectory() as folder:
-        plain = file
-        if left_out:
-            plain = Path(folder) / "config.json"
-            plain.write_text(json.dumps(kept), encoding="utf-8")
-            chosen = sorted(name for name in left_out if name not in _FOR_CODE)
-            if chosen:
-                say_once(f"{file} chooses {', '.join(chosen)}, which is left to PyTorch: its own kernels are used.")
-        config = transformers.AutoConfig.from_pretrained(str(plain), local_files_only=True, trust_remote_code=False)
-    config.name_or_path = str(file)
-    return config
-
-
-def without_code(given: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """A config, and those in it, without the names that choose code; and these, as far as they chose any."""
-    kept: dict[str, Any] = {}
-    left_out: set[str] = set()
-    for name, value in given.items():
-        if name in _FOR_CODE or (name in _KERNELS and value not in _KERNELS[name]):
-            left_out |= {name} if value is not None else set()
-        elif isinstance(value, dict):
-            kept[name], more = without_code(value)
-            left_out |= more
-        else:
-            kept[name] = value
-    return kept, left_out
-
-
-def _has(given: dict[str, Any], name: str) -> bool:
-    """Whether a config, or one in it, has a value of that name."""
-    inner = [value for value in given.values() if isinstance(value, dict)]
-    return bool(given.get(name)) or any(_has(value, name) for value in inner)
-
-
-def check_model_folder(path: Path) -> None:
-    """Raise unless a model's folder keeps to itself: no link in it leads out, no index names a file elsewhere, and the
-    small files of a checkpoint are as they were written."""
-    if not path.is_dir():
-        return
-    try:
-        for entry in sorted(path.iterdir()):
-            if entry.is_symlink() and (entry.suffix in _READ_KINDS or entry.name in _READ_FOLDERS):
-                inside(path, entry.name)
-        for folder in _READ_FOLDERS:
-            for entry in path.glob(f"{folder}/*"):
-                inside(path, f"{folder}/{entry.name}")
-        for index in path.glob("*.index.json"):
-            for name in set(_weight_map(index).values()):
-                inside(path, name)
-        tokenizer = path / "tokenizer_config.json"
-        if tokenizer.is_file():
-            _check_named_files(tokenizer)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise storage_error(f"read {path}", error) from error
-    check_as_model(path)
-
-
-def _check_named_files(config: Path) -> None:
-    """Old versions of transformers open what a tokenizer's configuration names as its files, wherever that is."""
-    try:
-        given = parse_json(read_small(config, limit_bytes=_CONFIG_LIMIT_BYTES))
-    except ValueError:
-        return  # the tokenizer's own reading says it better
-    for name, value in given.items() if isinstance(given, dict) else ():
-        if name.endswith("_file") and isinstance(value, str) and os.path.exists(config.parent / value):  # noqa: PTH110
-            inside(config.parent, value)
 
 
 def _config_file(path: Path) -> Path:
@@ -201,7 +109,7 @@ def weight_files(path: Path) -> list[Path]:
     for kind in ("model.safetensors", "pytorch_model.bin"):
         index, single = path / f"{kind}.index.json", path / kind
         if index.is_file():
-            return [inside(path, name) for name in sorted(set(_weight_map(index).values()))]
+            return [inside(path, name) for name in sorted(set(weight_map(index).values()))]
         if single.is_file():
             return [inside(path, kind)]
     there = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
@@ -247,7 +155,7 @@ def values_in_config(path: Path) -> dict[str, Any]:
     one adds other things."""
     file = _config_file(path)
     try:
-        given: dict[str, Any] = dict(parse_json(read_small(file, limit_bytes=_CONFIG_LIMIT_BYTES)))
+        given: dict[str, Any] = dict(parse_json(read_small(file, limit_bytes=CONFIG_LIMIT_BYTES)))
     except (ValueError, TypeError) as error:
         raise SettingError(f"--model {path}: {file.name} cannot be used: {reason(error)}. Correct it.") from error
     return {name: value for name, value in given.items() if name not in _NO_NUMBERS}
@@ -341,7 +249,7 @@ def _names_in(path: Path) -> set[str]:
     safetensors = require("safetensors", extra="hf", why=f"--model {path}")
     index = path / INDEX
     if index.is_file():
-        return set(_weight_map(index))
+        return set(weight_map(index))
     names: set[str] = set()
     for file in weight_files(path):
         try:
@@ -350,17 +258,6 @@ def _names_in(path: Path) -> set[str]:
         except (OSError, safetensors.SafetensorError) as error:
             raise StorageError(f"{file} cannot be read ({reason(error)}). Copy it again.") from error
     return names
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Which file holds which weight."""
-    try:
-        given = parse_json(read_small(inside(index.parent, index.name)))
-        return {str(name): str(file) for name, file in given["weight_map"].items()}
-    except StorageError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{index} is damaged ({reason(error)}). Copy it again.") from error
 
 
 def take_generation_config(model: nn.Module, path: Path) -> None:
