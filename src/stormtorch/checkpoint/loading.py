@@ -95,7 +95,7 @@ def _or_damaged(directory: Path) -> Iterator[None]:
     """Whatever else is raised in here, the checkpoint's content is the cause: its sums may fit and its form may not."""
     try:
         yield
-    except StormError:
+    except (StormError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         lines = str(error).splitlines() or [""]

@@ -196,7 +196,7 @@ class DataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: after the last batch that was given, whatever was read ahead. Changes nothing.
 
-        The first call reads samples of the data, by which a state knows it again: at most 4 MiB in 256 places."""
+        The first call reads samples of the data, by which a state knows it again: 256 rows, or up to 4 MiB whole."""
         return {
             "version": VERSION,
             "epoch": self._epoch,
