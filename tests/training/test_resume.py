@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from stormtorch.checkpoint.folder import complete
 from stormtorch.core.errors import CheckpointError, SettingError
 from stormtorch.training.identity import RUN_FILE, identity
+from stormtorch.training.metrics import cut_back
 from stormtorch.training.settings import TrainSettings
 
 from .tiny import (
@@ -460,3 +461,13 @@ def test_metrics_of_others_stay(tmp_path: Path) -> None:
     lines = file.read_text().splitlines()
     assert lines[:2] == theirs
     assert [json.loads(line)["step"] for line in lines[2:] if json.loads(line)["kind"] == "step"] == [1, 2]
+
+
+def test_a_last_line_without_its_end_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr("stormtorch.training.metrics._LONGEST", 64)
+    whole = [json.dumps({"kind": "step", "step": step}) for step in (1, 2, 3)]
+    file.write_text("\n".join([whole[0], json.dumps({"long": "x" * 200}), whole[2], whole[1]]))
+    cut_back(file, 2)
+    assert file.read_text().splitlines() == whole[:2]
+    assert file.read_text().endswith("\n")

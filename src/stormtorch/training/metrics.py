@@ -44,12 +44,12 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Whole lines; one that no record of ours could be is left out, and is not held in memory."""
+    """With their ends; one that is too long for a record of ours is left out, and is not held in memory."""
     begins = True
     while line := file.readline(_LONGEST):
         ends = line.endswith(b"\n")
-        if begins and ends:
-            yield line
+        if begins and (ends or len(line) < _LONGEST):
+            yield line if ends else line + b"\n"  # the last: a kill may have come just before its end
         begins = ends
 
 
