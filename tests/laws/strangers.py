@@ -112,6 +112,19 @@ def sparse(path: Path, size: int = SPARSE_BYTES) -> None:
         file.truncate(size)
 
 
+def make_pipe(path: Path) -> None:
+    """Where a file was, or is expected."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def link_to(path: Path, target: Path) -> None:
+    """A link to ``target`` where a file was, or is expected."""
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(target)
+
+
 def tensor_file(header: object, data: bytes = b"", *, length: int | None = None) -> bytes:
     """A safetensors file with a header of one's own: bytes, or what is written as JSON."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

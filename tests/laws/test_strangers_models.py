@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..training.tiny import (
     with_weights,
     write_model,
 )
-from .strangers import DEEP, Outside, flip, pickled, refused, sign, sparse, untouched, zipped
+from .strangers import DEEP, Outside, flip, make_pipe, pickled, refused, sign, sparse, untouched, zipped
 
 pytest.importorskip("transformers")
 
@@ -89,7 +88,7 @@ def elsewhere(name: str) -> Spoil:
 
 
 def pipe(name: str) -> Spoil:
-    return lambda folder, _: ((folder / name).unlink(missing_ok=True), os.mkfifo(folder / name))
+    return lambda folder, _: make_pipe(folder / name)
 
 
 def _pickle(name: str, content: Callable[[Outside], bytes]) -> Spoil:

@@ -30,7 +30,19 @@ from ..training.tiny import (
     with_weights,
 )
 from ..training_text.made import byte_tokenizer, json_lines, rows_of
-from .strangers import DEEP, Outside, flip, pickled, refused, sign, sparse, untouched, zipped
+from .strangers import (
+    DEEP,
+    Outside,
+    flip,
+    link_to,
+    make_pipe,
+    pickled,
+    refused,
+    sign,
+    sparse,
+    untouched,
+    zipped,
+)
 
 pytest.importorskip("transformers")
 
@@ -134,6 +146,16 @@ def _code(step: Path, outside: Outside) -> None:
     sign(step)
 
 
+def _text(step: Path, _: Outside) -> None:
+    (step / "storm" / "state.pt").write_text("hello")
+    sign(step)
+
+
+def _weights_elsewhere(step: Path, outside: Outside) -> None:
+    shutil.move(step / "model.safetensors", outside.folder / "theirs")
+    link_to(step / "model.safetensors", outside.folder / "theirs")
+
+
 def _name_of_a_weight(step: Path, _: Outside) -> None:
     content = (step / "model.safetensors").read_bytes()
     flip(step / "model.safetensors", content.index(b"q_proj"))
@@ -153,7 +175,7 @@ def _run_file(edit: Callable[[dict[str, Any]], Any]) -> Spoil:
 FALLEN_BACK: dict[str, Spoil] = {
     "code in the state": _code,
     "a state that is cut": lambda step, _: os.truncate(step / "storm" / "state.pt", 100),
-    "a state of text": lambda step, _: ((step / "storm" / "state.pt").write_text("hello"), sign(step)),
+    "a state of text": _text,
     "a bit of the config": lambda step, _: flip(step / "config.json"),
     "a bit of the tokenizer": lambda step, _: flip(step / "tokenizer.json", 100),
     "a bit of a weight's name": _name_of_a_weight,
@@ -161,10 +183,7 @@ FALLEN_BACK: dict[str, Spoil] = {
     "a record nested deeply": _run_file(lambda _: DEEP),
     "a record of a negative step": _run_file(lambda content: content.update(step=-1)),
     "a record with another config": _run_file(lambda content: content["identity"].update({"config of the model": [1]})),
-    "weights elsewhere": lambda step, outside: (
-        shutil.move(step / "model.safetensors", outside.folder / "theirs"),
-        (step / "model.safetensors").symlink_to(outside.folder / "theirs"),
-    ),
+    "weights elsewhere": _weights_elsewhere,
 }
 
 
@@ -284,7 +303,7 @@ CACHES: dict[str, Spoil] = {
     "facts: marks of another form": _facts(marks={"input_ids": "x", "labels": []}),
     "facts: one more": _facts(code="x"),
     "facts: sparse": lambda made, _: sparse(made / "prepared.json"),
-    "facts: a pipe": lambda made, _: ((made / "prepared.json").unlink(), os.mkfifo(made / "prepared.json")),
+    "facts: a pipe": lambda made, _: make_pipe(made / "prepared.json"),
     "tokens beyond the vocabulary": _tokens("input_ids", 1 << 20),
     "negative tokens": _tokens("input_ids", -5),
     "labels beyond the vocabulary": _tokens("labels", 1 << 20),
@@ -292,7 +311,7 @@ CACHES: dict[str, Spoil] = {
     "tokens elsewhere": _moved("input_ids.npy"),
     "facts elsewhere": _moved("prepared.json"),
     "all elsewhere": _moved_all,
-    "tokens are a pipe": lambda made, _: ((made / "labels.npy").unlink(), os.mkfifo(made / "labels.npy")),
+    "tokens are a pipe": lambda made, _: make_pipe(made / "labels.npy"),
 }
 
 
@@ -321,19 +340,12 @@ BESIDE: dict[str, Spoil] = {
     "digests: a list": _digests("[1]"),
     "digests: deep": _digests(DEEP),
     "digests: no JSON": _digests("{"),
-    "digests: elsewhere": lambda made, outside: (
-        (made.parent / "digests.cache").unlink(),
-        (made.parent / "digests.cache").symlink_to(outside.file),
-    ),
-    "digests: a pipe": lambda made, _: (
-        (made.parent / "digests.cache").unlink(),
-        os.mkfifo(made.parent / "digests.cache"),
-    ),
+    "digests: elsewhere": lambda made, outside: link_to(made.parent / "digests.cache", outside.file),
+    "digests: a pipe": lambda made, _: make_pipe(made.parent / "digests.cache"),
     "half written: a pipe": lambda made, _: os.mkfifo(made.parent / ".a.writing-1-0a"),
     "half written: elsewhere": lambda made, outside: (made.parent / ".a.writing-1-0a").symlink_to(outside.folder),
-    "half written: a folder of links": lambda made, outside: (
-        (made.parent / ".a.writing-1-0a").mkdir(),
-        (made.parent / ".a.writing-1-0a" / "b").symlink_to(outside.folder),
+    "half written: a folder of links": lambda made, outside: link_to(
+        made.parent / ".a.writing-1-0a" / "b", outside.folder
     ),
 }
 

@@ -22,7 +22,7 @@ from .encode import IGNORED, Ids
 
 _HEADER_BYTES = 128
 _BUFFER_TOKENS = 1 << 18
-_EXAMINED_BYTES = 4 * MiB
+_EXAMINED_BYTES = MiB
 
 
 class RowWriter:
@@ -127,7 +127,7 @@ def examine(path: Path, *, rows: int, sequence: int) -> Found | None:
             return None
         crc, least, largest = 0, 0, 0
         buffer = np.empty(_EXAMINED_BYTES // 4, dtype="<i4")
-        view = memoryview(buffer).cast("B")
+        view = buffer.data.cast("B")
         while count := file.readinto(view):  # type: ignore[attr-defined]  # a buffered reader has it
             crc = zlib.crc32(view[:count], crc)
             tokens = buffer[: count // 4]
