@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from stormtorch.integrations.huggingface import StormTrainer
+from stormtorch.observe.recorder import Mark
 from stormtorch.observe.report import gpu_time
 
 from .models import CONFIGS, build, parameters_of
@@ -62,6 +63,7 @@ class Clock(TrainerCallback):
         self.gpu = self.reason = ""
         self.began_s = 0.0
         self.profiler: Any = None
+        self.seen: Mark | None = None
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -73,16 +75,24 @@ class Clock(TrainerCallback):
             if self.profiled and torch.cuda.is_available():
                 self.profiler = profile(activities=[ProfilerActivity.CUDA])
                 self.profiler.__enter__()
-                self.began_s = _now()
+                self.began_s, self.seen = _now(), self._look()
         if state.global_step == self.last and self.profiler is not None:
-            seconds = _now() - self.began_s
+            seconds, seen = _now() - self.began_s, self._look()
             self.profiler.__exit__(None, None, None)
             self.profiled_busy = busy_s(events_of(self.profiler)) / seconds
-            session = getattr(self.trainer, "session", None)
-            if session is not None:
-                marks = session._parts.ground.recorder.snapshot().marks
-                gpu = gpu_time(marks[-self.profiled - 1 :])
-                self.busy = gpu.busy if gpu is not None else 0.0
+            gpu = gpu_time([mark for mark in (self.seen, seen) if mark is not None])
+            self.busy = gpu.busy if gpu is not None else 0.0
+
+    def _look(self) -> Mark | None:
+        """Our own figures just now."""
+        session = getattr(self.trainer, "session", None)
+        if session is None:
+            return None
+        ground = session._parts.ground
+        ground.waits.emit()
+        asked, idle = ground.idle.read() if ground.idle is not None else (0, 0)
+        waited_s = sum(ground.recorder.snapshot().waits_s.values())
+        return Mark(at_s=time.perf_counter(), waited_s=waited_s, asked=asked, idle=idle)
 
     def _report(self) -> None:
         session = getattr(self.trainer, "session", None)

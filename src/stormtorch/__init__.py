@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import LaneError, OutOfBudget, SettingError, StorageError, StormError
+from .core.errors import InsideStep, LaneError, OutOfBudget, SettingError, StorageError, StormError
 
 if TYPE_CHECKING:
     from .api import Session, stream
@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DataLoader",
+    "InsideStep",
     "LaneError",
     "OffloadedActivations",
     "OutOfBudget",

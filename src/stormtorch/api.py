@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from .checkpoint.saver import Saver
 from .core.errors import SettingError, StormError
 from .observe.report import Report, make_report
 from .parts import open_parts
+from .streams.handlers import inside_step, undisturbed
 from .streams.settings import Settings, Trial
 
 
@@ -129,14 +131,18 @@ class Session:
         self._check_open()
         return self._saver.load(directory, also=also)
 
+    @undisturbed
     def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
         """What was measured since the session began, as data; ``print`` it for a table. Waits for nothing."""
         parts, ground = self._parts, self._parts.ground
         ground.waits.emit()
+        placement = ground.placement
+        if parts.inference is not None and parts.inference.reason:
+            placement = dataclasses.replace(placement, reason=parts.inference.reason)
         return make_report(
             ground.recorder.snapshot(),
             ledger=ground.ledger,
-            placement=ground.placement,
+            placement=placement,
             pool_bytes=ground.pool.capacity_bytes,
             share_reason=parts.tuning.share_reason,
             activation_reason=parts.saving.reason if parts.saving is not None else "",
@@ -152,6 +158,8 @@ class Session:
     def close(self) -> None:
         """Finish what is pending and make model and optimizer ordinary again, in RAM. Safe to call twice."""
         if not self._closed:
+            if self._parts.access.is_interrupted():
+                raise inside_step("close the session")
             self._closed = True
             self._parts.ground.endings.run()
 

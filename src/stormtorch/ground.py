@@ -1,6 +1,6 @@
 """What a session stands on: budgets, units and where they go, home memory, lanes, flags and the pool.
 
-Opened before anything of the model is touched; what does not fit is refused here.
+What does not fit is refused here, before anything of the model is touched. Then its weights move to home memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from .memory.pool import DevicePool
 from .memory.torch_allocator import expand_segments
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder
+from .streams import handlers
 from .streams.adam_settings import runs_as_adam
 from .streams.device_states import kept_bytes
 from .streams.home_sizes import Homes, homes_for
+from .streams.moving import Moving, ram_of
 from .streams.partition import Partition, partition
 from .streams.placement import Placement, least_pool_bytes, place
 from .streams.settings import Settings, Trial
@@ -107,7 +109,7 @@ def outline(
 ) -> Outline:
     """Refuse what budgets or settings do not allow. Sizes alone count: the parameters may hold no memory yet."""
     device = _device(settings.device)
-    ledger = open_ledger(device, vram=settings.vram, ram=settings.ram)
+    ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
     found = _parted(model, settings, limit)
     units = found.units
@@ -138,16 +140,34 @@ def outline(
 def open_ground(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
 ) -> tuple[Ground, list[torch.Tensor]]:
-    """The ground, and home memory for the weights of each unit."""
+    """The ground, and home memory for the weights of each unit, which are there when this returns."""
+    endings.last(handlers.begin())
     outlined = outline(model, optimizer, settings, trial)
     device, ledger, homes, placement = outlined.device, outlined.ledger, outlined.homes, outlined.placement
     units = outlined.partition.units
     endings.last(expand_segments(device))  # the pool goes back to the driver
     page_lock = page_lock_for(device)
     recorder = Recorder()
-    arena = HostArena(homes.parameters, ledger=ledger, tag=Tag.PARAMETERS, page_lock=page_lock)
+    moving = Moving(units)
+    arena = HostArena(
+        homes.parameters,
+        ledger=ledger,
+        tag=Tag.PARAMETERS,
+        page_lock=page_lock,
+        fill_later=True,
+        returning_bytes=moving.held_bytes,
+    )
     endings.before_others(arena.close)
-    images = [arena.tensor((unit.image_bytes,), torch.uint8) for unit in units]
+    blocks = [arena.allocate(unit.image_bytes) for unit in units]
+    images = [block.tensor() for block in blocks]
+
+    def move(region: int) -> None:
+        for unit, block, image in zip(units, blocks, images, strict=True):
+            if block.place[0] == region:
+                moving.move(unit, image)
+
+    arena.fill(move)
+    moving.say_what_is_held()
     lanes = open_lanes(device, home=arena, ledger=ledger, sink=recorder, delay=trial.delay)
     endings.before_others(lanes.close)
     board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)

@@ -23,6 +23,7 @@ from .memory.torch_allocator import expand_segments
 from .memory.wait_meter import WaitMeter
 from .observe.recorder import Recorder, link_rates
 from .observe.report import ActivationReport, make_activation_report
+from .streams import handlers
 from .streams.arrangement import open_saving
 from .streams.gauge import Surroundings
 from .streams.settings import ACTIVATIONS, Trial
@@ -91,6 +92,7 @@ class OffloadedActivations:
     def _open(
         self, model: nn.Module | None, mode: str, limit_bytes: int, meter: DeviceMeter | None, trial: Trial
     ) -> None:
+        self._endings.last(handlers.begin())
         self._endings.last(expand_segments(self.device))
         lanes = open_lanes(self.device, sink=self.recorder, delay=trial.delay)
         self._endings.before_others(lanes.close)
@@ -115,6 +117,7 @@ class OffloadedActivations:
         self._endings.before_others(end)
         self._endings.before_others(lanes.synchronize)
 
+    @handlers.undisturbed
     def report(self) -> ActivationReport:
         """What was done so far and why, as data; ``print`` it for text. Waits for nothing."""
         self._waits.emit()

@@ -18,6 +18,7 @@ from .core.endings import Endings
 from .core.errors import SettingError
 from .core.tags import Tag
 from .ground import Ground, open_ground, outline
+from .inference import Inference
 from .memory.flags import Flag
 from .memory.lanes import Lanes
 from .native.jobs import Worker
@@ -36,6 +37,7 @@ from .streams.gradients import GradientStream
 from .streams.meta import Exchange, give_substance
 from .streams.optimizer import OptimizerStream
 from .streams.parameters import ParameterStream, Residence
+from .streams.ranks import refuse_ranks, refuse_wrapped
 from .streams.saving import Saving
 from .streams.settings import Settings, Trial
 from .streams.still import Still
@@ -61,12 +63,15 @@ class Parts:
     optimizer: OptimizerStream | None
     adam: AdamStream | None  # None: torch's own step runs, or none
     worker: Worker | None  # Adam's
+    inference: Inference | None  # None: an optimizer trains
     durable: Durable
     drain: Callable[[], None]  # blocks until all that was asked for is done
 
 
 def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial) -> Parts:
     """Stream ``model`` in place, and take over ``optimizer``; ``ground.endings`` make both ordinary again."""
+    refuse_ranks()
+    refuse_wrapped(model)
     earlier = _TIED.get(model)
     if earlier is not None and (access := earlier()) is not None and not access.closed:
         raise SettingError("This model is being streamed already. Close that session first.")
@@ -128,7 +133,7 @@ def _open(
         gradients=gradients,
     )
     endings.before_others(attachment.detach)
-    attachment.attach(images)  # before the states are allocated: the model's own memory is free by then
+    attachment.attach()
     access = attachment.access
     tuning.note_foreign_memory(model)
     saving = _arrange(model, ground, tuning, attachment.calls, parameters, settings.activations, trial)
@@ -137,8 +142,10 @@ def _open(
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
     attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
-    adam = worker = taken = None
-    if optimizer is not None:
+    adam = worker = taken = inference = None
+    if optimizer is None:
+        inference = _open_inference(ground, tuning, parameters, gradients, attachment.calls)
+    else:
         gradients.prepare()
         masters = settings.master_dtype is not None
         mode = "forward" if settings.step == "auto" else settings.step
@@ -180,6 +187,7 @@ def _open(
         optimizer=taken,
         adam=adam,
         worker=worker,
+        inference=inference,
         durable=durable,
         drain=drain,
     )
@@ -260,6 +268,25 @@ def _arrange(
     calls.saving = saving
     tuning.activations = saving
     return saving
+
+
+def _open_inference(
+    ground: Ground, tuning: Tuning, parameters: ParameterStream, gradients: GradientStream, calls: Calls
+) -> Inference:
+    inference = Inference(
+        ground.device,
+        ground.meter,
+        ledger=ground.ledger,
+        pool=ground.pool,
+        placement=ground.placement,
+        partition=ground.partition,
+        parameters=parameters,
+        gradients=gradients,
+        foreign_bytes=lambda: tuning.foreign_bytes,
+    )
+    calls.witness = inference
+    parameters.give_way = inference.give_way
+    return inference
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

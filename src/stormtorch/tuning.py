@@ -27,6 +27,7 @@ from .streams.shares import Rates, device_share
 _GROW_AT = (2, 4)  # steps after which activations have shown their peak
 _INWARD = ("load", "aside")
 _OF_UPDATES = ("updates", "states")  # what compute waits for when the optimizer is late
+_LATE = 0.05  # of a step: more than that, and it is what compute waits for that makes steps long
 _SHARE_AT = (2, 3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
 
 
@@ -166,13 +167,11 @@ class Tuning:
         states = {}
         if self._adam is not None and self._travels:
             states = {h.unit.index: kept_bytes(h.unit, wide=wide) for h in self._adam.homes if h.kept is None}
-        pool_bytes = self._pool.capacity_bytes - self._state_bytes
-        missing = max(0, self._placement.whole_bytes - pool_bytes) + sum(states.values())
         grown = growth(
             self._placement,
-            pool_bytes=pool_bytes,
+            pool_bytes=self._pool.capacity_bytes - self._state_bytes,
             limit_bytes=self.limit_bytes,
-            peak_bytes=self._peak_bytes() + self._reserved_bytes(missing),
+            peak_bytes=self._peak_bytes() + self._reserved_bytes(),
             free_bytes=meter.free(),
             lost_bytes=meter.lost(self.limit_bytes + self.foreign_bytes),
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
@@ -192,18 +191,16 @@ class Tuning:
         peak, before = self.peak.bytes(), None if self.activations is None else self.activations.peak_before
         return (peak if before is None else min(peak, before)) - self.foreign_bytes
 
-    def _reserved_bytes(self, missing_bytes: int) -> int:
-        """What is left to activations. VRAM goes where a byte of it saves most time: what compute waits for in a step
-        because weights and states are not on the device, which lack ``missing_bytes``, against the time in which blocks
-        run again because their activations are not."""
+    def _reserved_bytes(self) -> int:
+        """What is left to activations. Where compute waits for weights or updates, the pool gets all: a block that is
+        not run again makes no step shorter that waits anyway."""
         if self.activations is None:
             return 0
-        seconds, size = self.activations.worth()
-        totals = self._recorder.snapshot()
-        steps = max(1, self.steps - self._steps_before)
-        waited_s = (_waited_s(totals) - self._waited_before_s) / steps
-        activations_first = size > 0 and seconds / size > waited_s / max(1, missing_bytes)
-        return max(self.activations.wish_bytes, size if activations_first else 0)
+        totals, steps = self._recorder.snapshot(), max(1, self.steps - self._steps_before)
+        ends = totals.step_ends_s[-steps - 1 :]
+        waited_s, took_s = _waited_s(totals) - self._waited_before_s, ends[-1] - ends[0]
+        activations_first = waited_s <= _LATE * took_s
+        return max(self.activations.wish_bytes, self.activations.worth()[1] if activations_first else 0)
 
     @property
     def _state_bytes(self) -> int:

@@ -252,3 +252,15 @@ def test_other_commands_suggest_too(capsys: pytest.CaptureFixture[str]) -> None:
     errors = capsys.readouterr().err
     assert errors.startswith("usage: storm data pack ")
     assert "there is no --tokeniser. Did you mean --tokenizer?" in errors
+
+
+def test_several_processes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun and `accelerate launch` start them; the folder of the run is not touched."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(flags(tmp_path)) == 1
+    [line] = lines_of(capsys)
+    assert "WORLD_SIZE=2" in line
+    assert not (tmp_path / "run").exists()

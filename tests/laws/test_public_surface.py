@@ -14,6 +14,7 @@ from stormtorch.streams.settings import Settings
 
 PUBLIC_NAMES = [
     "DataLoader",
+    "InsideStep",
     "LaneError",
     "OffloadedActivations",
     "OutOfBudget",

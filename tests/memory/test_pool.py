@@ -186,3 +186,45 @@ def test_it_grows_within_the_budget_only(ledger: Ledger) -> None:
     pool.give(piece, lanes.load.record())
     pool.close()
     lanes.close()
+
+
+def test_a_single_block_serves_its_own_size_and_can_be_given_back(device: torch.device, ledger: Ledger) -> None:
+    lanes, pool = opened(device, ledger, 4 * 512)
+    pool.add_single(3 * 512)
+    ((address, size),) = pool.singles()
+    assert size == 3 * 512
+    other = pool.take(512, lanes.load)
+    same = pool.take(3 * 512, lanes.load)
+    assert other is not None
+    assert same is not None
+    assert other.bytes.data_ptr() != address == same.bytes.data_ptr()
+    assert pool.give_back(address) == 0, "a piece of it is out"
+    pool.give(same, lanes.load.record())
+    del same
+    assert pool.give_back(address) == 3 * 512
+    assert pool.capacity_bytes == ledger.used_bytes(Tier.DEVICE) == 4 * 512
+    assert pool.give_back() == 0
+    pool.give(other, lanes.load.record())
+    del other
+    assert pool.give_back() == 4 * 512
+    assert ledger.used_bytes(Tier.DEVICE) == 0
+    lanes.synchronize()
+    pool.close()
+    lanes.close()
+
+
+def test_what_is_given_back_is_behind_the_last_use_by_any_lane(ledger: Ledger) -> None:
+    """Torch hands it to compute at once."""
+    lanes, pool = opened(torch.device("cpu"), ledger, 512)
+    piece = pool.take(512, lanes.load)
+    assert piece is not None
+    done = threading.Event()
+    event = Mock(wraps=lanes.load.record(), done=lambda: False, synchronize=done.set)
+    waited: list[object] = []
+    lanes.compute.wait = waited.append  # type: ignore[method-assign, assignment]
+    pool.give(piece, event)
+    del piece
+    assert pool.give_back() == 512
+    assert event in waited
+    pool.close()
+    lanes.close()

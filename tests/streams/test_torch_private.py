@@ -319,3 +319,23 @@ def test_a_call_outside_of_graphs() -> None:
     assert torch.compile(run, backend="eager")(torch.ones(2)).sum() == 4
     assert seen == [False]
     torch._dynamo.reset()
+
+
+def test_torch_function_comes_back_where_it_was_switched_off() -> None:
+    seen: list[str] = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    tensor = torch.ones(2).as_subclass(Watched)
+    seen.clear()
+    with torch_private.without_torch_function():
+        tensor.sum()
+        assert not seen
+        with torch_private.with_torch_function():
+            tensor.sum()
+        tensor.mean()
+    assert seen == ["sum"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..core.errors import OutOfBudget, StorageError, StormError
 from ..core.notices import say_once
 from ..memory.file_calls import storage_error
 from ..streams.durable import Durable
+from ..streams.handlers import handler_here, inside_step
 from . import adapter, folder, pretrained
 from .content import gather
 from .draft import Draft, place_of
@@ -34,6 +36,7 @@ class Saver:
         self._model, self._durable, self._count_steps = model, durable, count_steps
         self._steps_before = 0
         self._writing: Writing | None = None
+        self._is_busy = False  # a signal handler may ask for a save in the middle of one
         self._damaged: str | None = None  # the checkpoint of which only a part was loaded
 
     def save(
@@ -45,8 +48,20 @@ class Saver:
         wait: bool,
         optimizer: bool = True,
     ) -> None:
+        with self._alone("save"):
+            self._save(directory, also=also, files=files, wait=wait, optimizer=optimizer)
+
+    def _save(
+        self,
+        directory: Directory,
+        *,
+        also: Mapping[str, Any] | None,
+        files: Callable[[Path], None] | None,
+        wait: bool,
+        optimizer: bool,
+    ) -> None:
         self._durable.check_idle(loading=False)
-        self.finish()
+        self._finish()
         if self._damaged is not None:
             raise StormError(f"Cannot save: only a part of {self._damaged} was loaded. Load a whole checkpoint first.")
         durable = self._durable
@@ -74,7 +89,7 @@ class Saver:
             durable.still.hold(pieces)
             self._writing.start()
             if wait:
-                self.finish()
+                self._finish()
         except BaseException:
             writing, self._writing = self._writing, None
             if writing is not None:  # Ctrl-C, before anybody waited for it
@@ -101,19 +116,35 @@ class Saver:
         return self._steps_before + self._count_steps()
 
     def load(self, directory: Directory, *, also: Mapping[str, Any] | None) -> dict[str, Any]:
-        self._durable.check_idle(loading=True)
-        self.finish()
-        path = Path(directory)
-        loaded = load_into(self._model, self._durable, path, also or {}, self._begin_changing)
-        self._damaged = None
-        self._steps_before = loaded.step - self._count_steps()
-        return loaded.rest
+        with self._alone("load"):
+            self._durable.check_idle(loading=True)
+            self._finish()
+            path = Path(directory)
+            loaded = load_into(self._model, self._durable, path, also or {}, self._begin_changing)
+            self._damaged = None
+            self._steps_before = loaded.step - self._count_steps()
+            return loaded.rest
 
     def _begin_changing(self, path: Path) -> None:
         self._damaged = str(path)
 
     def finish(self) -> None:
         """Wait for the save that is under way, if there is one, and raise what went wrong with it."""
+        with self._alone("wait for a save"):
+            self._finish()
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """A signal handler may call in the middle of any of this, and would change what is under way."""
+        if self._is_busy and handler_here():
+            raise inside_step(what)
+        before, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = before
+
+    def _finish(self) -> None:
         if self._writing is not None:
             try:
                 self._writing.wait()

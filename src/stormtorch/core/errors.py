@@ -49,3 +49,9 @@ class StaleGraph(StormError, RuntimeError):
 
 class LaneError(StormError, RuntimeError):
     """Work queued on a lane or on the optimizer's worker failed; the cause is chained. Later work on it is refused."""
+
+
+class InsideStep(StormError, RuntimeError):
+    """A signal handler has interrupted a step, and asks for what cannot be done in the middle of it.
+
+    Set a flag in the handler, and act on it in the loop, after ``optimizer.step()``."""

@@ -10,7 +10,7 @@ import threading
 
 _logger = logging.getLogger("stormtorch")
 _said: set[str] = set()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may have something to say, too
 
 
 def say_once(message: str, *, key: str | None = None) -> bool:

@@ -19,7 +19,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,18 +106,24 @@ class HostArena:
         page_lock: PageLock | None = None,
         shared: bool = False,
         lock_behind: bool = False,
+        fill_later: bool = False,
+        returning_bytes: int = 0,
     ) -> None:
         """Maps, touches and page-locks everything now. ``capacity``: bytes, or those of each region (``regions_for``).
 
         With ``page_lock`` given and refused, the arena stays pageable and says so. ``lock_behind`` leaves touching and
         locking, nearly all of the time that this takes, to a thread: the memory is there for the CPU, and for lanes
-        once it is ``settled``.
+        once it is ``settled``. ``fill_later`` maps only: ``fill`` does the rest. ``returning_bytes`` are in use now,
+        and will be freed as the arena is filled.
         """
         sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
         self.capacity_bytes = sum(sizes)
         self.tag = tag
         self._regions: list[Region] = []
-        reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes)
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[Region, int, int]] = deque()
+        self._closed = False
+        reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes, returning_bytes=returning_bytes)
         self._hold = Hold(reservation, page_lock, behind=lock_behind)
 
         def made() -> Iterator[Region]:
@@ -125,16 +131,15 @@ class HostArena:
                 region = map_shared(index, size) if shared else map_private(index, size, fork=page_lock is None)
                 self._hold.add(region)
                 self._regions.append(region)
-                if not self._hold.touches:
+                if not self._hold.touches and not fill_later:
                     first_touch(region.address, size)
                 yield region
 
-        try:
-            self._finish(made())
-        except BaseException:
-            with contextlib.suppress(StormError):  # an interrupted lock may or may not have happened
-                self._hold.end_all()
-            raise
+        with self._ending_on_error():
+            if fill_later:
+                deque(made(), maxlen=0)
+            else:
+                self._finish(made())
 
     @classmethod
     def attach(cls, shared: SharedArena, *, page_lock: PageLock | None = None) -> HostArena:
@@ -146,22 +151,36 @@ class HostArena:
         arena.capacity_bytes = sum(shared.region_bytes)
         arena.tag = Tag.STAGING
         arena._regions = []
+        arena._lock, arena._returned, arena._closed = threading.Lock(), deque(), False
         arena._hold = Hold(None, page_lock)
-        try:
+        with arena._ending_on_error():
             for index, (descriptor, size) in enumerate(zip(shared.descriptors, shared.region_bytes, strict=True)):
                 arena._regions.append(attach_region(index, shared.pid, descriptor, size))
                 arena._hold.add(arena._regions[-1])
             arena._finish(arena._regions)
-        except BaseException:
-            with contextlib.suppress(StormError):
-                arena._hold.end_all()
-            raise
         return arena
 
+    def fill(self, write: Callable[[int], None]) -> None:
+        """Have ``write`` touch and write each region, by index; each is page-locked while the next is written."""
+
+        def written() -> Iterator[Region]:
+            for region in self._regions:
+                write(region.index)
+                yield region
+
+        with self._ending_on_error():
+            self._finish(written())
+
+    @contextlib.contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StormError):  # an interrupted lock may or may not have happened
+                self._hold.end_all()
+            raise
+
     def _finish(self, regions: Iterable[Region]) -> None:
-        self._lock = threading.Lock()
-        self._returned: deque[tuple[Region, int, int]] = deque()
-        self._closed = False
         self._hold.lock(regions)
         if not self._hold.behind:
             self._hold.settle()

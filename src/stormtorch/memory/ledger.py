@@ -81,8 +81,9 @@ class Ledger:
         self._peak: dict[tuple[Tier, Tag], int] = {}
         self._tier_peak = dict.fromkeys(Tier, 0)
 
-    def reserve(self, tier: Tier, tag: Tag, size: int) -> Reservation:
-        """Charge ``size`` bytes or raise OutOfBudget; allocates nothing itself."""
+    def reserve(self, tier: Tier, tag: Tag, size: int, *, returning_bytes: int = 0) -> Reservation:
+        """Charge ``size`` bytes or raise OutOfBudget; allocates nothing itself. ``returning_bytes`` are in use now, and
+        become free as the others are taken."""
         size = parse_bytes(size)
         budget = self.budgets.get(tier)
         if budget is None:
@@ -102,7 +103,7 @@ class Ledger:
                     f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
                     _REMEDY[tier],
                 )
-            if free is not None and size > free:
+            if free is not None and size > free + returning_bytes:
                 raise OutOfBudget(
                     f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
                     f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used, "
@@ -184,9 +185,16 @@ _REMEDY_FREE = {
 
 
 def open_ledger(
-    device: torch.device | str, *, vram: object = "auto", ram: object = "auto", disk: Path | str | None = None
+    device: torch.device | str,
+    *,
+    vram: object = "auto",
+    ram: object = "auto",
+    disk: Path | str | None = None,
+    returning_bytes: int = 0,
 ) -> Ledger:
-    """A ledger for this machine from the user's settings; refuses budgets that the machine can never meet."""
+    """A ledger for this machine from the user's settings; refuses budgets that the machine can never meet.
+
+    ``returning_bytes`` of RAM are in use now and become free as the budget is used."""
     device = limits.usable_device(device)
     free, total = limits.device_memory_bytes(device)
     budgets = [
@@ -201,7 +209,7 @@ def open_ledger(
         _budget(
             Tier.HOST,
             ram,
-            free=limits.host_available_bytes(),
+            free=limits.host_available_bytes() + returning_bytes,
             total=limits.host_total_bytes(),
             headroom=max(2 * GiB, limits.host_total_bytes() // 20),
             kept_for="the system, the page cache and your own program",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -64,8 +64,9 @@ class Memory(Protocol):
 class _Block:
     """One allocation of the pool: its memory, what is free of it, and which uses of free bytes may still be running."""
 
-    def __init__(self, memory: Memory, fresh: Event | None) -> None:
-        self.memory = memory
+    def __init__(self, memory: Memory, fresh: Event | None, *, single: bool = False, place: Hashable = None) -> None:
+        """``single``: it serves one piece, of exactly its size. ``place``: where compute was when it was allocated."""
+        self.memory, self.single, self.place = memory, single, place
         self.extents = Extents(memory.size, grain=GRAIN)
         self.uses: list[tuple[int, int, Event]] = [] if fresh is None else [(0, memory.size, fresh)]
 
@@ -117,7 +118,7 @@ class Pool(ABC):
     def take(self, size: int, lane: Lane) -> Piece | None:
         """``size`` bytes, with ``lane`` waiting for the last uses of them; None while no hole is large enough."""
         self._sort_in()
-        for block in self._blocks:
+        for block in self._offering(size):
             offset = self._find(block, size)
             if offset is not None:
                 piece = self._hand_out(block, offset, size)
@@ -126,6 +127,10 @@ class Pool(ABC):
                 block.gated(offset, offset + size)
                 return piece
         return None
+
+    def _offering(self, _size: int) -> Iterable[_Block]:
+        """The blocks that may hold a piece of that size."""
+        return self._blocks
 
     def _find(self, block: _Block, size: int) -> int | None:
         return block.extents.take(size, GRAIN)
@@ -201,7 +206,35 @@ class DevicePool(Pool):
     def grow(self, size: int) -> None:
         memory = DeviceBlock(self.device, round_down(size, GRAIN), ledger=self._ledger, tag=self._tag)
         # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
-        self._blocks.append(_Block(memory, self._compute.record()))
+        self._blocks.append(_Block(memory, self._compute.record(), place=self._compute.place()))
+
+    def add_single(self, size: int) -> None:
+        """Take a block that serves pieces of exactly ``size`` bytes, and that nothing else can fragment."""
+        memory = DeviceBlock(self.device, round_up(size, GRAIN), ledger=self._ledger, tag=self._tag)
+        self._blocks.append(_Block(memory, self._compute.record(), single=True, place=self._compute.place()))
+
+    def singles(self) -> list[tuple[int, int]]:
+        """Address and size of each block of ``add_single``, the latest first."""
+        return [(b.memory.tensor().data_ptr(), b.memory.size) for b in reversed(self._blocks) if b.single]
+
+    def give_back(self, address: int | None = None) -> int:
+        """Return blocks to torch, all or the one at ``address``; those with pieces that are out stay. Returns the
+        bytes. Blocks nothing: torch hands the memory to compute, which waits for the last uses by other lanes."""
+        self._sort_in()
+        given = 0
+        for block in list(self._blocks):
+            if block.extents.taken_bytes or address not in (None, block.memory.tensor().data_ptr()):
+                continue
+            is_ordered = block.place == self._compute.place()  # or torch hands it to another stream than the present
+            for _, _, event in block.uses:
+                if is_ordered:
+                    self._compute.wait(event)
+                else:
+                    event.synchronize()
+            self._blocks.remove(block)
+            given += block.memory.size
+            block.memory.close()
+        return given
 
     def lend(self, piece: Piece, uses: list[Event], places: set[Hashable]) -> torch.Tensor:
         """The piece under a storage of its own; it returns by itself when no tensor over that storage is left.
@@ -221,6 +254,11 @@ class DevicePool(Pool):
         self._dropped.clear()  # all lanes are empty by now
         super().close()
         self._out.clear()
+
+    def _offering(self, size: int) -> Iterable[_Block]:
+        whole = round_up(size, GRAIN)
+        yield from (block for block in self._blocks if block.single and block.memory.size == whole)
+        yield from (block for block in self._blocks if not block.single)
 
     def _find(self, block: _Block, size: int) -> int | None:
         self._unsettled = True

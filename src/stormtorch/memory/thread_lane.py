@@ -80,7 +80,7 @@ class ThreadLane(Lane):
         self._queue: WorkQueue = queue.SimpleQueue()
         self._delay = delay
         self._owner_pid = os.getpid()
-        self._open_lock = threading.Lock()  # nothing may be queued behind the end
+        self._open_lock = threading.RLock()  # nothing may be queued behind the end; a signal handler may queue, too
         self._thread = threading.Thread(
             target=_run, args=(self._queue, self._failure), name=f"storm-{name}", daemon=True
         )

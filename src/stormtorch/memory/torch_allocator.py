@@ -106,6 +106,12 @@ def untaken_bytes(device: torch.device) -> int:
     return max(0, min(torch.cuda.mem_get_info(device)[0], left))
 
 
+def return_cached(device: torch.device) -> None:
+    """Give what torch has cached of a GPU back to the driver; waits for the work that uses it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def lost_bytes(device: torch.device, limit_bytes: int, *, most_allocated: int, least_bytes: int = 0) -> int:
     """What of ``limit_bytes`` cannot be allocated, because torch has to take more than that, and there is no more.
 
@@ -114,3 +120,11 @@ def lost_bytes(device: torch.device, limit_bytes: int, *, most_allocated: int, l
     beyond = untaken_bytes(device) + torch.cuda.memory_reserved(device) - limit_bytes
     seen = torch.cuda.max_memory_reserved(device) - most_allocated
     return max(0, min(max(seen, least_bytes, limit_bytes // _LOST), limit_bytes // _MOST_LOST) - beyond)
+
+
+def streams_with_memory(device: torch.device) -> set[int]:
+    """The streams that have allocated memory on a GPU; none where the allocator does not tell. Takes milliseconds."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return set()
+    index = device_index(device)
+    return {int(segment["stream"]) for segment in torch.cuda.memory_snapshot() if segment["device"] == index}

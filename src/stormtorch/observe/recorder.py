@@ -56,7 +56,7 @@ class Recorder:
     """A sink for lanes. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask for a report inside any call below
         self._totals = Totals()
         self._asked, self._marks = Asked(0, 0), deque[Mark](maxlen=_MARKS)
 

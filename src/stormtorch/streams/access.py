@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from ..core.errors import StormError
+from . import handlers
 from .calls import Calls
 from .gradients import GradientStream
 from .home import HomeView, home_view
 from .lock import locked
 from .optimizer import OptimizerStream
 from .parameters import ParameterStream
+from .torch_private import in_backward
 from .twins import Twins
 from .unit import Place, Unit
 
@@ -44,7 +46,19 @@ class UserAccess:
         self._held: dict[int, weakref.WeakValueDictionary[int, HomeView]] = {}
 
     def in_forward(self) -> bool:
-        return not self.closed and self._passes.depth > 0
+        """Not in a signal handler that has interrupted it: that reads home memory, and makes no twins."""
+        if self.closed or self._passes.depth == 0:
+            return False
+        return not handlers.state.running or self._passes.handler == handlers.handler_here()
+
+    def is_interrupted(self, *, forward: bool = True) -> bool:
+        """Whether the caller is a signal handler that has interrupted a backward, a step, or with ``forward`` one."""
+        here = handlers.handler_here()
+        if not here:
+            return False
+        if self.optimizer is not None and self.optimizer.stepping not in (None, here):
+            return True
+        return self._passes.handler != here and (in_backward() or (forward and self._passes.depth > 0))
 
     @locked
     def join(self, place: Place, kind: str) -> None:

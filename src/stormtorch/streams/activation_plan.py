@@ -163,8 +163,9 @@ def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
     return _made(profiles, blocks, _with_others(reason, blocks), rooms)
 
 
-def choose(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
-    """What should be fastest: keep what fits, offload what the link hides, recompute the rest."""
+def choose(profiles: list[BlockProfile], means: Means, *, offload: bool = True) -> ActivationPlan:
+    """What should be fastest: keep what fits, offload what the link hides if that is wanted, recompute the rest."""
+    means = means if offload else replace(means, ram_bytes=0)
     rooms = _Rooms(means, len(profiles), way_bytes=0, keep=True)
     if all(rooms.take(index, profile.saved_bytes) for index, profile in enumerate(profiles)):
         saved = sum(profile.saved_bytes for profile in profiles)

@@ -22,8 +22,8 @@ that in ``refused_bytes`` and may recompute instead.
 ``retain_graph`` keeps them, and nothing has to be told.
 
 **Several user streams.** Torch hands freed memory out again on the stream that allocated it, in that stream's order. So
-compute may wait for a lane on the GPU, and free memory at once, only where all of compute is one stream. As soon as a
-second one has been seen, memory that a lane still uses is held until that lane is done with it."""
+compute may wait for a lane on the GPU, and free memory at once, only where all memory is one stream's. As soon as a
+second one has some, memory that a lane still uses is held until that lane is done with it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from ..memory.device import bytes_for_graph, bytes_of
 from ..memory.lane import Event
 from ..memory.lanes import Lanes
 from ..memory.pool import GRAIN, HostPool, Piece
+from ..memory.torch_allocator import streams_with_memory
 from ..memory.wait_meter import WaitMeter
 from .held import Held, stale
 from .lock import locked
@@ -201,7 +202,8 @@ class ActivationStream:
         self._past: Ride | None = None
         self.stay_bytes = 0  # what is saved last need not leave at all: so much, and what would be in the window
         self._lingering: deque[tuple[torch.Tensor, Event]] = deque()
-        self._places: set[Hashable] = set()  # the streams that compute has been seen on
+        self._places: set[Hashable] = set()  # the streams on which compute has been seen, or has memory
+        self._passes = 0
         self.must_leave = False  # whether RAM that is short is an error
         self.refused_bytes = 0  # of this pass: what has stayed because RAM is short
         self._least_refused = 0  # of this pass: no parcel as large as that is tried again; 0: none was refused
@@ -212,15 +214,15 @@ class ActivationStream:
     def place(self) -> Hashable:
         """Where compute is: on a GPU, on which stream."""
         place = self._lanes.compute.place()
-        self._places.add(place)
+        self._places.add(getattr(place, "cuda_stream", place))
         return place
 
     def _free_behind(self, memory: torch.Tensor, event: Event) -> None:
-        """Let go of ``memory``, which a lane uses until ``event``. ``memory`` was allocated by an unknown stream."""
-        if len(self._places) > 1 and not event.done():
-            self._lingering.append((memory, event))
-        else:
-            self._lanes.compute.wait(event)
+        """Let go of ``memory``, which a lane uses until ``event``, where compute has several streams."""
+        self._lingering.append((memory, event))
+        self._lingering = deque(entry for entry in self._lingering if not entry[1].done())
+        while sum(memory.nbytes for memory, _ in self._lingering) > self.window_bytes:
+            self._lingering.popleft()[1].synchronize()  # the host waits: nothing else would bound it
 
     @locked
     def travelling_bytes(self) -> int:
@@ -233,6 +235,9 @@ class ActivationStream:
     @locked
     def begin_pass(self) -> None:
         """A forward begins: what it saves is compared with the last one."""
+        if self._lanes.device.type == "cuda" and (self._passes < 4 or self._passes % 16 == 0):
+            self._places |= streams_with_memory(self._lanes.device)
+        self._passes += 1
         self._sweep()
         if self._ride.asked:
             self._past = self._ride
@@ -471,7 +476,10 @@ class ActivationStream:
         self.place()
         while self._orphans:
             memory, event, size = self._orphans[0]
-            self._free_behind(memory, event)
+            if len(self._places) == 1:
+                self._lanes.compute.wait(event)
+            else:
+                self._free_behind(memory, event)
             self._ahead_bytes -= size
             self._orphans.popleft()
         self._lingering = deque(entry for entry in self._lingering if not entry[1].done())

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import functions
+from . import functions, ranks
 from .access import UserAccess
 from .calls import Calls
 from .gradients import GradientStream
+from .handlers import undisturbed
 from .home import HomeParameter
 from .parameters import ParameterStream
 from .partition import Entry
@@ -43,20 +44,16 @@ class Attachment:
             device=device, parameters=parameters, gradients=gradients, twins=twins, calls=self.calls
         )
 
-    def attach(self, images: list[torch.Tensor]) -> None:
-        """Make every parameter a view of its home image and wrap the calls."""
-        for unit, image in zip(self._units, images, strict=True):
+    def attach(self) -> None:
+        """Make every parameter, which is a view of its home image by now, one of ours, and wrap the calls."""
+        for unit in self._units:
             for place in unit.places:
-                view = place.in_image(image)
                 parameter: Any = place.parameter
-                with torch.no_grad():
-                    if not parameter.is_meta:
-                        view.copy_(parameter.data)
-                    parameter.data = view
                 parameter.__class__ = HomeParameter
                 parameter._storm = (self.access, place)
         functions.attach(self.access)
         watch(self._uses)
+        ranks.attach([self._model, *(entry.module for entry in self._entries)])
         wrapped = {id(entry.module): entry for entry in self._entries}
         for entry in self._entries:
             self.calls.wrap(entry.module, entry)
@@ -69,6 +66,7 @@ class Attachment:
                         module._buffers[name] = buffer.to(self._device)
                         self._moved_buffers.append((module, name))
 
+    @undisturbed
     def detach(self) -> None:
         """Make the modules and parameters ordinary again."""
         if self.access.closed:
@@ -76,6 +74,7 @@ class Attachment:
         self.calls.closed = self.access.closed = True  # in one line: no Ctrl-C comes in between
         self.calls.unwrap()
         unwatch(self._uses)
+        ranks.detach([self._model, *(entry.module for entry in self._entries)])
         functions.detach(self.access)
         for unit in self._units:
             for place in unit.places:

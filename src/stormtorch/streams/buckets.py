@@ -59,6 +59,12 @@ class Buckets:
             last_use = self._poison.record()
         self._free.append((piece, last_use))
 
+    def close(self) -> None:
+        """Return the memory to the pool, unless it is lent; ``open`` takes it again."""
+        while self._free and not self.is_lent:
+            piece, last_use = self._free.popleft()
+            self._parameters.give(piece, *(() if last_use is None else (last_use,)), self._lanes.compute.record())
+
     def forget(self) -> None:
         """Let go of memory."""
         self._free.clear()

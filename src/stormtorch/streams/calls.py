@@ -16,13 +16,14 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 from ..core.errors import StormError
+from . import handlers
 from .gradients import GradientStream
 from .held import Held
 from .home import HomeParameter, HomeView, joined
@@ -30,9 +31,10 @@ from .lock import locked
 from .meta import Unwritten
 from .parameters import ParameterStream, SavedWeight
 from .partition import Entry
+from .ranks import refuse_ranks
 from .registered import take_out
 from .saving import Saving
-from .torch_private import in_backward, in_functorch, outside_of_graphs, saved_tensor_hooks_active
+from .torch_private import in_backward, in_functorch, never_traced, outside_of_graphs, saved_tensor_hooks_active
 from .twins import Twins
 from .unit import Place, Unit
 
@@ -66,6 +68,19 @@ class _Stack(threading.local):
         self.installed: list[Installed] = []
 
 
+class Witness(Protocol):
+    """Learns of every call before it takes memory."""
+
+    def begin(self, *, training: bool, whole: bool) -> None:
+        """User code calls the model, or a module of it alone; ``training`` says whether gradients may follow."""
+
+    def enter(self, given: Any) -> None:
+        """A block is about to run, ``given`` these arguments."""
+
+    def end(self) -> None:
+        """The call returns to user code."""
+
+
 class Call:
     """Stands in for ``module._call_impl``. A copy or pickle of the module gets the ordinary method instead."""
 
@@ -74,6 +89,7 @@ class Call:
         self._module = weakref.ref(module)
         self._entry, self._original = entry, original
 
+    @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a graph that is being made ends here, and another one may begin behind
             return _run_eagerly(self, args, kwargs)
@@ -111,6 +127,7 @@ class Calls:
         self.closed = False  # calls of modules pass by
         self.lock = parameters.lock
         self.saving: Saving | None = None  # what becomes of activations; None: they are kept
+        self.witness: Witness | None = None
         self.unwritten: Unwritten | None = None  # parameters that came from the meta device; None: they have values
         self._model, self._device = model, device
         self._parameters, self._gradients, self._twins = parameters, gradients, twins
@@ -147,7 +164,11 @@ class Calls:
         outermost, in_graph = passes.depth == 0, in_backward()
         begins = outermost and not in_graph
         if begins:
+            handlers.look_at_all()
             self._take_turn()
+            passes.handler = handlers.handler_here()
+        elif handlers.state.running and handlers.handler_here() != passes.handler:
+            raise handlers.inside_step("call the model")
         hooks: AbstractContextManager[Any] = nullcontext()
         installed = Installed(entry) if entry is not None else None
         depth, kept = passes.depth, 0 if begins else len(stack)
@@ -162,6 +183,8 @@ class Calls:
             passes.depth = depth + 1
             with hooks:
                 if installed is not None:
+                    if self.witness is not None:
+                        self.witness.enter((args, kwargs))
                     stack.append(installed)
                     self._install(installed, in_graph)
                 result = original(*args, **kwargs)
@@ -183,12 +206,14 @@ class Calls:
                 with self.saving.passing(self._pack):
                     yield
 
+    @never_traced
     def _pack(self, tensor: torch.Tensor) -> Any:
         weight = self._parameters.pack(tensor)
         if weight is not None:
             return weight
         return Held(tensor) if self.saving is None else self.saving.pack(tensor)
 
+    @never_traced
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, SavedWeight):
             return self._parameters.unpack(saved)
@@ -208,10 +233,13 @@ class Calls:
         if ends_pass:
             self._twins.end_pass()
             self._caller = None
+            if self.witness is not None:
+                self.witness.end()
 
     @locked
     def _take_turn(self) -> None:
-        """What stands in modules, and what a pass has begun, is one thread's at a time."""
+        """What stands in modules, and what a pass has begun, is one thread's at a time, of one process."""
+        refuse_ranks()
         here = threading.get_ident()
         if self._caller not in (None, here) and any(thread.ident == self._caller for thread in threading.enumerate()):
             raise StormError(
@@ -225,8 +253,11 @@ class Calls:
             self.unwritten = None
         order = self._parameters.order
         training = torch.is_grad_enabled()
-        if module is self._model or (entry is not None and order.starts_with(entry.units[0].index)):
+        whole = module is self._model or (entry is not None and order.starts_with(entry.units[0].index))
+        if whole:
             self._parameters.begin_pass(training)
+        if self.witness is not None:
+            self.witness.begin(training=training, whole=whole)
 
     def _clean(self) -> None:
         """Undo what a pass that was cut off has left: a Ctrl-C, or a backward that raised."""

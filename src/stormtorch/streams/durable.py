@@ -18,6 +18,7 @@ from .access import UserAccess
 from .adam import AdamStream
 from .adam_home import MOMENTS
 from .gradients import GradientStream
+from .handlers import inside_step, undisturbed
 from .home import plain
 from .masters import MASTER
 from .optimizer import OptimizerStream
@@ -57,8 +58,11 @@ class Durable:
         self.still.before_change(None if unit is None else unit.index, by_step=True)
 
     def check_idle(self, *, loading: bool) -> None:
-        """Raise where a backward, or for loading a forward, is under way on this thread: a hook has called."""
+        """Raise where a backward, or for loading a forward, is under way on this thread: a hook has called, or a signal
+        handler. One that has interrupted a step may not save either."""
         what = "load" if loading else "save"
+        if self._access.is_interrupted(forward=loading):
+            raise inside_step(what)
         if in_backward():
             raise StormError(
                 f'Cannot {what} inside a backward pass: with step="backward" half of the weights are those of the next '
@@ -138,6 +142,7 @@ class Durable:
         finally:
             self._end(places, with_states)
 
+    @undisturbed
     def _begin(self, places: list[Place]) -> None:
         self.settle()
         for index in {place.unit.index for place in places}:
@@ -146,6 +151,7 @@ class Durable:
             if last_load is not None:
                 last_load.synchronize()
 
+    @undisturbed
     def _end(self, places: list[Place], with_states: bool) -> None:
         if self._access.device.type == "cuda":
             torch.cuda.synchronize(self._access.device)  # what is not streamed came on other threads' streams

@@ -24,12 +24,15 @@ Collect = Callable[["Token", Sequence["torch.Tensor | None"], list[bool]], "list
 
 
 class Token:
-    """Lives as long as its node of the graph. ``passed`` is the backward pass that ran it last."""
+    """Lives as long as its node of the graph. ``passed`` is the backward pass that ran it last.
 
-    __slots__ = ("__weakref__", "made_in_backward", "node", "passed", "places", "unit")
+    ``idle``: made where no graph was being recorded, so that a gradient comes only if a forward records one inside."""
 
-    def __init__(self, unit: Unit, places: list[int]) -> None:
+    __slots__ = ("__weakref__", "idle", "made_in_backward", "node", "passed", "places", "unit")
+
+    def __init__(self, unit: Unit, places: list[int], *, idle: bool) -> None:
         self.unit, self.places = unit, places  # places: indices into the unit's, one for each input
+        self.idle = idle
         self.passed = -1
         self.made_in_backward = in_backward()  # by checkpointing, which runs forward again there
         self.node: Callable[[], Any] = lambda: None  # a weak reference

@@ -19,7 +19,7 @@ from typing import Any
 
 from .fetch import Fetch
 from .home import Access, HomeParameter, HomeView, for_function
-from .torch_private import FUNCTION_BASE
+from .torch_private import FUNCTION_BASE, never_traced
 
 _sessions: weakref.WeakSet[Access] = weakref.WeakSet()
 _lock = threading.RLock()  # a session may end in the middle of a call
@@ -46,6 +46,7 @@ def _leave() -> None:
             del FUNCTION_BASE.apply
 
 
+@never_traced
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls is not Fetch:  # whose leaves are the parameters themselves
         for arg in args:

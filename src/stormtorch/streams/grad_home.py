@@ -38,6 +38,7 @@ class GradHome:
     consumed: bool = False  # updated from in backward; nobody may look at them any more
     consumed_places: set[int] = field(default_factory=set)
     views: dict[int, Family] = field(default_factory=dict)  # that user code may hold, by place
+    shared: set[int] = field(default_factory=set)  # places of which torch has delivered a part since they were dropped
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     stored: Event | None = None
     there: torch.Tensor | None = None  # the gradients, on the device; home memory has nothing of them yet
@@ -81,7 +82,9 @@ class GradHome:
 
     def awaits_outer_pass(self, partial: Partial) -> bool:
         """Whether the pass around the one that brought ``partial`` may bring more; torch tells only of the inner."""
-        return partial.nested and any(t.passed == -1 and not t.made_in_backward for t in self.live_tokens())
+        if not partial.nested:
+            return False
+        return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.live_tokens())
 
     def join(self) -> None:
         """Block until the gradients are at home."""

@@ -96,7 +96,10 @@ class GradientStream:
             by_torch = not place.trained or grad.layout is not torch.strided or hooked
             if real is not None and real.layout is not torch.strided and index not in home.present:
                 by_torch = True  # a sparse one of an earlier pass: torch adds the two up
-            if real is not None and (index in home.present or not by_torch):
+            if real is not None and not by_torch:
+                home.shared.add(index)  # user code computes with the parameter itself: torch adds up both parts
+            by_torch = by_torch or index in home.shared
+            if real is not None and (index in home.present or index in home.shared or not by_torch):
                 self.fold(place)  # of earlier passes: torch delivers this one's when all nodes of the unit have run
             if by_torch:
                 returned[number] = grad.detach().to("cpu")
@@ -277,6 +280,11 @@ class GradientStream:
             self._ensure_own()
             self._open_buckets()
 
+    @locked
+    def return_buckets(self) -> None:
+        """No gradients come for a while: their room on the device may serve weights."""
+        self._buckets.close()
+
     def _open_buckets(self) -> None:
         self._buckets.open(max(home.unit.grad_bytes for home in self.homes))
 
@@ -359,6 +367,7 @@ class GradientStream:
             self.before_dropping()
         self._let_go_of_views(home, place.index)
         home.present.discard(place.index)
+        home.shared.discard(place.index)
         home.consumed_places.discard(place.index)
         home.norms.pop(place.index, None)
         if not home.present:
@@ -391,6 +400,7 @@ class GradientStream:
                 self._let_go_of_views(home)
             home.present.clear()
             home.norms.clear()
+            home.shared.clear()
             home.consumed_places.clear()
             home.there = None
             home.is_wide = home.consumed = False

@@ -30,7 +30,8 @@ from torch import nn
 
 from ..core.errors import StormError
 from .effects import EXPOSING, METADATA, RESHAPING, target_of
-from .torch_private import in_backward, without_torch_function
+from .handlers import undisturbed
+from .torch_private import in_backward, never_traced, without_torch_function
 from .unit import Place
 
 
@@ -55,6 +56,9 @@ class Access(Protocol):
 
     def in_forward(self) -> bool:
         """Whether the calling thread is inside a streamed module's forward."""
+
+    def is_interrupted(self, *, forward: bool = True) -> bool:
+        """Whether the caller is a signal handler that has interrupted a backward, a step, or with ``forward`` one."""
 
     def join(self, place: Place, kind: str) -> None:
         """Block until home memory of this ``kind`` is up to date; kinds are those of `HomeView`."""
@@ -81,6 +85,7 @@ class HomeParameter(nn.Parameter):
     _storm: tuple[Access, Place]
 
     @classmethod
+    @never_traced
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -144,6 +149,7 @@ class HomeView(torch.Tensor):
     _is_param: bool
 
     @classmethod
+    @never_traced
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -338,16 +344,23 @@ def _on_home(
 ) -> Any:
     for home in homes:
         joined(home)
-    for home in written:
-        home._storm[0].before_write(home._storm[1], _kind(home))
-    try:
-        result = func(*args, **kwargs)
-    finally:  # a function that writes several may have written some before it raises
-        for home in written:
-            home._storm[0].after_write(home._storm[1], _kind(home))
+    result = _written(func, written, args, kwargs) if written else func(*args, **kwargs)
     if name == "__iter__":
         return iter([_watched(row, homes) for row in result])
     return _watched(result, homes)
+
+
+@undisturbed  # or a signal handler could begin to save what is about to change
+def _written(
+    func: Any, written: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    for home in written:
+        home._storm[0].before_write(home._storm[1], _kind(home))
+    try:
+        return func(*args, **kwargs)
+    finally:  # a function that writes several may have written some before it raises
+        for home in written:
+            home._storm[0].after_write(home._storm[1], _kind(home))
 
 
 def _is_in(home: torch.Tensor, value: Any) -> bool:
@@ -448,6 +461,7 @@ def _get_data(func: Any, args: tuple[Any, ...]) -> Any:
     return _with_homes(func, "data", [home], args, {})
 
 
+@undisturbed
 def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
     """``p.data = x`` copies: the memory of a streamed parameter is its unit's."""
     home, value = args
@@ -477,6 +491,7 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
     return None
 
 
+@undisturbed
 def _set_values(home: HomeView, value: torch.Tensor) -> None:
     """``p.grad.data = x`` copies too, and what was made of the gradient before keeps the old values."""
     access, place = home._storm

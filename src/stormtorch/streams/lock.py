@@ -7,10 +7,11 @@ arrive on the thread that called it, at the same time. What both touch is entere
 from __future__ import annotations
 
 import functools
-import signal
-import threading
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from .handlers import deliver, inside_step, look, state
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -18,53 +19,27 @@ S = TypeVar("S", bound=Any)
 
 
 def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that holds ``self.lock`` while it runs, re-entrant, and that Ctrl-C does not cut in two."""
+    """A method that holds ``self.lock`` while it runs, re-entrant, and that no signal handler interrupts.
+
+    As `handlers.undisturbed`, written out: it is called some hundred times a step."""
 
     @functools.wraps(method)
     def inside(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.lock, _shield:
-            return method(self, *args, **kwargs)
+        if get_ident() != state.main:
+            with self.lock:
+                return method(self, *args, **kwargs)
+        before = state.depth
+        if state.cut:
+            raise inside_step("use the session")
+        if not before and state.sessions:
+            look()
+        try:
+            state.depth = before + 1
+            with self.lock:
+                return method(self, *args, **kwargs)
+        finally:
+            state.depth = before
+            if state.waiting and not before:
+                deliver()
 
     return cast(Callable[Concatenate[S, P], R], inside)
-
-
-class _Shield:
-    """On the main thread, a Ctrl-C is kept until the outermost method ends; a second one gets through at once.
-
-    Written so that one which arrives inside of these few lines themselves leaves nothing wrong behind.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._came: tuple[int, Any] | None = None
-        self._handler: Any = None
-        self._ours = self._keep
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if self._depth == 0:
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler) and handler != self._ours:
-                self._came, self._handler = None, handler
-                signal.signal(signal.SIGINT, self._ours)
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._depth -= 1
-        if self._depth == 0 and self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            came, self._came = self._came, None
-            if came is not None:
-                self._handler(*came)
-
-    def _keep(self, number: int, frame: Any) -> None:
-        if self._came is not None:  # twice: whatever is being waited for may never come
-            self._came = None
-            self._handler(number, frame)
-        self._came = (number, frame)
-
-
-_shield = _Shield()

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..core.errors import StormError
 from ..core.notices import say_once
+from . import handlers
 from .adam import AdamStream
 from .adam_settings import refuse_unknown
 from .adam_states import AdamStates
@@ -26,6 +27,7 @@ from .master_states import MasterStates
 from .masters import Masters
 from .param_groups import ParamGroups
 from .parameters import ParameterStream
+from .ranks import refuse_ranks
 from .real_grad import has_sparse_grad, real_grad
 from .takeover import PUT_ON, Takeover, users_own
 from .torch_private import without_torch_function
@@ -62,6 +64,8 @@ class OptimizerStream:
             )
         self._shadow = Shadow(optimizer, PUT_ON)
         self.torch_step = TorchStep(self._shadow, parameters, masters=masters)
+        self.stepping: int | None = None  # the signal handler that the running step is in, 0 for none; None: none runs
+        self._access = access
         self._unstepped = False  # backward has updated units, and step() was not called since
         self.lock = parameters.lock
         self._states_seen = {id(p) for p in optimizer.state}
@@ -116,6 +120,16 @@ class OptimizerStream:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """``optimizer.step``: returns as soon as the work is queued, or done where the class runs itself."""
+        if self._access.is_interrupted():
+            raise handlers.inside_step("take an optimizer step")
+        handlers.look_at_all()
+        before, self.stepping = self.stepping, handlers.handler_here()
+        try:
+            return self._step(closure)
+        finally:
+            self.stepping = before
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self._adam is None and not self._is_separable:
             self.before_change(None)
             loss = as_is(self.optimizer, self._own_step, closure)
@@ -126,13 +140,23 @@ class OptimizerStream:
                     loss = closure()
             if self._mode != "backward":
                 self.before_change(None)  # here, where Ctrl-C ends the wait
-            self.before_update()
-            self._update_all()
-            self._unstepped = False
+            self._update_and_count()
+            return loss
+        self._count()
+        return loss
+
+    @locked
+    def _update_and_count(self) -> None:
+        self.before_update()
+        self._update_all()
+        self._unstepped = False
+        self._count()
+
+    @locked
+    def _count(self) -> None:
         self._sort_state()
         self.steps += 1  # before the hooks: one of them may save a checkpoint
         self.on_step()
-        return loss
 
     def _sort_state(self) -> None:
         """New entries of ``optimizer.state`` in the order of the parameters, in whichever order units were updated."""
@@ -145,6 +169,7 @@ class OptimizerStream:
     @locked  # not the closure, whose backward runs on another thread
     @torch.no_grad()
     def _update_all(self) -> None:
+        refuse_ranks()
         self._refuse_thawed()
         if self._adam is not None:
             refuse_unknown(self.optimizer, self._place)
@@ -248,8 +273,11 @@ class OptimizerStream:
 
     # --- gradients
 
+    @locked
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad``, where the user has none of their own; with ``set_to_none`` it waits for nothing."""
+        if self._access.is_interrupted():
+            raise handlers.inside_step("clear gradients")
         self.before_dropping()
         if not set_to_none:
             type(self.optimizer).zero_grad(self.optimizer, set_to_none=False)
@@ -284,6 +312,7 @@ class OptimizerStream:
             '"auto" takes) to skip steps.'
         )
 
+    @locked
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor | None:
         """Clip without waiting, if that is possible; None if it is not."""
         if self._adam is None:
@@ -355,6 +384,7 @@ class OptimizerStream:
         if self._adam is not None:
             self._adam.gate(unit, lane)
 
+    @locked
     def join(self, unit: Unit, *, states: bool = False) -> None:
         """Block until the unit's weights at home are up to date; with ``states``, the optimizer's too."""
         if self._adam is not None:
@@ -364,11 +394,13 @@ class OptimizerStream:
         for unit in self._units:
             self.join(unit, states=True)
 
+    @locked
     def apply_factor(self) -> None:
         """Somebody looks at gradients that were clipped, but not yet scaled."""
         if self._adam is not None:
             self._adam.apply_factor()
 
+    @locked
     def forget_factor(self) -> None:
         """The gradients that were clipped are gone."""
         if self._adam is not None:
@@ -378,6 +410,7 @@ class OptimizerStream:
     def released(self) -> bool:
         return self._takeover.ended
 
+    @locked
     def release(self) -> None:
         """Give the optimizer back, with its state in ordinary tensors of the parameters' dtypes."""
         if self.released:

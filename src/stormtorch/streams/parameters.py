@@ -42,9 +42,11 @@ class Stay:
 
     ``loaded``: when its bytes are there. ``uses`` and ``places``: what must have ended before they may be overwritten,
     and where compute has used them. ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay.
+    ``views`` and ``idle``: the tensors that twins.py has made over the bytes, by place; the latter where no graph was
+    recorded, with the parameters that required a gradient then.
     """
 
-    __slots__ = ("base", "loaded", "memory", "places", "uses", "version", "views")
+    __slots__ = ("base", "idle", "loaded", "memory", "places", "uses", "version", "views")
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Stay:
         self.base, self.memory, self.uses, self.places = base, memory, uses, places
         self.loaded, self.version = loaded, version
         self.views: dict[int, torch.Tensor] = {}
+        self.idle: tuple[list[Place], dict[int, torch.Tensor]] | None = None
 
 
 @dataclass(eq=False)
@@ -124,6 +127,7 @@ class ParameterStream:
         self.give_way: Callable[[], bool] = lambda: False  # return what of the pool is not needed (False: nothing is)
         self.prepare_early: Callable[[], None] = lambda: None  # in backward: load ahead for the step that will follow
         self.pending: Callable[[Unit], bool] = lambda _unit: False  # whether an update is under way
+        self.kept: frozenset[int] = frozenset()  # units that no load ahead drops; see ``keep``
         self.misses = 0  # uses that found nothing on the way
 
     @locked
@@ -246,6 +250,33 @@ class ParameterStream:
         self._pool.give(piece, *last_uses)
 
     @locked
+    @outside_functorch
+    def keep(self, units: Sequence[int]) -> None:
+        """Load these now, in this order, and drop none of them for a load ahead.
+
+        Farthest next use first is not enough where passes repeat one order and the link is the limit: each load ahead
+        drops the unit that was used last, which is loaded again a pass later, and so every unit in every pass. With a
+        fixed set that stays, a pass loads the others, once each."""
+        self.kept = frozenset(units)
+        for index in units:
+            residence = self.residences[index]
+            if residence.stay is None and self._load(residence, float("inf")) is None:
+                return  # memory that user code holds is in the way
+
+    def has(self, index: int) -> bool:
+        """Whether the unit's weights are on the device, or on their way there."""
+        return self._is_current(self.residences[index])
+
+    @locked
+    def drop_at(self, address: int) -> int | None:
+        """Drop the copy that lies at ``address`` of the device; its unit's index. None if it is in use, or none is."""
+        for residence in self.residences:
+            if residence.stay is not None and residence.stay.memory.data_ptr() == address and not residence.installed:
+                self._drop(residence)
+                return residence.unit.index
+        return None
+
+    @locked
     def drop_all(self) -> None:
         """Forget every copy on the device."""
         self._current = None
@@ -325,17 +356,17 @@ class ParameterStream:
         """Room for ``size`` bytes, if need be from stays whose next use is farther than ``distance``."""
         while (piece := self._pool.take(size, lane)) is None:
             victims = [
-                (self._distance(residence), residence.unit.index)
+                (not self._keeps(residence), self._distance(residence), residence.unit.index)
                 for residence in self.residences
                 if residence.stay is not None and not residence.installed and residence is not self._current
             ]
-            victims = [victim for victim in victims if victim[0] > distance]
+            victims = [victim for victim in victims if victim[1] > distance and (victim[0] or distance == 0)]
             if not victims:
                 if distance == 0 and self._current is not None and self._current.stay and not self._current.installed:
                     self._drop(self._current)
                     continue
                 return None
-            self._drop(self.residences[max(victims)[1]])
+            self._drop(self.residences[max(victims)[2]])
         return piece
 
     def _insist(self, attempt: Callable[[], T | None], size: int) -> T | None:
@@ -355,12 +386,16 @@ class ParameterStream:
             return float("inf")
         return self.order.distance(residence.unit.index)
 
+    def _keeps(self, residence: Residence) -> bool:
+        return residence.unit.index in self.kept and self._is_current(residence)
+
     def _drop(self, residence: Residence) -> None:
         stay, residence.stay = residence.stay, None
         assert stay is not None
         self._by_storage.pop(stay.base.data_ptr(), None)
         self.on_drop(residence.unit)
         stay.views.clear()
+        stay.idle = None
         del stay
 
     def no_room(self, size: int, tag: Tag) -> OutOfBudget:

@@ -36,7 +36,7 @@ from .activations import ActivationStream, Note
 from .blocks import filled, leaves_of, tensors_in
 from .conditions import Conditions
 from .held import Held, stale
-from .torch_private import VersionProbe, at_end_of_backward, has_plain_storage, in_backward
+from .torch_private import VersionProbe, at_end_of_backward, has_plain_storage, in_backward, never_traced
 
 
 class Saved:
@@ -172,6 +172,7 @@ class BlockRun:
         wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.value is None}
         last, count = max(wanted), 0
 
+        @never_traced
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal count
             if self._is_streamed(tensor):

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from .partition import Use
+from .ranks import refuse_sharding
 
 
 class Registered(dict[str, Any]):
@@ -22,10 +23,12 @@ class Registered(dict[str, Any]):
         self._module, self._own, self._aside = weakref.ref(module), dict[str, int](), dict[str, Any]()
 
     def __setitem__(self, name: str, tensor: Any) -> None:
+        self._refuse(name, tensor)
         super().__setitem__(name, tensor)
         self._look(name)
 
     def __delitem__(self, name: str) -> None:
+        self._refuse(name, None)
         super().__delitem__(name)
         self._look(name)
 
@@ -39,6 +42,11 @@ class Registered(dict[str, Any]):
     def forget(self, name: str) -> None:
         """The twin that has made way is not to come back."""
         self._aside.pop(name, None)
+
+    def _refuse(self, name: str, tensor: Any) -> None:
+        module = self._module()
+        if module is not None and name in self._own:
+            refuse_sharding(module, tensor)
 
     def _look(self, name: str) -> None:
         module = self._module()

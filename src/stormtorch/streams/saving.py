@@ -55,6 +55,7 @@ from .torch_private import (
     in_backward,
     in_functorch,
     innermost_hooks,
+    never_traced,
 )
 
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
@@ -95,7 +96,8 @@ class Saving:
         self._is_past_blocks = False
         self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
         self._simple: ActivationPlan | None = None  # of the two plans that are compared, the one that recomputes
-        self._better: ActivationPlan | None = None  # and the one that should be faster
+        self._candidates: list[ActivationPlan] = []  # and those that should be faster, the next one first
+        self._is_better = False  # whether a candidate has won
         self._comparison: Comparison | None = None
         self._step_began: tuple[float, int] | None = None  # when, and after how many optimizer steps
         self._step_bytes = 0  # inputs of the blocks since then
@@ -160,6 +162,7 @@ class Saving:
         hooks = innermost_hooks()
         return hooks is not None and hooks[0] == self._hooks
 
+    @never_traced
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd's hooks: what stands for ``tensor`` until backward."""
         if self._run is not None:
@@ -172,6 +175,7 @@ class Saving:
             return self._stream.pack(tensor)
         return self._loose.hold(tensor) if is_loose else Held(tensor)
 
+    @never_traced
     def unpack(self, saved: Any) -> torch.Tensor:
         self.note_end()
         return saved.run.get(saved) if isinstance(saved, Saved) else self._stream.unpack(saved)
@@ -251,7 +255,7 @@ class Saving:
         if self.mode == "auto":
             best = choose(profiles, means)
             plan = best if all(block == KEEP for block in best.blocks) else plan
-        self._planned, self._simple, self._better, self._comparison = kinds, None, None, None
+        self._planned, self._simple, self._candidates, self._comparison = kinds, None, [], None
         self._set_plan(plan)
         self._stream.stay_bytes = 0  # that was for a pass without blocks
 
@@ -276,17 +280,18 @@ class Saving:
                 self._begin_comparison()
             return
         assert self._simple is not None
-        assert self._better is not None
         if not self._comparison.is_over:
-            self.plan = self._better if self._comparison.second else self._simple
+            self.plan = self._candidates[0] if self._comparison.second else self._simple
             return
-        ratio, wins = self._comparison.ratio, self._comparison.second_wins
-        self._declined, self._comparison = not wins, None
-        self._set_plan(
-            with_reason(self._better, f"{ratio:.2f} of the time of recomputing all")
-            if wins
-            else with_reason(self._simple, f"to have {self._better.reason} took {ratio:.2f} of the time")
-        )
+        ratio, candidate = self._comparison.ratio, self._candidates.pop(0)
+        if self._comparison.second_wins:
+            took = f"{ratio:.2f} of the time of {'fewer' if self._is_better else 'no'} blocks so"
+            self._simple, self._is_better = with_reason(candidate, took), True
+        else:
+            self._simple = with_reason(self._simple, f"to have {candidate.reason} took {ratio:.2f} of the time")
+        self._comparison = Comparison() if self._candidates else None
+        self._declined = self._comparison is None and not self._is_better
+        self._set_plan(self._simple)
 
     def _begin_comparison(self) -> None:
         assert self.plan is not None
@@ -295,9 +300,13 @@ class Saving:
         if profiles is None or self._planned != self._last_sequence or self.plan.blocks[0] == KEEP:
             return
         means = self._gauge.means(self._planned, profiles, self._held)
-        simple, better = recompute(profiles, means), choose(profiles, means)
-        if cost_s(profiles, better) < cost_s(profiles, simple):
-            self._simple, self._better, self._comparison = simple, better, Comparison()
+        simple, found = recompute(profiles, means), list[ActivationPlan]()
+        for better in (choose(profiles, means, offload=False), choose(profiles, means)):
+            if cost_s(profiles, better) < cost_s(profiles, found[-1] if found else simple):
+                found.append(better)
+        self._is_better = False
+        if found:
+            self._simple, self._candidates, self._comparison = simple, found, Comparison()
             self._peak_before = self._around.peak.bytes(), self._around.peak.grown_bytes
             self._set_plan(simple)
         else:

@@ -18,6 +18,7 @@ import torch
 from ..core.errors import OutOfBudget
 from ..core.tags import Tag, Tier
 from ..memory.ledger import Ledger, Reservation
+from .handlers import undisturbed
 
 
 class Released(Exception):
@@ -54,7 +55,9 @@ class Still:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._lock = threading.Lock()  # taken as itself: Ctrl-C may come inside of a condition's own __enter__
+        # Taken as itself: Ctrl-C may come inside of a condition's own __enter__. Re-entrant: so may another
+        # signal, whose handler writes a weight.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._pieces: dict[int | None, list[Piece]] = {}  # by unit
         self.copied_bytes = 0  # of the last save
@@ -97,6 +100,7 @@ class Still:
         with self._lock:
             self._changed.wait_for(lambda: all(piece.state in ("copied", "done") for piece in group))
 
+    @undisturbed  # a handler that writes the same weight would wait for a copy that cannot go on
     def _set_aside(self, piece: Piece, charge: Charge) -> None:
         """Copy a piece, unless somebody else has begun to do something with it."""
         mine = False

@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Any)
 
 
 def current_pass() -> int:
@@ -161,6 +162,11 @@ def _function_modes() -> list[Any]:
     return [private._get_function_stack_at(index) for index in range(private._len_torch_function_stack())]
 
 
+def is_fsdp_managed(module: torch.nn.Module) -> bool:
+    """Whether FSDP, of either kind, has taken charge of the module; it says so before it touches a parameter."""
+    return bool(vars(module).get("_is_fsdp_managed_module", False))
+
+
 def holders(tensors: Mapping[int, torch.Tensor], key: int) -> tuple[int, int]:
     """How many references Python and C++ have to one of ``tensors``; the same for every one that only they hold."""
     tensor: Any = tensors[key]
@@ -192,8 +198,23 @@ def is_made_from_weights(tensor: torch.Tensor) -> bool:
 _CASTS_AND_VIEWS = frozenset(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "AsStrided")
 )
+
+
+def never_traced(function: F) -> F:
+    """``function``, which Dynamo neither compiles nor looks into when a compiled region calls it outside of its graphs.
+
+    A mark on its code, which costs nothing where it is called: torch.compiler.disable would import dynamo at once, and
+    wrap every call."""
+    private: Any = torch._C._dynamo.eval_frame
+    if hasattr(private, "set_code_exec_strategy"):  # without it Dynamo compiles more than it needs, and may say so
+        skip = private._FrameAction.SKIP  # of this frame, and of those that it calls
+        private.set_code_exec_strategy(function.__code__, private._FrameExecStrategy(skip, skip))
+    return function
+
+
 outside_of_graphs: Any = vars(torch)["_disable_dynamo"]  # torch.compiler.disable would import dynamo at once
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+with_torch_function: Any = torch._C._EnableTorchFunction  # inside of that, for code that knows nothing of it
 FUNCTION_BASE: Any = (
     torch.autograd.function._SingleLevelFunction
 )  # between Function and C++; has no ``apply`` of its own

@@ -1,9 +1,12 @@
 """Twins, which stand in for parameters on the device: made for modules that compute, lent to user code that asks.
 
-Without a graph they are views of the unit's stay. With one, a node of their own gives them out (fetch.py), and they are
-kept until the pass ends, without the memory of stays that ended before, so that a unit that is used twice is one node
-of the graph, as a parameter is. Where it becomes two, by two passes in one backward, gradients.py adds them up before
-anything else.
+A frozen parameter's twin is a view of the unit's stay. The others come from a node of autograd's graph (fetch.py), and
+are kept until the pass ends, without the memory of stays that ended before, so that a unit that is used twice is one
+node of the graph, as a parameter is. Where it becomes two, by two passes in one backward, gradients.py adds them up
+before anything else.
+
+Without a graph, in `no_grad` and `inference_mode`, twins have such a node too: plain PyTorch shows ``requires_grad``
+there as ever, torch chooses kernels by it, and a forward may enable gradients inside. The stay keeps these twins.
 
 calls.py puts them into modules. Whoever reaches a parameter without calling its module is lent one, and what is written
 to that in place would be lost with the stay: it is refused."""
@@ -37,6 +40,7 @@ class Passes(threading.local):
     """How deep the calling thread is inside streamed modules, and what it was lent there."""
 
     depth = 0  # counted by calls.py
+    handler = 0  # the signal handler that has begun the pass, if one has: another one interrupts it
 
     def __init__(self) -> None:
         self.lent: list[tuple[Place, VersionProbe]] = []  # twins that user code got without calling a module
@@ -60,17 +64,38 @@ class Twins:
         if not views:
             with torch.inference_mode(False):  # views for good: a later pass may train with them
                 views.update({place.index: place.in_image(stay.base) for place in unit.places})
-        if not torch.is_grad_enabled():
-            return views
-        known = self._with_graph.find(unit.index, views) if not in_graph else None
         with without_torch_function():
             leaves = [place for place in unit.places if place.parameter.requires_grad]
+        if not torch.is_grad_enabled():
+            return self._without_graph(unit, stay, leaves, keep=not in_graph)
+        known = self._with_graph.find(unit.index, views) if not in_graph else None
         if known is not None:  # users freeze and thaw within a pass, too
             views = {**views, **{place.index: known[place.index] for place in leaves if place.index in known}}
             leaves = [place for place in leaves if place.index not in known]
         if not leaves:
             return views
-        token = Token(unit, [place.index for place in leaves])
+        twins = self._fetch(unit, leaves, views, idle=False)
+        if not in_graph and self.passes.depth:
+            self._with_graph.add(unit.index, {**(known or {}), **twins})
+        return {**views, **twins}
+
+    def _without_graph(self, unit: Unit, stay: Stay, leaves: list[Place], *, keep: bool) -> dict[int, torch.Tensor]:
+        """The same where no graph is recorded; with ``keep`` the stay has them for its next use."""
+        if not leaves:
+            return stay.views
+        if stay.idle is not None and stay.idle[0] == leaves:  # else user code has frozen or thawed some
+            return stay.idle[1]
+        with torch.inference_mode(False), torch.enable_grad():
+            twins = {**stay.views, **self._fetch(unit, leaves, stay.views, idle=True)}
+        if keep:
+            stay.idle = (leaves, twins)
+        return twins
+
+    def _fetch(
+        self, unit: Unit, leaves: list[Place], views: Mapping[int, torch.Tensor], *, idle: bool
+    ) -> dict[int, torch.Tensor]:
+        """Twins of ``leaves`` over ``views``, from a node of their own."""
+        token = Token(unit, [place.index for place in leaves], idle=idle)
         self._gradients.homes[unit.index].expect(token)
         made = Fetch.apply(  # type: ignore[no-untyped-call]
             token,
@@ -78,10 +103,7 @@ class Twins:
             [views[place.index] for place in leaves],
             *(place.parameter for place in leaves),
         )
-        twins = {place.index: twin for place, twin in zip(leaves, made, strict=True)}
-        if not in_graph and self.passes.depth:
-            self._with_graph.add(unit.index, {**(known or {}), **twins})
-        return {**views, **twins}
+        return {place.index: twin for place, twin in zip(leaves, made, strict=True)}
 
     @locked
     def of(self, place: Place) -> torch.Tensor:

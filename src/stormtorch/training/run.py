@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from ..core.errors import SettingError
 from ..core.sizes import format_bytes
 from ..memory.limits import usable_device
 from .build import Built
@@ -34,6 +36,7 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         with Stopping(watcher.warn) as own:
             return train(settings, watcher, own)
     check_required(settings)
+    _refuse_ranks()
     with RunFolder(Path(settings.output)) as folder, ExitStack() as ends:
         found = candidates(folder, settings)
         device = usable_device(_device(settings.device))
@@ -124,6 +127,16 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
 def _how_to_go_on(settings: TrainSettings, done: int) -> str:
     more = f"--steps {2 * done}" if settings.steps is not None else f"--epochs {2 * settings.epochs:g}"
     return f"The run is finished at step {done}: nothing is left to train. {more} goes on."
+
+
+def _refuse_ranks() -> None:
+    """Before the folder is locked: the second process would hear that the first one is running."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if ranks.isdecimal() and int(ranks) > 1:
+        raise SettingError(
+            f"STORM trains in one process, and WORLD_SIZE={ranks} says that {ranks} were started, by torchrun or "
+            "accelerate launch perhaps. Start storm train without a launcher."
+        )
 
 
 def _with_dtype(settings: TrainSettings, device: torch.device) -> TrainSettings:
