@@ -120,6 +120,20 @@ def test_damage_is_found_as_it_is_read(tmp_path: Path) -> None:
     assert input_bytes([folder]) == len(content)
 
 
+def test_a_damaged_cache_of_packed_tokens_is_made_again(tmp_path: Path) -> None:
+    folder, said = packed(tmp_path, text(tmp_path)), list[str]()
+    one = made(tmp_path, folder)
+    expected, file = rows_of(one), one.arrays["input_ids"]
+    content = bytearray(file.read_bytes())
+    content[200] ^= 1
+    file.write_bytes(content)
+    again = made(tmp_path, folder, warn=said.append)
+    assert not again.reused
+    assert rows_of(again) == expected
+    assert len(said) == 1
+    assert "They are made again" in said[0]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

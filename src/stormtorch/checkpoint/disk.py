@@ -13,6 +13,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import sys
 import threading
 import zlib
@@ -177,12 +178,7 @@ def sync_file(path: Path) -> Record:
     """Force a file that somebody else has written to the disk; what the manifest says of it."""
     with reading(path) as fd, _in_words(f"sync {path}"):
         CALLS.sync(fd)
-        size, crc = os.fstat(fd).st_size, 0
-        for at in range(0, size, CHUNK):
-            data = memoryview(bytearray(min(CHUNK, size - at)))
-            read_exactly(fd, data, at, path)
-            crc = zlib.crc32(data, crc)
-        return Record(size, crc)
+        return _sum(fd, path)
 
 
 def sync_folder(path: Path) -> None:
@@ -200,14 +196,16 @@ def sync_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[int]:
-    """A descriptor of ``path``, to read."""
+    """A descriptor of ``path``, a plain file, to read."""
     try:
-        fd = CALLS.open(str(path), os.O_RDONLY | os.O_CLOEXEC, 0)
+        fd = CALLS.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, 0)  # NONBLOCK: a pipe has no end
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. Copy it there, or take another folder.") from None
     except OSError as error:
         raise storage_error(f"open {path}", error) from error
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CheckpointError(f"{path} is no plain file. Take another folder.")
         yield fd
     finally:
         os.close(fd)
@@ -225,21 +223,42 @@ def read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
         view, offset = view[count:], offset + count
 
 
-def read_whole(path: Path, *, limit: int | None = None) -> bytearray:
-    """A small file, or its first ``limit`` bytes."""
+def read_whole(path: Path, *, limit_bytes: int) -> bytearray:
+    """A file that has at most ``limit_bytes``: a stranger's may claim any size, and be sparse."""
     with reading(path) as fd:
         size = os.fstat(fd).st_size
-        data = bytearray(size if limit is None else min(size, limit))
+        if size > limit_bytes:
+            raise CheckpointError(
+                f"{path} has {format_bytes(size)}, and at most {format_bytes(limit_bytes)} can be read. Copy it again, "
+                "or take another folder."
+            )
+        data = bytearray(size)
         read_exactly(fd, memoryview(data), 0, path)
         return data
 
 
-def check(path: Path, found: Record, expected: Record) -> None:
+def sum_of(path: Path) -> Record:
+    """What the manifest would say of the file as it is. Reads all of it."""
+    with reading(path) as fd:
+        return _sum(fd, path)
+
+
+def _sum(fd: int, path: Path) -> Record:
+    size, crc = os.fstat(fd).st_size, 0
+    scratch = memoryview(bytearray(min(CHUNK, size)))
+    for at in range(0, size, CHUNK):
+        data = scratch[: min(CHUNK, size - at)]
+        read_exactly(fd, data, at, path)
+        crc = zlib.crc32(data, crc)
+    return Record(size, crc)
+
+
+def check(path: Path, found: Record, expected: Record, *, remedy: str = "Take another checkpoint.") -> None:
     """Raise unless the file is the one that was written."""
     if found != expected:
         raise CheckpointError(
             f"{path} is damaged: checksum {found.crc:08x} of {found.size} bytes, the manifest says {expected.crc:08x} "
-            f"of {expected.size}. Take another checkpoint."
+            f"of {expected.size}. {remedy}"
         )
 
 

@@ -57,6 +57,8 @@ class Draft:
         known = dict(records)
         folders = {self.path / STORM}
         for path in sorted(self.path.rglob("*")):
+            if path.is_symlink() and not _leads_inside(path, self.path):
+                continue  # no file of the checkpoint: loading would refuse it
             if path.is_dir():
                 folders.add(path)
             elif path.is_file() and str(path.relative_to(self.path)) not in known:
@@ -127,6 +129,10 @@ class Draft:
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+
+
+def _leads_inside(link: Path, folder: Path) -> bool:
+    return Path(os.path.realpath(link)).is_relative_to(os.path.realpath(folder))
 
 
 def _make_parents(parent: Path) -> None:

@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import psutil
 
 from ..core.errors import CheckpointError, SettingError, StorageError
+from ..memory.contained import JSON_LIMIT_BYTES, inside, parse_json
 from ..memory.file_calls import storage_error
 from . import disk
 from .disk import Record
@@ -85,15 +87,52 @@ def read_manifest(directory: Path) -> Manifest:
             "by stormtorch.checkpoint.load_weights, or as --model."
         )
     try:
-        content = json.loads(disk.read_whole(path))
+        content = parse_json(disk.read_whole(file_in(directory, f"{STORM}/{MANIFEST}"), limit_bytes=JSON_LIMIT_BYTES))
         if content["format"] > FORMAT:
             raise CheckpointError(
                 f"{path} has format {content['format']}; this version reads up to {FORMAT}. Update it."
             )
-        files = {str(name): Record(int(f["bytes"]), int(f["crc32"], 16)) for name, f in content["files"].items()}
-        return Manifest(int(content["step"]), str(content["created"]), files, dict(content["versions"]))
+        files = {str(name): Record(_count(f["bytes"]), int(f["crc32"], 16)) for name, f in content["files"].items()}
+        return Manifest(_count(content["step"]), str(content["created"]), files, dict(content["versions"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Take another checkpoint.") from None
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def file_in(directory: Path, name: str) -> Path:
+    """The path of a checkpoint's file. Raises CheckpointError for a name or a link that leads out of the folder."""
+    try:
+        return inside(directory, name)
+    except StorageError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def is_tensors(name: str) -> bool:
+    """Whether a file of a checkpoint holds tensors, which are summed while they are read, and not before."""
+    return name.endswith(".safetensors")
+
+
+def check_sums(directory: Path, manifest: Manifest, names: Iterable[str], *, remedy: str | None = None) -> None:
+    """Read these files and compare them with their sums; raises CheckpointError for the first that differs."""
+    said = {} if remedy is None else {"remedy": remedy}
+    for name in names:
+        path = file_in(directory, name)
+        disk.check(path, disk.sum_of(path), manifest.files[name], **said)
+
+
+def check_as_model(directory: Path, *, tensors: bool = False) -> None:
+    """Compare the small files of a checkpoint that is opened as a model, with ``tensors`` all of it; other folders have
+    no sums."""
+    if (directory / STORM / MANIFEST).is_file():
+        manifest = check_complete(directory)
+        names = [name for name in manifest.files if not name.startswith(f"{STORM}/")]
+        remedy = f"Copy it again; if you changed it yourself, remove {directory / STORM}, which holds the sums."
+        check_sums(directory, manifest, [name for name in names if tensors or not is_tensors(name)], remedy=remedy)
 
 
 def check_complete(directory: Path) -> Manifest:
@@ -101,10 +140,12 @@ def check_complete(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     for name, record in manifest.files.items():
         try:
-            size = os.stat(directory / name).st_size  # noqa: PTH116  # not a folder's, and one call
+            size = os.stat(file_in(directory, name)).st_size  # noqa: PTH116  # not a folder's, and one call
         except FileNotFoundError:
             raise CheckpointError(f"{directory / name} is missing. Take another checkpoint.") from None
         except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG):
+                raise CheckpointError(f"{directory / name[:200]} is missing. Take another checkpoint.") from None
             raise storage_error(f"look at {directory / name}", error) from error
         if size != record.size:
             raise CheckpointError(
@@ -218,7 +259,7 @@ def _is_at_work(pid: int, path: Path) -> bool:
         began, changed = psutil.Process(pid).create_time(), path.stat().st_mtime
         would_be_locked = locked is False and ".writing-" in path.name and time.time() - changed > _YOUNG_S
         return not would_be_locked and began <= changed + 1  # else the number has passed on to another process
-    except (psutil.NoSuchProcess, FileNotFoundError):
+    except (psutil.NoSuchProcess, FileNotFoundError, OverflowError):  # the last: of a number that no process has
         return False
     except psutil.AccessDenied:
         return True

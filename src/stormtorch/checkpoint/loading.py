@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import CheckpointError, SettingError, WrongModel
+from ..core.errors import CheckpointError, SettingError, StormError, WrongModel
 from ..core.notices import say_once
+from ..memory.limits import host_available_bytes
 from ..streams.durable import Durable
 from ..streams.home import plain
 from ..streams.masters import MASTER
@@ -23,13 +25,15 @@ from . import disk
 from .adapter import WEIGHTS, adapter_files, is_adapted
 from .content import OPTIMIZER, STATE, parameter_names
 from .disk import Record
-from .folder import Manifest, check_complete
+from .folder import Manifest, check_complete, check_sums, file_in, is_tensors
 from .names import Names, compare, names_of
 from .random_state import set_random_state
 from .tensor_files import Entry, Filling, fill, read_header
 from .threads import Task, run_all
 
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_PARTS = {"step", "optimizer", "random", "extra", "also"}
+_FLAGS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
 _FIXED = ("amsgrad", "capturable", "differentiable")  # what decides which arithmetic a session has begun with
 
 
@@ -48,38 +52,57 @@ def load_into(
 ) -> Loaded:
     """Restore everything. ``begin`` is called when all is checked that can be, before the first change."""
     manifest = check_complete(directory)
+    check_sums(directory, manifest, [name for name in manifest.files if not is_tensors(name) and name != STATE])
     state = _read_state(directory, manifest)
-    _check_also(directory, also, state["also"])
     names = names_of(model)
-    jobs, weights = _weights(model, names, directory, manifest)
     states = _States()
-    saved = state["optimizer"]
     groups: list[dict[str, Any]] = []
-    if durable.optimizer is not None:
-        if saved is not None and saved["numbers"] is None:
-            groups = _groups_that_fit(durable.optimizer, names, saved)
-            _say_anew(directory, durable.optimizer, bool(groups))
-        else:
-            states = _states(durable, names, directory, manifest, saved)
-            groups = saved["groups"]
+    with _or_damaged(directory):
+        _check_also(directory, also, state["also"])
+        jobs, weights = _weights(model, names, directory, manifest)
+        saved = state["optimizer"]
+        if durable.optimizer is not None:
+            if saved is not None and saved["numbers"] is None:
+                groups = _groups_that_fit(durable.optimizer, names, saved)
+                _say_anew(directory, durable.optimizer, bool(groups))
+            else:
+                states = _states(durable, names, directory, manifest, saved)
+                groups = saved["groups"]
+            _check_values(directory, durable.optimizer, groups)
     begin(directory)
     with torch.no_grad(), durable.rewriting(model.parameters(), with_states=durable.optimizer is not None):
         read_all(jobs + states.jobs)
         for room, value in states.single:
             room.copy_(value)
     durable.note_written(weights)
-    if durable.optimizer is not None:
-        with torch.no_grad():
-            durable.install(states.by_parameter)
-        _set_groups(durable.optimizer, groups)
-    durable.forget_gradients()
-    for name, value in state["extra"].items():
-        names.modules_with_extra[name].set_extra_state(value)
-    rest = dict(state["also"])
-    for name, target in also.items():
-        target.load_state_dict(rest.pop(name))
-    set_random_state(state["random"])  # last: what came before may have drawn some
-    return Loaded(int(state["step"]), rest)
+    with _or_damaged(directory):
+        if durable.optimizer is not None:
+            with torch.no_grad():
+                durable.install(states.by_parameter)
+            _set_groups(durable.optimizer, groups)
+        durable.forget_gradients()
+        for name, value in state["extra"].items():
+            names.modules_with_extra[name].set_extra_state(value)
+        rest = dict(state["also"])
+        for name, target in also.items():
+            target.load_state_dict(rest.pop(name))
+        set_random_state(state["random"])  # last: what came before may have drawn some
+        return Loaded(int(state["step"]), rest)
+
+
+@contextlib.contextmanager
+def _or_damaged(directory: Path) -> Iterator[None]:
+    """Whatever else is raised in here, the checkpoint's content is the cause: its sums may fit and its form may not."""
+    try:
+        yield
+    except (StormError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise CheckpointError(
+            f"{directory / STATE} does not hold what it should ({type(error).__name__}: {lines[0][:200]}). Take "
+            "another checkpoint."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -107,10 +130,19 @@ def read_all(jobs: list[Job]) -> None:
 def _read_state(directory: Path, manifest: Manifest) -> dict[str, Any]:
     if STATE not in manifest.files:
         raise CheckpointError(f"{directory} has no {STATE}. Take another checkpoint.")
-    data = disk.read_whole(directory / STATE)
-    disk.check(directory / STATE, Record(len(data), zlib.crc32(data)), manifest.files[STATE])
-    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    return state
+    path = file_in(directory, STATE)
+    data = disk.read_whole(path, limit_bytes=host_available_bytes())
+    disk.check(path, Record(len(data), zlib.crc32(data)), manifest.files[STATE])
+    try:
+        state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:  # pickle's, zipfile's, torch's: it holds code, or is no such file
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {reason}). Take another one.") from error
+    missing = _PARTS - (state.keys() if isinstance(state, dict) else set())
+    if missing:
+        raise CheckpointError(f"{path} does not hold what it should: no {sorted(missing)[0]!r}. Take another one.")
+    found: dict[str, Any] = state
+    return found
 
 
 def _check_also(directory: Path, wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -138,7 +170,7 @@ def _weights(
     jobs = []
     for file, wanted in wanted_by_file.items():
         files = [file] if file else [name for name in manifest.files if _SHARD.fullmatch(name)]
-        headers = {name: read_header(directory / name) for name in files if name in manifest.files}
+        headers = {name: read_header(file_in(directory, name)) for name in files if name in manifest.files}
         found = {name: entry for header in headers.values() for name, entry in header.items()}
         compare(found, wanted, str(directory), dtypes=True)
         for name, header in headers.items():
@@ -170,7 +202,7 @@ def _states(
     called = parameter_names(optimizer, names.tensors)
     parameters = {called[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     headers = {
-        name: read_header(directory / name)
+        name: read_header(file_in(directory, name))
         for name in manifest.files
         if name.startswith(OPTIMIZER) and name.endswith(".safetensors")
     }
@@ -179,8 +211,13 @@ def _states(
         for full, entry in header.items():
             name, key = full.rsplit(".", 1)
             forms.setdefault(name, {})[key] = (torch.Size(entry.shape), entry.dtype)
+    unknown = [name for name in {**saved["numbers"], **forms} if name not in parameters]
+    if unknown:
+        raise WrongModel(f"{directory} has states of {unknown[0]!r}, which the optimizer here does not hold.")
     for name, numbers in saved["numbers"].items():
         parameter = parameters[name]
+        if not _is_count(numbers.get("step", 0)):
+            raise CheckpointError(f"{directory / STATE} gives no step count of {name!r}. Take another checkpoint.")
         if MASTER in numbers and durable.unit_of(parameter) is None:
             raise WrongModel(
                 f"{directory} was saved with an fp32 master of {name!r}, which is not streamed here. Give the only= "
@@ -266,10 +303,9 @@ def _check_optimizer(
             f"{directory} holds no state of an optimizer: it was saved from a session without one. Take the weights "
             "alone with load_weights."
         )
-    if saved["class"] != here:
-        raise WrongModel(
-            f"{directory} was saved with {saved['class']}, this session has {here}. Build the same optimizer."
-        )
+    there = " ".join(saved["class"][:80].split()) if isinstance(saved["class"], str) else "another kind of optimizer"
+    if there != here:
+        raise WrongModel(f"{directory} was saved with {there}, this session has {here}. Build the same optimizer.")
     if saved["masters"] and not durable.has_masters:
         raise WrongModel(f"{directory} was saved with fp32 masters. Give master_dtype=torch.float32 to storm.stream.")
     called = parameter_names(optimizer, names.tensors)
@@ -294,6 +330,32 @@ def _check_optimizer(
                     f"{directory} was saved with {key}={theirs.get(key)}, the optimizer here has "
                     f"{key}={group.get(key)}. Build the same optimizer."
                 )
+
+
+def _check_values(directory: Path, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """A learning rate must be a number: torch would find out in the middle of a step."""
+    for group, theirs in zip(optimizer.param_groups, saved, strict=bool(saved)):
+        for key, value in theirs.items():
+            fits = value is None or isinstance(value, bool) if key in _FLAGS else _is_like(group.get(key), value)
+            if key != "params" and not fits:
+                raise CheckpointError(
+                    f"{directory / STATE} gives {key} as {str(value)[:40]!r}, which is no such value. Take another one."
+                )
+
+
+def _is_like(now: Any, then: Any) -> bool:
+    if isinstance(now, tuple):
+        return isinstance(then, tuple | list) and len(then) == len(now) and all(map(_is_like, now, then))
+    if isinstance(now, float) or (isinstance(now, int) and not isinstance(now, bool)):
+        return isinstance(then, int | float) or (isinstance(then, torch.Tensor) and then.numel() == 1)
+    return True
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it can be the number of an optimizer's steps: torch keeps it as a tensor, or as a number."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return isinstance(value, int | float) and 0 <= value < 1 << 53
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
+from ..memory.contained import parse_json
 from . import disk
 from .disk import CHUNK, Record, Stopped
 
@@ -43,6 +44,7 @@ NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _HEADER_LIMIT = 100_000_000  # the format's own
+_MOST_DIMENSIONS = 64  # torch's own
 
 
 @dataclass(frozen=True)
@@ -85,22 +87,32 @@ def read_header(path: Path) -> dict[str, Entry]:
         text = bytearray(length)
         disk.read_exactly(fd, memoryview(text), 8, path)
     try:
-        content = json.loads(text)
+        content = parse_json(text, repeated=False)
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
         content.pop("__metadata__", None)
         entries = {name: _entry(path, name, value, 8 + length, size) for name, value in content.items()}
     except (ValueError, AttributeError) as error:
         raise _damaged(path, f"its header is not readable: {error}") from None
-    return dict(sorted(entries.items(), key=lambda item: item[1].start))
+    ordered = dict(sorted(entries.items(), key=lambda item: item[1].start))
+    end = 0
+    for name, entry in ordered.items():
+        if entry.size and entry.start < end:
+            raise _damaged(path, f"{name!r} begins at byte {entry.start}, within the tensor before it")
+        end = max(end, entry.start + entry.size)
+    return ordered
 
 
 def _entry(path: Path, name: str, value: Any, base: int, size: int) -> Entry:
     try:
-        dtype, shape = value["dtype"], tuple(int(length) for length in value["shape"])
-        first, last = (int(offset) for offset in value["data_offsets"])
+        dtype, shape = str(value["dtype"]), tuple(_count(length) for length in value["shape"])
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ValueError
+        first, last = (_count(offset) for offset in value["data_offsets"])
     except (KeyError, TypeError, ValueError):
-        raise _damaged(path, f"the entry of {name!r} is not readable") from None
+        raise _damaged(path, f"the entry of {name[:200]!r} is not readable") from None
     if dtype not in _DTYPES:
-        raise CheckpointError(f"{path}: {name!r} has dtype {dtype}. Accepted: {', '.join(_DTYPES)}.")
+        raise CheckpointError(f"{path}: {name!r} has dtype {dtype[:40]}. Accepted: {', '.join(_DTYPES)}.")
     needed = math.prod(shape) * _DTYPES[dtype].itemsize
     if last - first != needed:
         raise _damaged(path, f"{name!r} of shape {shape} needs {needed} bytes and has {last - first}")
@@ -109,6 +121,12 @@ def _entry(path: Path, name: str, value: Any, base: int, size: int) -> Entry:
             f"{path} is truncated: {name!r} ends at byte {base + last}, the file at {size}. Copy it again."
         )
     return Entry(_DTYPES[dtype], shape, base + first, needed)
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError
+    return value
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

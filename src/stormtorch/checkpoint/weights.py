@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import torch
 from torch import nn
 
 from ..core.errors import CheckpointError, WrongModel
+from ..memory.contained import JSON_LIMIT_BYTES, parse_json
 from ..streams.durable import durable_of
 from ..streams.home import plain
 from . import disk
 from .adapter import base_name, base_names, is_adapter_name
 from .content import INDEX
-from .folder import MANIFEST, STORM, read_manifest
+from .folder import MANIFEST, STORM, check_sums, file_in, read_manifest
 from .loading import Job, read_all
 from .names import compare, names_of
 from .tensor_files import Entry, Filling, read_header
@@ -60,7 +60,11 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     fillings: dict[str, list[Filling]] = {file: [] for file in files}
     for name, (file, entry) in where.items():
         fillings[file].append(Filling(entry, plain(wanted[name]).detach()))
-    sums = read_manifest(path).files if (path / STORM / MANIFEST).is_file() else {}
+    sums = {}
+    if (path / STORM / MANIFEST).is_file():
+        manifest = read_manifest(path)
+        sums = manifest.files
+        check_sums(path, manifest, {INDEX} & sums.keys() if len(files) > 1 else ())
     jobs = [Job(path / file, mine, sums.get(file)) for file, mine in fillings.items()]
     touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]
@@ -93,14 +97,14 @@ def _files(path: Path) -> list[str]:
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder. Name one with {SINGLE} or {INDEX} in it.")
     if (path / SINGLE).is_file():  # as transformers looks
-        return [SINGLE]
+        return [file_in(path, SINGLE).name]
     if (path / INDEX).is_file():
         try:
-            index = json.loads(disk.read_whole(path / INDEX))
+            index = parse_json(disk.read_whole(file_in(path, INDEX), limit_bytes=JSON_LIMIT_BYTES))
             files = sorted({str(file) for file in index["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path / INDEX} is damaged ({error}). Copy it again.") from None
-        missing = [file for file in files if not (path / file).is_file()]
+        missing = [file for file in files if not _is_file(file_in(path, file))]
         if missing:
             raise CheckpointError(
                 f"{path / missing[0]} is missing: {len(missing)} of the {len(files)} files that {INDEX} names are not "
@@ -109,9 +113,16 @@ def _files(path: Path) -> list[str]:
         return files
     others = sorted(file.name for file in path.glob("*.safetensors"))
     if len(others) == 1:
-        return others
+        return [file_in(path, others[0]).name]
     raise CheckpointError(
         f"{path} holds no {SINGLE} and no {INDEX}"
         f"{f', but {len(others)} other safetensors files such as {others[0]}' if others else ''}. Name a folder of "
         "weights."
     )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False

@@ -137,11 +137,12 @@ def _in_one_line(warn: Callable[[str], None]) -> Callable[..., None]:
 
 def _unexpected(error: Exception, output: Path) -> str:
     """One line; everything else goes to a file, where whoever mends it finds it."""
+    from ..memory.contained import replace_file
     from ..training.reason import reason_and_place
 
     file = output / _ERROR_FILE
     try:
-        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        replace_file(file, "".join(traceback.format_exception(error)))
         rest = f"All of it is in {file}."
     except (OSError, ValueError):  # ValueError: a message that cannot be written as UTF-8
         rest = f"({file} could not be written.)"

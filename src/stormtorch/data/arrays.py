@@ -44,8 +44,18 @@ def npy_source(path: Path) -> FileSource:
             offset = file.tell()
     except OSError as error:
         raise error if isinstance(error, StorageError) else storage_error(f"read {path}", error) from error
-    except (ValueError, TypeError, SyntaxError, tokenize.TokenError) as error:
-        reason = str(error).splitlines()[0]
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+        tokenize.TokenError,
+    ) as error:  # numpy parses the header as a Python literal, which a stranger may have written
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise StorageError(
             f"Cannot read {path}: its .npy header is damaged ({reason}). Write the file again."
         ) from error

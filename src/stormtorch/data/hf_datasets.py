@@ -8,14 +8,13 @@ without knowing how it came about.
 from __future__ import annotations
 
 import bisect
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import SettingError, StorageError
-from ..memory.file_calls import storage_error
+from ..memory.contained import inside, parse_json, read_small
 from .arrow import Locate, shards_of
 from .arrow_columns import Rows
 from .items import ItemSource, item_source
@@ -80,17 +79,18 @@ def saved_files(directory: Path) -> tuple[list[Path], list[str] | None] | None:
             ".flatten_indices(), and give that or save it again."
         )
     try:
-        files = [directory / str(file["filename"]) for file in found["_data_files"]]
+        files = [inside(directory, str(file["filename"])) for file in found["_data_files"]]
+        columns = None if found.get("_output_all_columns") else found.get("_format_columns")
+        if not files or not (columns is None or all(isinstance(name, str) for name in columns)):
+            raise TypeError
     except (KeyError, TypeError) as error:
         raise StorageError(f"{state} names no data files. Save the dataset again with save_to_disk.") from error
-    return files, None if found.get("_output_all_columns") else found.get("_format_columns")
+    return files, columns
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise storage_error(f"read {path}", error) from error
+        found = parse_json(read_small(inside(path.parent, path.name)))
     except ValueError as error:
         raise StorageError(f"{path} is damaged: no JSON ({error}). Copy or write it again.") from error
     return found if isinstance(found, dict) else {}

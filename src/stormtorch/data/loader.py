@@ -26,6 +26,7 @@ from ..core.errors import SettingError, StormError
 from ..core.sizes import parse_bytes
 from ..memory.limits import usable_device
 from .choice import Reading, choose
+from .content import content_of
 from .engine import open_engine
 from .engine_base import Engine
 from .item_engine import apply_to_items, check_item_transform
@@ -88,6 +89,7 @@ class DataLoader:
         self._transform, self._nan, self._workers = transform, nan, workers
         shards, row_bytes, fields = _layout_of(self.source)
         self._fingerprint = fingerprint(shards, fields)
+        self._content: str | None = None
         self._order = Order(
             shards,
             row_bytes,
@@ -192,22 +194,25 @@ class DataLoader:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: after the last batch that was given, whatever was read ahead. Changes nothing."""
+        """Where the loader stands: after the last batch that was given, whatever was read ahead. Changes nothing.
+
+        The first call reads samples of the data, by which a state knows it again: 256 rows, or up to 4 MiB whole."""
         return {
             "version": VERSION,
             "epoch": self._epoch,
             "batch": self._batch,
             "run_epoch": self._run_epoch,
-            **self._identity(),
+            **self._identity(content=True),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop begin with the batch that follows the state, and end where its loop would have ended.
 
         Raises SettingError if the state was made with other data or settings that change the order. Threads, device,
-        memory and ways of reading may differ.
+        memory and ways of reading may differ. Data is told apart by its form and by samples of its rows, all of them
+        up to 4 MiB; of a torch ``Dataset`` only the number of items is known.
         """
-        check_state(state, self._identity())
+        check_state(state, self._identity(content=isinstance(state, Mapping) and state.get("content") is not None))
         epoch, batch, run_epoch = (int(state[name]) for name in ("epoch", "batch", "run_epoch"))
         if not (0 <= batch < self._per_epoch and 0 <= run_epoch <= epoch <= run_epoch + self.epochs):
             raise SettingError(
@@ -264,8 +269,10 @@ class DataLoader:
             return self._choice.reason
         return "a torch Dataset" if isinstance(self.source, ItemSource) else "rows must be decoded"
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self, *, content: bool) -> dict[str, Any]:
         settings = self._order.settings
+        if content and self._content is None:
+            self._content = content_of(self.source)
         return {
             "seed": settings.seed,
             "shuffle": settings.shuffle,
@@ -276,6 +283,7 @@ class DataLoader:
             "window": settings.window_bytes,
             "rows": self.source.rows,
             "data": self._fingerprint,
+            **({"content": self._content} if content else {}),
         }
 
     def _finished(self, given: list[torch.Tensor]) -> Any:

@@ -19,7 +19,8 @@ from typing import BinaryIO, Self
 import torch
 from torch import Tensor
 
-from ..core.errors import SettingError
+from ..core.errors import SettingError, StorageError
+from ..memory.contained import check_no_link
 from ..memory.file_calls import storage_error
 from .packed import INDEX, Index, Kind, PackedFile, PackedShard, to_json
 from .source import Field
@@ -156,7 +157,8 @@ class _Partial:
                 raise SettingError(f"{self.out} exists already. Remove it, or name another directory.")
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.place.mkdir(exist_ok=True)
-            self._lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            check_no_link(self.place)  # what lies in there is removed
+            self._lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Whoever wrote here may have ended between our open and our lock, and what we locked has its name now.
             if os.stat(self.place).st_ino != os.fstat(self._lock).st_ino:  # noqa: PTH116
@@ -168,7 +170,7 @@ class _Partial:
             raise SettingError(f"Another process is packing into {self.out}. Wait for it, or name another.") from error
         except OSError as error:
             self._release()
-            raise storage_error(f"create {self.place}", error) from error
+            raise error if isinstance(error, StorageError) else storage_error(f"create {self.place}", error) from error
         except BaseException:
             self._release()
             raise

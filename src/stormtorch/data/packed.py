@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..core.errors import SettingError, StorageError
+from ..memory.contained import inside, parse_json, read_small
 from ..memory.file_calls import storage_error
 from .dtypes import BY_NAME
 from .paths import file_size
@@ -58,17 +59,11 @@ def is_packed(path: Path) -> bool:
 
 def read_index(directory: Path) -> Index:
     """The index of a packed directory, with the presence and size of every file checked. Reads no data."""
-    place = directory / INDEX
-    try:
-        text = place.read_text("utf-8")
-    except OSError as error:
-        raise storage_error(f"read {place}", error) from error
-    except UnicodeDecodeError as error:
-        raise _damaged(place, str(error)) from error
-    index = _parse(place, text)
+    place = inside(directory, INDEX)
+    index = _parse(place, read_small(place))
     for shard in index.shards:
         for file in shard.files:
-            size = file_size(directory / file.name)
+            size = file_size(inside(directory, file.name))
             if size != file.bytes:
                 raise StorageError(
                     f"{directory / file.name} has {size} bytes, the index says {file.bytes} ({shard.rows} rows). "
@@ -135,9 +130,9 @@ def to_json(index: Index, made_with: dict[str, object]) -> str:
     return json.dumps(whole | ({"made_with": made_with} if made_with else {}), indent=1) + "\n"
 
 
-def _parse(place: Path, text: str) -> Index:
+def _parse(place: Path, text: bytes) -> Index:
     try:
-        found: Any = json.loads(text)
+        found: Any = parse_json(text)
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise _damaged(place, f"format is not {FORMAT!r}")
         if found["version"] != VERSION:
@@ -161,7 +156,11 @@ def _parse(place: Path, text: str) -> Index:
             for shard in found["shards"]
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(place, f"{type(error).__name__}: {error}") from error
+        raise _damaged(place, f"{type(error).__name__}: {str(error)[:200]}") from error
+    if len({field.name for field in fields}) < len(fields):
+        raise _damaged(place, "two fields have one name")
+    if found["kind"] == "tokens" and any(field.shape for field in fields):
+        raise _damaged(place, "tokens have no shape")
     for number, shard in enumerate(shards):
         expected = [shard.rows * math.prod(field.shape) * field.dtype.itemsize for field in fields]
         if [file.bytes for file in shard.files] != expected:
@@ -172,8 +171,8 @@ def _parse(place: Path, text: str) -> Index:
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no count")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
     return value
 
 
@@ -181,6 +180,8 @@ def _plain(name: object) -> str:
     """A file's name; an index may not name files outside its directory."""
     if not isinstance(name, str) or "/" in name or name in {"", ".", ".."}:
         raise ValueError(f"{name!r} is no name of a file")
+    if "\0" in name or len(name.encode("utf-8", "replace")) > 255:
+        raise ValueError("a file has a name that no file can have")
     return name
 
 

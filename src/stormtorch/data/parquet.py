@@ -72,6 +72,9 @@ class ParquetSource(DecodedSource):
         batch = table.combine_chunks().to_batches()[0]
         return tensors_of(self.fields, batch, where, place.first_row)
 
+    def files(self) -> Sequence[Path]:
+        return list(dict.fromkeys(place.path for place in self._places))
+
     def place_of(self, row: int) -> str:
         for place, rows in zip(self._places, self.groups, strict=True):
             if row < rows:

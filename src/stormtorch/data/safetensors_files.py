@@ -6,7 +6,7 @@ in the payload), and the payload. The header is read here and not by the library
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 import struct
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.errors import SettingError, StorageError
+from ..memory.contained import parse_json
 from .paths import file_size, read_at
 from .source import Field, FileSource, Shard, Strip
 
@@ -37,6 +38,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _HEADER_LIMIT = 100_000_000  # the format's own
+_MOST_DIMENSIONS = 64  # torch's own
 
 
 def safetensors_source(path: Path) -> FileSource:
@@ -44,6 +46,7 @@ def safetensors_source(path: Path) -> FileSource:
     size = file_size(path)
     start, header = _header(path, size)
     fields, strips, counted = [], [], ("", 0)
+    taken: list[tuple[int, int, str]] = []
     for name in sorted(header):
         dtype, shape, first, last = _entry(path, name, header[name])
         needed = math.prod(shape) * dtype.itemsize
@@ -62,12 +65,17 @@ def safetensors_source(path: Path) -> FileSource:
                 f"{path}: tensor {counted[0]!r} has {counted[1]} rows, {name!r} has {shape[0]}. The tensors of a file "
                 "are the fields of its rows: their first dimensions must be equal."
             )
+        taken.append((start + first, start + last, name))
         counted = name, shape[0]
         field = Field(name=name, dtype=dtype, shape=shape[1:])
         if field.row_bytes == 0:
             raise SettingError(f"{path}: tensor {name!r} has rows of zero bytes (shape {shape}). Leave it out.")
         fields.append(field)
         strips.append(Strip(path=path, offset=start + first, stride=field.row_bytes))
+    taken.sort()
+    for (_, end, before), (begin, _, name) in itertools.pairwise(taken):
+        if begin < end:
+            raise _damaged(path, f"tensor {name!r} begins within {before!r}")
     if not fields:
         raise SettingError(f"{path} holds no tensors. Name a file with at least one.")
     return FileSource(name=str(path), fields=tuple(fields), shards=(Shard(rows=counted[1], strips=tuple(strips)),))
@@ -87,7 +95,7 @@ def _header(path: Path, size: int) -> tuple[int, dict[str, Any]]:
     if len(head) < 8 or not 2 <= _length(head) <= min(size - 8, _HEADER_LIMIT):
         raise _damaged(path, f"{size} bytes do not hold the header")
     try:
-        header = json.loads(read_at(path, 8, _length(head)))
+        header = parse_json(read_at(path, 8, _length(head)), repeated=False)
         if not isinstance(header, dict):
             raise ValueError("the header is no object")
     except ValueError as error:
@@ -100,13 +108,14 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, .
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         first, last = entry["data_offsets"]
-        good = all(isinstance(number, int) and number >= 0 for number in (*shape, first, last))
+        good = all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, first, last))
+        good = good and isinstance(dtype, str) and len(shape) <= _MOST_DIMENSIONS
     except (KeyError, TypeError, ValueError):
         good = False
     if not good:
         raise _damaged(path, f"the entry of tensor {name!r} is not readable")
     if dtype not in _DTYPES:
-        raise SettingError(f"{path}: tensor {name!r} has dtype {dtype}. Accepted: {', '.join(_DTYPES)}.")
+        raise SettingError(f"{path}: tensor {name!r} has dtype {dtype[:40]}. Accepted: {', '.join(_DTYPES)}.")
     return _DTYPES[dtype], shape, first, last
 
 

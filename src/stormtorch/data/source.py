@@ -93,6 +93,10 @@ class DecodedSource(ABC):
         Blocks. Called from several threads at once. Raises StormError that names the file, and the row where known.
         """
 
+    def files(self) -> Sequence[Path]:
+        """The files that rows are decoded from, in order; none for what lies in RAM."""
+        return ()
+
     def place_of(self, row: int) -> str:
         """Where a row comes from, in words, for an error: a file, and the row in it."""
         return f"row {row} of {self.name}"

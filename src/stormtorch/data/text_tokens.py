@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import SettingError, StormError
+from ..memory.contained import parse_json, read_small
 
 # What a tokenizer.json without a configuration beside it calls the end of a document.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -35,7 +35,9 @@ class TextTokenizer:
             self._slow = _load(
                 path,
                 "transformers",
-                lambda module: module.AutoTokenizer.from_pretrained(str(path), local_files_only=True),
+                lambda module: module.AutoTokenizer.from_pretrained(
+                    str(path), local_files_only=True, trust_remote_code=False
+                ),
             )
             vocabulary = self._slow.get_vocab()
             self.end = self._slow.eos_token_id
@@ -51,10 +53,6 @@ class TextTokenizer:
             return [found.ids for found in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
         found: list[list[int]] = self._slow(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return found
-
-
-def _slow(transformers: Any, path: Path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
 
 
 def _load(path: Path, package: str, load: Any) -> Any:
@@ -77,7 +75,7 @@ def _configured_end(directory: Path) -> str | None:
     """The end token that a Hugging Face configuration in ``directory`` names."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            found = json.loads((directory / name).read_bytes()).get("eos_token")
+            found = parse_json(read_small(directory / name)).get("eos_token")
         except (OSError, ValueError, AttributeError):
             continue  # not there, or not what it should be: then --eos-id says it
         if isinstance(found, dict):

@@ -94,7 +94,7 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
             weights, origin = path, f"read from {path} straight into their homes"
         else:
             _check_room(model, path)
-            model = hf_model.build_in_ram(path, dtype)
+            model = hf_model.build_in_ram(path, config, dtype)
             origin = f"loaded by transformers, then moved: {reason}"
     base = model
     hf_model.take_generation_config(base, path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -20,17 +19,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.folder import check_as_model
+from ..checkpoint.tensor_files import read_header
 from ..core.errors import SettingError, StorageError, WrongModel
 from ..core.sizes import MiB
+from ..memory.contained import inside, opened, parse_json, read_small
 from ..memory.file_calls import storage_error
 from .extras import require
+from .model_folder import CONFIG_LIMIT_BYTES, check_model_folder, has_value, read_plain, weight_map
 from .own_model import Batch
 from .reason import reason
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+_FROM_THE_HUB = ("penalty_alpha", "dola_layers", "num_beam_groups", "constraints")  # ways that moved to repositories
 _SAMPLE_BYTES = 4096
 _SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})$")
+_MOST_LAYERS = 10_000
 _NO_NUMBERS = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -52,15 +57,23 @@ def read_config(path: Path) -> Any:
             f"--model {path} {what}. Accepted: a model's directory, on this machine; a config's JSON file; "
             f"module:callable.{_download(path)}"
         )
+    check_model_folder(path)
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))
+        given = parse_json(read_small(file, limit_bytes=CONFIG_LIMIT_BYTES))
         if not isinstance(given, dict) or "model_type" not in given:
             raise ValueError("it names no model_type")
-        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        if has_value(given, "quantization_config"):
+            raise SettingError(
+                f"--model {path} is quantised, and such weights cannot be trained here. Name the original."
+            )
+        config = read_plain(transformers, file, given)
+    except SettingError:
+        raise
     except Exception as error:  # whatever a class of transformers raises for values that it does not like
         raise SettingError(f"--model {path}: {file.name} cannot be used: {reason(error)}. Correct it.") from error
-    if getattr(config, "quantization_config", None):
-        raise SettingError(f"--model {path} is quantised, and such weights cannot be trained here. Name the original.")
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise SettingError(f"--model {path}: {file.name} says {layers} layers. Accepted: at most {_MOST_LAYERS}.")
     return config
 
 
@@ -106,10 +119,11 @@ def weight_files(path: Path) -> list[Path]:
     for kind in ("model.safetensors", "pytorch_model.bin"):
         index, single = path / f"{kind}.index.json", path / kind
         if index.is_file():
-            return [path / name for name in sorted(set(_weight_map(index).values()))]
+            return [inside(path, name) for name in sorted(set(weight_map(index).values()))]
         if single.is_file():
-            return [single]
-    return sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
+            return [inside(path, kind)]
+    there = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
+    return [inside(path, name) for name in there]
 
 
 def fingerprint(path: Path) -> str:
@@ -117,12 +131,12 @@ def fingerprint(path: Path) -> str:
     found = hashlib.blake2b(digest_size=16)
     for file in weight_files(path):
         try:
-            with file.open("rb") as stream:
+            with opened(file) as stream:
                 size = stream.seek(0, os.SEEK_END)
                 stream.seek(max(size - MiB, 0))
-                found.update(f"{file.name} {size} ".encode() + stream.read())
+                found.update(f"{file.name} {size} ".encode() + stream.read(MiB))
         except OSError as error:
-            raise storage_error(f"read {file}", error) from error
+            raise error if isinstance(error, StorageError) else storage_error(f"read {file}", error) from error
     return found.hexdigest()
 
 
@@ -133,26 +147,27 @@ def samples(path: Path) -> str:
     for file in weight_files(path):
         if file.suffix != ".safetensors":
             continue  # pickles end with checksums, which the fingerprint has
+        header = read_header(file)
         try:
-            with file.open("rb") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(size))
-                for name in sorted(header.keys() - {"__metadata__"}):
-                    start, end = (8 + size + offset for offset in header[name]["data_offsets"])
+            with opened(file) as stream:
+                for name in sorted(header):
+                    start, end = header[name].start, header[name].start + header[name].size
                     for at in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
                         stream.seek(at)
                         found.update(stream.read(min(_SAMPLE_BYTES, end - at)))
         except OSError as error:
-            raise storage_error(f"read {file}", error) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{file} cannot be read ({reason(error)}). Copy it again.") from error
+            raise error if isinstance(error, StorageError) else storage_error(f"read {file}", error) from error
     return found.hexdigest()
 
 
 def values_in_config(path: Path) -> dict[str, Any]:
     """What the config's file says that may change a number. Not what this version of transformers adds to it: the next
     one adds other things."""
-    given: dict[str, Any] = json.loads(_config_file(path).read_text(encoding="utf-8"))
+    file = _config_file(path)
+    try:
+        given: dict[str, Any] = dict(parse_json(read_small(file, limit_bytes=CONFIG_LIMIT_BYTES)))
+    except (ValueError, TypeError) as error:
+        raise SettingError(f"--model {path}: {file.name} cannot be used: {reason(error)}. Correct it.") from error
     return {name: value for name, value in given.items() if name not in _NO_NUMBERS}
 
 
@@ -162,7 +177,7 @@ def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:
     accelerate = require("accelerate", extra="hf", why="This model")
     initialization = require("transformers.initialization", extra="hf", why="This model")
     with _refused(config), accelerate.init_empty_weights(include_buffers=False), initialization.no_init_weights():
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(model.config, "is_decoder", False):
         raise SettingError(
             f"A model of type {config.model_type!r} looks at the tokens that it is to predict, unless its config says "
@@ -177,17 +192,29 @@ def build_random(config: Any, dtype: torch.dtype) -> nn.Module:
     """The model with random weights, as torch's seed has them."""
     transformers = require("transformers", extra="hf", why="This model")
     with _refused(config):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.train()
     return model  # type: ignore[no-any-return]
 
 
-def build_in_ram(path: Path, dtype: torch.dtype) -> nn.Module:
+def build_in_ram(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     """The model as transformers loads it, which would fill up what it does not find with random numbers."""
     transformers = require("transformers", extra="hf", why=f"--model {path}")
+    if (path / "adapter_config.json").exists():
+        raise SettingError(
+            f"--model {path} holds adapters beside a model, and transformers would load them too. Move "
+            "adapter_config.json away, or merge them first."
+        )
+    check_as_model(path, tensors=True)
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            str(path),
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            weights_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # pickle's, torch's, safetensors': whatever reads the files
         raise StorageError(f"--model {path} cannot be loaded: {reason(error)}. Copy its files again.") from error
@@ -232,7 +259,7 @@ def _names_in(path: Path) -> set[str]:
     safetensors = require("safetensors", extra="hf", why=f"--model {path}")
     index = path / INDEX
     if index.is_file():
-        return set(_weight_map(index))
+        return set(weight_map(index))
     names: set[str] = set()
     for file in weight_files(path):
         try:
@@ -241,14 +268,6 @@ def _names_in(path: Path) -> set[str]:
         except (OSError, safetensors.SafetensorError) as error:
             raise StorageError(f"{file} cannot be read ({reason(error)}). Copy it again.") from error
     return names
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Which file holds which weight."""
-    try:
-        return {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{index} is damaged ({reason(error)}). Copy it again.") from error
 
 
 def take_generation_config(model: nn.Module, path: Path) -> None:
@@ -261,16 +280,16 @@ def take_generation_config(model: nn.Module, path: Path) -> None:
         transformers = require("transformers", extra="hf", why=f"--model {path}")
         try:
             anything.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError, TypeError) as error:
+        except Exception as error:  # transformers' own, for whatever stands there
             raise SettingError(f"{path / GENERATION} cannot be used: {reason(error)}. Correct it.") from error
     config = getattr(anything, "generation_config", None)
     if config is not None:
         config.do_sample = False
-        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
+        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", *_FROM_THE_HUB):
             setattr(config, name, None)
 
 
 def copy_generation_config(path: Path, folder: Path) -> None:
     """A checkpoint generates as its model did."""
     if (path / GENERATION).is_file():
-        (folder / GENERATION).write_bytes((path / GENERATION).read_bytes())
+        (folder / GENERATION).write_bytes(read_small(inside(path, GENERATION)))

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..checkpoint import disk
-from ..checkpoint.folder import read_manifest
-from ..core.errors import CheckpointError, SettingError
+from ..checkpoint.folder import file_in, read_manifest
+from ..core.errors import CheckpointError, SettingError, StorageError
+from ..memory.contained import parse_json, read_small
 from .hf_model import fingerprint, samples, values_in_config
 from .schedule import warmup_steps
 from .settings import TrainSettings, is_callable_name
@@ -90,22 +91,31 @@ def write_run_file(folder: Path, record: RunRecord, settings: TrainSettings) -> 
 
 
 def read_run_file(checkpoint: Path) -> RunRecord:
-    path = checkpoint / RUN_FILE
+    path = file_in(checkpoint, str(RUN_FILE))
     try:
-        data = path.read_bytes()
+        if not path.exists():
+            raise FileNotFoundError
+        data = read_small(path)
         if (expected := read_manifest(checkpoint).files.get(str(RUN_FILE))) is not None:
             disk.check(path, disk.Record(len(data), zlib.crc32(data)), expected)
-        content = json.loads(data)
-        made_with = dict(content["identity"])
+        content = parse_json(data)
+        step, made_with = content["step"], dict(content["identity"])
         total = content.get("total", made_with.get("steps in all"))
-        whole = bool(content.get("optimizer", True))
-        return RunRecord(int(content["step"]), made_with, whole, None if total is None else int(total))
+        if not _is_count(step) or not (total is None or _is_count(total)):
+            raise ValueError("its steps are no numbers")
+        if not isinstance(made_with.get(_CONFIG, {}), dict):
+            raise ValueError("it names no config")
+        return RunRecord(step, made_with, bool(content.get("optimizer", True)), total)
     except FileNotFoundError:
         raise CheckpointError(
             f"{checkpoint} was not made by storm train: it has no {RUN_FILE}. Open it as --model, in a new --output."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (StorageError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Take another checkpoint.") from None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:

@@ -9,48 +9,59 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, BinaryIO, Self, TextIO
 
 from ..core.errors import StorageError
+from ..core.sizes import MiB
+from ..memory.contained import check_no_link, open_to_write, opened, parse_json
 from ..memory.file_calls import storage_error
 from .extras import require
 from .run_folder import RunFolder
 from .settings import TrainSettings
 
+_LONGEST = 64 * MiB
+
 
 def cut_back(path: Path, step: int) -> None:
     """Leave out every record of a later step than ``step``, and a last line that was cut in two. Atomic. What others
     have written there, stays."""
-    path = path.resolve()  # a link stays one
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a text may hold other line ends
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise storage_error(f"read {path}", error) from error
-    kept = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(record, dict):
-            continue
-        is_ours = "kind" in record and isinstance(record.get("step"), int)
-        if not is_ours or record["step"] <= step:
-            kept.append(line + "\n")
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.writelines(kept)
+        check_no_link(path)
+        with opened(path) as before, os.fdopen(open_to_write(beside, append=False), "wb") as file:
+            file.writelines(line for line in _lines(before) if _is_kept(line, step))
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+    except FileNotFoundError:
+        return
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise storage_error(f"write {path}", error) from error
+        raise error if isinstance(error, StorageError) else storage_error(f"write {path}", error) from error
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """With their ends; one that is too long for a record of ours is left out, and is not held in memory."""
+    begins = True
+    while line := file.readline(_LONGEST):
+        ends = line.endswith(b"\n")
+        if begins and (ends or len(line) < _LONGEST):
+            yield line if ends else line + b"\n"  # the last: a kill may have come just before its end
+        begins = ends
+
+
+def _is_kept(line: bytes, step: int) -> bool:
+    try:
+        record = parse_json(line.decode("utf-8", "replace"))
+    except ValueError:
+        return False
+    if not isinstance(record, dict):
+        return False
+    is_ours = "kind" in record and isinstance(record.get("step"), int)
+    return not is_ours or record["step"] <= step
 
 
 def check_tensorboard(settings: TrainSettings) -> None:
@@ -71,9 +82,9 @@ class Metrics:
 
     def __init__(self, path: Path, *, tensorboard: Path | None, purge_step: int) -> None:
         try:
-            self._file: TextIO = path.open("a", encoding="utf-8")
+            self._file: TextIO = os.fdopen(open_to_write(path, append=True), "a", encoding="utf-8")
         except OSError as error:
-            raise storage_error(f"write {path}", error) from error
+            raise error if isinstance(error, StorageError) else storage_error(f"write {path}", error) from error
         self._path = path
         self._board: Any = None
         self._full = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api import Session
-from ..checkpoint.folder import all_complete, check_complete, read_manifest, remove
+from ..checkpoint.folder import all_complete, check_complete, check_sums, read_manifest, remove
 from ..core.errors import CheckpointError, SettingError, StorageError, WrongModel
 from ..data.loader import DataLoader
 from ..memory.file_calls import storage_error
@@ -32,13 +33,18 @@ def candidates(folder: RunFolder, settings: TrainSettings) -> list[Path]:
         return []
     if settings.resume != "auto":
         return [_named(Path(settings.resume), folder)]
-    found = all_complete(folder.checkpoints)
+    found = [path for path in all_complete(folder.checkpoints) if _lies_in(path, folder.path)]
     if there and not found:
         raise CheckpointError(
             f"None of the {len(there)} checkpoints in {folder.checkpoints} is complete. Nothing is begun anew over "
             "them: use another --output, or delete them."
         )
     return found[::-1]
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Whether it is no link that leads out. A folder from a stranger names its own checkpoints; --resume any other."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _named(path: Path, folder: RunFolder) -> Path:
@@ -72,10 +78,10 @@ class Resumed:
         moved = []
         for path in sorted(folder.checkpoints.iterdir()):
             if folder.is_own(path) and int(path.name.removeprefix("step-")) > self.record.step:
-                target = folder.path / "damaged" / path.name
+                target = folder.damaged / path.name
                 try:
                     target.parent.mkdir(exist_ok=True)
-                    if target.exists():
+                    if os.path.lexists(target):
                         remove(target)
                     path.rename(target)
                 except OSError as error:
@@ -120,6 +126,18 @@ def same_run(
     return usable
 
 
+def _damage(path: Path) -> CheckpointError | None:
+    """What is wrong with the files of a checkpoint that seems to be of another model: a bit of a name may have changed.
+
+    Reads all of them."""
+    try:
+        manifest = check_complete(path)
+        check_sums(path, manifest, manifest.files)
+    except CheckpointError as error:
+        return error
+    return None
+
+
 def go_on(
     found: Sequence[Path], session: Session, loader: DataLoader, folder: RunFolder, total: int, watcher: Watcher
 ) -> Resumed | None:
@@ -129,9 +147,12 @@ def go_on(
         began_s = time.perf_counter()
         try:
             session.load(path, also={"loader": loader})
-        except WrongModel:
-            raise  # an older one is of the same model
-        except (CheckpointError, StorageError) as error:
+        except (CheckpointError, StorageError) as caught:
+            error = caught
+            if isinstance(caught, WrongModel):
+                error = _damage(path) or caught
+                if error is caught:
+                    raise  # an older one is of the same model
             first = first or error
             if path != found[-1]:
                 watcher.warn(f"{error} The checkpoint before it is tried.")

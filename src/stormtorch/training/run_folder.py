@@ -1,19 +1,26 @@
-"""The folder of a run: ``checkpoints/step-00000100``, ``metrics.jsonl``, ``data/``. One process at a time writes it."""
+"""The folder of a run: ``checkpoints/step-00000100``, ``metrics.jsonl``, ``data/``. One process at a time writes it.
+
+The folder may come from a stranger. It may itself be a link, which the user has named; a link inside of it, at a name
+that a run writes or removes, is refused.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self
 
 from ..checkpoint.folder import all_complete, not_created, remove_all, sweep
 from ..core.errors import SettingError, StorageError
+from ..memory.contained import check_no_link, open_to_write
 from ..memory.file_calls import storage_error
 from .settings import METRICS
 
 _CHECKPOINT = re.compile(r"step-\d{8,}")
+_LOCK = ".lock"
 
 
 class RunFolder:
@@ -25,7 +32,8 @@ class RunFolder:
         self.metrics = path / METRICS
         self.data = path / "data"
         self.tensorboard = path / "tensorboard"
-        self._lock: TextIO | None = None
+        self.damaged = path / "damaged"
+        self._lock: int | None = None
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
@@ -42,7 +50,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         try:
             self._make()
-            self._lock = (self.path / ".lock").open("w", encoding="utf-8")
+            self._lock = open_to_write(self.path / _LOCK, append=True)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._unlock()
@@ -55,11 +63,14 @@ class RunFolder:
             self._unlock()
             raise storage_error(f"write to --output {self.path}", error) from error
         try:
+            self._check_links()
             sweep(self.checkpoints)
             for rest in self.path.glob(f".{METRICS}.writing-*"):
                 rest.unlink(missing_ok=True)
-        except BaseException:
+        except BaseException as error:
             self._unlock()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise storage_error(f"write to --output {self.path}", error) from error
             raise
         return self
 
@@ -70,11 +81,18 @@ class RunFolder:
 
     def _make(self) -> None:
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            check_no_link(self.checkpoints)
+            self.checkpoints.mkdir(exist_ok=True)
         except FileNotFoundError as error:
             raise not_created(self.path, error) from error
 
+    def _check_links(self) -> None:
+        own = [path for path in self.checkpoints.iterdir() if self.is_own(path)]
+        for path in (self.metrics, self.data, self.damaged, self.tensorboard, *own):
+            check_no_link(path)
+
     def _unlock(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            os.close(self._lock)
             self._lock = None

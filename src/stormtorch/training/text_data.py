@@ -64,6 +64,7 @@ def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextDat
             completions_only=settings.completions_only,
             text_field=settings.text_field,
             vocabulary=vocabulary,
+            warn=watcher.warn,
             progress=watcher.reading(input_bytes(paths)),
         )
 

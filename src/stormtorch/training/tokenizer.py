@@ -8,6 +8,7 @@ from typing import Any
 from ..core.errors import SettingError, StormError
 from ..data.text_tokens import TextTokenizer
 from .extras import require
+from .model_folder import check_model_folder
 from .reason import reason
 from .settings import TrainSettings
 
@@ -29,6 +30,7 @@ def load_tokenizer(settings: TrainSettings) -> Any:
         if path.is_file() and not (path.parent / "tokenizer_config.json").is_file():
             return _bare(transformers, path)
         folder = path.parent if path.is_file() else path
+        check_model_folder(folder)
         return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except StormError:
         raise

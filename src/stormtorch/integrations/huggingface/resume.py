@@ -14,6 +14,7 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ...core.errors import CheckpointError
 from ...core.notices import say_once
 from ...streams.home import HomeView
 
@@ -29,7 +30,7 @@ def newest_complete(directory: str | Path) -> Path | None:
     for _, path in sorted(numbered, reverse=True):
         try:
             json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             say_once(
                 f"{path} is not a whole checkpoint ({TRAINER_STATE_NAME}, written last, cannot be read): passed over."
             )
@@ -47,7 +48,7 @@ def load_optimizer(directory: str | Path, optimizer: Any, scheduler: Any) -> Non
     files = [Path(directory) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
     if not all(file.is_file() for file in files):
         return
-    content = torch.load(files[0], map_location="cpu", weights_only=True, mmap=True)
+    content = _load(files[0], mmap=True)
     optimizer.load_state_dict(content)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, saved in content["state"].items():
@@ -56,4 +57,14 @@ def load_optimizer(directory: str | Path, optimizer: Any, scheduler: Any) -> Non
             if name in saved and isinstance(value, torch.Tensor) and not isinstance(value, HomeView):
                 dtype = torch.promote_types(value.dtype, saved[name].dtype)
                 state[name] = saved[name].to(value.device, dtype, copy=True)  # must not follow what becomes of the file
-    scheduler.load_state_dict(torch.load(files[1], weights_only=True))
+    scheduler.load_state_dict(_load(files[1], mmap=False))
+
+
+def _load(file: Path, *, mmap: bool) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # pickle's, torch's: it is damaged, or holds code
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise CheckpointError(
+            f"{file} cannot be read ({type(error).__name__}: {reason}). Name another checkpoint."
+        ) from error

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...core.sizes import MiB
+from ...memory.contained import inside, parse_json, read_small, replace_file
 
 _DIGESTS = "digests.cache"  # no name of data: the directory may be one with data
 
@@ -45,7 +46,7 @@ def sweep(cache: Path) -> None:
     """Remove what processes that are dead have left half-written."""
     for directory in cache.glob(".*.writing-*"):
         try:
-            lock = os.open(directory, os.O_RDONLY)
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             continue
         try:
@@ -61,9 +62,10 @@ def digest_of(files: Sequence[Path], cache: Path) -> list[str]:
     """A hash of each file's content. Reads a file once, and then again when its size or time has changed."""
     store = cache / _DIGESTS
     try:
-        known = json.loads(store.read_bytes())
+        known = parse_json(read_small(inside(cache, _DIGESTS)))
     except (OSError, ValueError):
         known = {}
+    known = known if isinstance(known, dict) else {}
     found: dict[str, list[object]] = {}
     for file in files:
         status = file.stat()
@@ -72,9 +74,7 @@ def digest_of(files: Sequence[Path], cache: Path) -> list[str]:
         digest = before[-1] if isinstance(before, list) and before[:-1] == mark else _content_digest(file)
         found[str(file.resolve())] = [*mark, digest]
     if any(known.get(name) != value for name, value in found.items()):
-        beside = store.with_name(f".{_DIGESTS}-{os.getpid()}-{secrets.token_hex(4)}")
-        beside.write_text(json.dumps(known | found))
-        beside.replace(store)
+        replace_file(store, json.dumps(known | found))
     return [str(found[str(file.resolve())][-1]) for file in files]
 
 

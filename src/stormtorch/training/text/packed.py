@@ -2,10 +2,12 @@
 
 Packed tokens are cut as text is: one after the other, across shards, to rows of ``--sequence``. Packed rows of
 ``input_ids`` (and ``labels``) stay the rows that they are. Every byte that is read is held against the index's sums.
+A folder may come from a stranger: no name or link in it leads out of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from ...core.errors import SettingError, StorageError
 from ...data.dtypes import INTEGERS, name_of
 from ...data.packed import Index, PackedFile, is_packed, read_index
 from ...data.source import Field
+from ...memory.contained import inside, opened
 from ...memory.file_calls import storage_error
 from .encode import IGNORED, Ids
 from .records import Progress
@@ -125,10 +128,16 @@ def _tokens_of(index: Index) -> str:
 
 
 def _check_columns(folder: Path, index: Index, sequence: int) -> None:
-    """Refuse rows that are no rows of tokens, or of another length."""
-    if index.kind == "tokens":
-        return
+    """Refuse tokens that are none, rows that are no rows of tokens, and those of another length."""
     found = _by_name(index)
+    if index.kind == "tokens":
+        if "tokens" not in found:
+            raise StorageError(f"{folder} holds packed tokens, and no column is named tokens. Copy or pack it again.")
+        for name in found.keys() & {"tokens", "labels", "loss_mask"}:
+            kind = name_of(found[name].dtype)
+            if kind not in INTEGERS and (name, kind) != ("loss_mask", "bool"):
+                raise StorageError(f"{folder}: {name!r} is {kind}. Accepted: integers. Copy or pack it again.")
+        return
     other = sorted(found.keys() - {"input_ids", "labels"})
     if "input_ids" not in found or other:
         raise SettingError(
@@ -155,31 +164,26 @@ def _pieces(
     dtypes = [np.dtype(name_of(field.dtype)).newbyteorder("<") for field, _ in files]
     sums = [0] * len(files)
     left = files[0][1].bytes // dtypes[0].itemsize
-    try:
-        opened = [(folder / file.name).open("rb") for _, file in files]
-    except OSError as error:
-        raise storage_error(f"read {folder}", error) from error
-    try:
-        while left:
-            count = min(left, _PIECE_TOKENS)
-            columns = []
-            for at, (stream, dtype) in enumerate(zip(opened, dtypes, strict=True)):
-                data = stream.read(count * dtype.itemsize)
-                if len(data) < count * dtype.itemsize:
-                    raise StorageError(f"{folder / files[at][1].name} ends early. Copy or pack it again.")
-                sums[at] = zlib.crc32(data, sums[at])
-                columns.append(np.frombuffer(data, dtype=dtype))
-                if progress is not None:
-                    progress(len(data))
-            left -= count
-            yield columns
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error(f"read {folder}", error) from error
-    finally:
-        for stream in opened:
-            stream.close()
+    with contextlib.ExitStack() as stack:
+        try:
+            streams = [stack.enter_context(opened(inside(folder, file.name))) for _, file in files]
+            while left:
+                count = min(left, _PIECE_TOKENS)
+                columns = []
+                for at, (stream, dtype) in enumerate(zip(streams, dtypes, strict=True)):
+                    data = stream.read(count * dtype.itemsize)
+                    if len(data) < count * dtype.itemsize:
+                        raise StorageError(f"{folder / files[at][1].name} ends early. Copy or pack it again.")
+                    sums[at] = zlib.crc32(data, sums[at])
+                    columns.append(np.frombuffer(data, dtype=dtype))
+                    if progress is not None:
+                        progress(len(data))
+                left -= count
+                yield columns
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(f"read {folder}", error) from error
     for (_, file), found in zip(files, sums, strict=True):
         if found != file.crc32:
             raise StorageError(

@@ -15,7 +15,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,15 @@ from typing import Any
 from ...core.errors import SettingError, StorageError, StormError
 from ...data.packed import read_index
 from ...data.paths import file_size, whole_number
+from ...memory.contained import check_no_link, inside, parse_json, read_small
 from ...memory.file_calls import storage_error
+from ..reason import reason
 from .cache import being_written, digest_of, sweep
 from .documents import Document, Reading, settle
-from .encode import Encoder, Ids
+from .encode import IGNORED, Encoder, Ids
 from .packed import Packed, packed_folders
 from .records import Progress, data_files, is_plain_text, records
-from .rows import RowWriter, array_bytes, is_as_written
+from .rows import RowWriter, examine
 
 _VERSION = 1  # of what is written: another number makes all caches anew
 
@@ -78,12 +82,14 @@ def prepare(
     text_field: str | None = None,
     vocabulary: int | None = None,
     progress: Progress | None = None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Prepared:
     """Blocks until the arrays are there. Writes under ``cache``, nowhere else.
 
     ``tokenizer`` is one of transformers, or None for data that holds tokens. ``completions_only`` None: for what has
     prompts. ``vocabulary`` is the model's: a token beyond it is refused. ``progress`` is told the bytes of input that
-    were read, if any are.
+    were read, if any are. Arrays that are there already are read and compared with their sums; ``warn`` is told of
+    those that are damaged, which are made again.
     """
     sequence = whole_number("--sequence", sequence, 2)
     encoder = Encoder(tokenizer, vocabulary=vocabulary)
@@ -112,13 +118,14 @@ def prepare(
         )
         source = _Texts(files, reading, encoder, cache)
     try:
+        check_no_link(cache)
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache)
         key = _key(source, sequence=sequence, packing=packing)
-        found = _found(cache / key)
+        found = _found(cache / key, padding=source.padding, warn=warn)
         if found is None:
             _write(cache, key, source, sequence=sequence, packing=packing, progress=progress)
-            found = _found(cache / key, reused=False)
+            found = _found(cache / key, padding=source.padding, reused=False)
     except OSError as error:
         if isinstance(error, StormError):
             raise
@@ -215,24 +222,54 @@ def _write(
         )
         facts = {name: value for name, value in asdict(made).items() if name not in ("arrays", "reused")}
         facts["marks"] = writer.marks()
+        facts["sum"] = _sum(facts)
         with (directory / "prepared.json").open("w") as file:
             json.dump(facts, file)
             file.flush()
             os.fsync(file.fileno())
 
 
-def _found(directory: Path, *, reused: bool = True) -> Prepared | None:
-    """What lies there, if it is complete; what is not is removed."""
-    arrays = {name: directory / f"{name}.npy" for name in ("input_ids", "labels")}
+def _found(
+    directory: Path, *, padding: int, reused: bool = True, warn: Callable[[str], None] = lambda _: None
+) -> Prepared | None:
+    """What lies there, if it is complete and as it was written; what is not is removed."""
+    if not os.path.lexists(directory):
+        return None
     try:
-        facts = json.loads((directory / "prepared.json").read_bytes())
-        marks = facts.pop("marks", {})  # older ones have none
+        inside(directory.parent, directory.name)
+        facts = parse_json(read_small(inside(directory, "prepared.json")))
+        marks = facts.get("marks", {})  # older ones have no marks, or no sum
+        if facts.pop("sum", None) not in (None, _sum(facts)):
+            raise ValueError("prepared.json is not as it was written")
+        if not isinstance(marks, dict):
+            raise ValueError("prepared.json holds no sums")
+        facts.pop("marks", None)
+        arrays = {name: inside(directory, f"{name}.npy") for name in ("input_ids", "labels")}
         found = Prepared(arrays=arrays, reused=reused, **facts)
-        size = array_bytes(found.rows, found.sequence)
-        whole = all(path.stat().st_size == size for path in arrays.values())
-        if whole and all(is_as_written(arrays[name], mark) for name, mark in marks.items()):
-            return found
-    except (OSError, ValueError, TypeError, KeyError):
-        pass
-    shutil.rmtree(directory, ignore_errors=True)
+        _check_arrays(found, marks, padding)
+        return found
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        warn(f"The tokens in {directory} cannot be used ({reason(error)}). They are made again.")
+    if directory.is_symlink():
+        directory.unlink()
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
     return None
+
+
+def _sum(facts: Mapping[str, object]) -> int:
+    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+
+
+def _check_arrays(found: Prepared, marks: Mapping[str, Sequence[int]], padding: int) -> None:
+    """Raise ValueError unless both files hold what was written, and tokens that the facts know."""
+    with ThreadPoolExecutor(len(found.arrays)) as pool:  # numpy, zlib and the disk need no lock of Python's
+        held = pool.map(lambda path: examine(path, rows=found.rows, sequence=found.sequence), found.arrays.values())
+        for (name, path), what in zip(found.arrays.items(), held, strict=True):
+            if what is None:
+                raise ValueError(f"{path.name} is not of the size that it was written in")
+            if name in marks and what.crc != marks[name][0]:
+                raise ValueError(f"the checksum of {path.name} is {what.crc:08x}, {marks[name][0]:08x} was written")
+            least = 0 if name == "input_ids" else IGNORED
+            if what.least < least or what.largest > max(found.largest_token, padding):
+                raise ValueError(f"{path.name} holds numbers that are no tokens")

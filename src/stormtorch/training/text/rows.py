@@ -10,19 +10,19 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from ...core.sizes import MiB
+from ...memory.contained import opened
 from .encode import IGNORED, Ids
 
-Mark = tuple[int, int, int]
 _HEADER_BYTES = 128
 _BUFFER_TOKENS = 1 << 18
+_EXAMINED_BYTES = MiB
 
 
 class RowWriter:
@@ -72,10 +72,9 @@ class RowWriter:
         self._digest.update(_header(self.rows, self._sequence))
         return self._digest.hexdigest()
 
-    def marks(self) -> dict[str, Mark]:
-        """Of the files, when they are closed: a checksum of the tokens in each, and by what to tell that it may not
-        hold any more."""
-        return {path.stem: (total, *_touched(path)) for path, total in zip(self._paths, self._sums, strict=True)}
+    def marks(self) -> dict[str, list[int]]:
+        """Of each file, when they are closed: a checksum of the tokens in it."""
+        return {path.stem: [total] for path, total in zip(self._paths, self._sums, strict=True)}
 
     def __enter__(self) -> Self:
         return self
@@ -111,22 +110,29 @@ class RowWriter:
         self._filled = 0
 
 
-def is_as_written(path: Path, mark: Sequence[int]) -> bool:
-    """Whether the file holds what was written. Read only where somebody has touched or copied it since."""
-    total, *touched = mark
-    if touched == list(_touched(path)):
-        return True
-    found = 0
-    with path.open("rb") as file:
-        file.seek(_HEADER_BYTES)
-        while piece := file.read(8 * MiB):
-            found = zlib.crc32(piece, found)
-    return found == total
+class Found(NamedTuple):
+    """What a file of tokens holds: the sum of its tokens, the least and the largest."""
+
+    crc: int
+    least: int
+    largest: int
 
 
-def _touched(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_ino
+def examine(path: Path, *, rows: int, sequence: int) -> Found | None:
+    """Reads all of the file; None if its size or its header is not that of ``rows`` rows. Blocks."""
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size != array_bytes(rows, sequence):
+            return None
+        if file.read(_HEADER_BYTES) != _header(rows, sequence):
+            return None
+        crc, least, largest = 0, 0, 0
+        buffer = np.empty(_EXAMINED_BYTES // 4, dtype="<i4")
+        view = buffer.data.cast("B")
+        while count := file.readinto(view):  # type: ignore[attr-defined]  # a buffered reader has it
+            crc = zlib.crc32(view[:count], crc)
+            tokens = buffer[: count // 4]
+            least, largest = min(least, int(tokens.min())), max(largest, int(tokens.max()))
+        return Found(crc, least, largest)
 
 
 def array_bytes(rows: int, sequence: int) -> int:
