@@ -35,8 +35,8 @@ METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "offload": ({"activations": "offload"}, False),
     "checkpoint": ({}, True),
 }
-# Steps before the measured ones. "auto" compares two plans in the 8th to 20th step; the optimizer's shares settle.
-_WARM = {"auto": 24}
+# Steps before the measured ones. "auto" compares plans from the 8th step on; the optimizer's shares settle.
+_WARM = {"auto": 26}
 _WARM_OTHERS, _STEPS, _PROFILED = 13, 8, 3
 
 

@@ -143,6 +143,11 @@ def compared(first_s: list[float], second_s: list[float], sizes: list[int]) -> C
     return comparison
 
 
+def test_a_clear_result_needs_one_turn_each() -> None:
+    assert compared([1.0], [0.8], [1])._steps == compared([1.0], [1.1], [1])._steps == 2 * TURN
+    assert compared([1.0], [0.97], [1])._steps == 4 * TURN
+
+
 def test_the_faster_plan_wins() -> None:
     assert compared([1.0], [0.9], [1]).second_wins
     assert not compared([1.0], [1.1], [1]).second_wins
@@ -153,8 +158,8 @@ def test_a_single_slow_step_decides_nothing() -> None:
     slow = Comparison()
     step = 0
     while not slow.is_over:
-        is_hit = step == TURN + 1  # in a turn of the second plan
-        slow.end_step(5.0 if is_hit else 0.9 if slow.second else 1.0, 1)
+        is_hit = step == 3 * TURN + 1  # in a turn of the second plan
+        slow.end_step(5.0 if is_hit else 0.95 if slow.second else 1.0, 1)
         step += 1
     assert slow.second_wins
 

@@ -16,6 +16,7 @@ TURN = 3  # steps
 _PAIRS, _PAIRS_IF_UNEVEN = 2, 4  # of turns
 _UNEVEN = 1.1
 _WINS = 0.99  # of the simple plan's time
+_CLEAR = (0.9, 1.03)  # less or more than that after one turn each needs no second one
 
 
 class Comparison:
@@ -33,7 +34,9 @@ class Comparison:
     @property
     def is_over(self) -> bool:
         uneven = bool(self._sizes) and max(self._sizes) > _UNEVEN * min(self._sizes)
-        return self._steps >= 2 * TURN * (_PAIRS_IF_UNEVEN if uneven else _PAIRS)
+        pairs = self._steps / (2 * TURN)
+        is_clear = not uneven and pairs == 1 and not _CLEAR[0] < self.ratio < _CLEAR[1]
+        return is_clear or pairs >= (_PAIRS_IF_UNEVEN if uneven else _PAIRS)
 
     @property
     def second_wins(self) -> bool:
