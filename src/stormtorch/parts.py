@@ -261,6 +261,7 @@ def _arrange(
         can_recompute=tuning.can_recompute,
         is_streamed=lambda tensor: parameters.pack(tensor) is not None,
         steps=lambda: tuning.steps,
+        is_settled=lambda: tuning.is_settled,
     )
     left = ground.partition.left
     saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *left], trial)

@@ -27,6 +27,7 @@ from .streams.shares import Rates, device_share
 _GROW_AT = (2, 4)  # steps after which activations have shown their peak
 _INWARD = ("load", "aside")
 _OF_UPDATES = ("updates", "states")  # what compute waits for when the optimizer is late
+_DIVIDE_AT = 8  # where activations want VRAM too: the first steps are slow for other reasons, and say little of waits
 _LATE = 0.05  # of a step: more than that, and it is what compute waits for that makes steps long
 _SHARE_AT = (2, 3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
 
@@ -79,6 +80,7 @@ class Tuning:
         self._share_is_fixed = self._is_share_due = self._is_growth_due = False
         self._waited_before_s = 0.0  # for weights and updates, when growth was last thought of
         self._steps_before = 0  # until then
+        self._grown_at: int | None = None  # the step after which the pool had its first share of what is left
         self._accumulates = True  # as far as is known
         self.steps = 0
         self.meter = meter
@@ -86,6 +88,11 @@ class Tuning:
         self.foreign_bytes = 0  # what the process has on the device besides; not the session's, nor of its budget
         self.activations: Wishes | None = None
         self.share_reason = ""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether steps have run since the pool had its share of VRAM: what they leave is activations'."""
+        return self._grown_at is not None and self.steps >= self._grown_at + 2
 
     @property
     def limit_bytes(self) -> int:
@@ -134,14 +141,15 @@ class Tuning:
         # Not before it is known: weights would take the room of states, which travel more. And before the share, which
         # needs that room.
         wishes = self.activations
-        is_open = wishes is not None and wishes.is_deciding  # a plan is being tried that counts on what is free now
-        if self.meter is not None and (
-            age == _GROW_AT[-1] or (not is_open and (age in _GROW_AT or self._is_growth_due))
-        ):
+        is_open = wishes is not None and wishes.is_deciding  # how much of VRAM activations will take
+        is_due = age == _DIVIDE_AT if is_open else (age in _GROW_AT or self._is_growth_due)
+        if self.meter is not None and is_due:
             self._grow(gradients, self.meter)
             # The host may be steps ahead of a device that has not told yet what activations take.
             self._is_growth_due = age >= _GROW_AT[-1] and wishes is not None and (is_open or wishes.wish_bytes > 0)
-        if age in _GROW_AT[:-1]:
+        if self._grown_at is None and age >= (_DIVIDE_AT if is_open else _GROW_AT[-1]):
+            self._grown_at = self.steps
+        if age == _GROW_AT[-1]:
             self._waited_before_s, self._steps_before = _waited_s(self._recorder.snapshot()), self.steps
         if self._mode == "backward":
             self._divide(gradients)
@@ -194,8 +202,8 @@ class Tuning:
     def _reserved_bytes(self) -> int:
         """What is left to activations. Where compute waits for weights or updates, the pool gets all: a block that is
         not run again makes no step shorter that waits anyway."""
-        if self.activations is None:
-            return 0
+        if self.activations is None or not self.activations.is_deciding:
+            return 0 if self.activations is None else self.activations.wish_bytes
         totals, steps = self._recorder.snapshot(), max(1, self.steps - self._steps_before)
         ends = totals.step_ends_s[-steps - 1 :]
         waited_s, took_s = _waited_s(totals) - self._waited_before_s, ends[-1] - ends[0]

@@ -331,7 +331,6 @@ def test_an_impossible_ram_is_refused_too() -> None:
         ({"activations": "maybe"}, ["auto", "keep"]),
         ({"master_dtype": torch.int8}, ["float32", "None"]),
         ({"device": "tpu:7"}, ["device", "cpu"]),
-        ({"disk": "/nowhere/at/all"}, ["disk"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

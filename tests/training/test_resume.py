@@ -296,7 +296,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path: Path) -> None:
-    chosen = settings(tmp_path)
+    chosen, before = settings(tmp_path), signal.getsignal(signal.SIGINT)
 
     def twice(step: int) -> None:
         if step == 3:
@@ -306,7 +306,7 @@ def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         run(chosen, Quiet(twice))
     assert steps_saved(chosen) == []
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     assert run(chosen) == 0
     assert losses(chosen).keys() == set(range(1, 9))
 

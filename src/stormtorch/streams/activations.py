@@ -257,19 +257,19 @@ class ActivationStream:
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].gone and entry[1]() is not None}
 
     @locked
-    def end_pass(self) -> None:
-        """The forward is over: what it has saved may leave."""
+    def send_all(self) -> None:
+        """No operation is under way: all that was saved so far may leave."""
         if not self._closed:
             self._send_what_is_made(now=True)
 
     @locked
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """For autograd: a note of ``tensor``, or ``Held`` if it stays."""
+    def pack(self, tensor: torch.Tensor, *, made: bool = False) -> Any:
+        """For autograd: a note of ``tensor``, or ``Held`` if it stays. ``made``: what saved it has run by now."""
         self._sweep()
-        self._send_what_is_made()
-        return self.send(tensor) if not self._closed and self.travels(tensor) else Held(tensor)
+        self._send_what_is_made(now=made)
+        return self.send(tensor, made=made) if not self._closed and self.travels(tensor) else Held(tensor)
 
-    def send(self, tensor: torch.Tensor, span: tuple[int, int] | None = None) -> Note:
+    def send(self, tensor: torch.Tensor, span: tuple[int, int] | None = None, *, made: bool = False) -> Note:
         """A note of ``tensor``, which is on its way to RAM, or was sent before. ``span``: ``span_of`` it, if known."""
         first, size = span or span_of(tensor)
         storage = tensor.untyped_storage()
@@ -281,7 +281,10 @@ class ActivationStream:
             parcel = Parcel(self, self._ride, bytes_of(tensor)[first : first + size], first)
             self._known[key] = (StorageReference(storage), weakref.ref(parcel))
             self._ride.add(parcel)
-            self._unsent.append((weakref.ref(parcel), sequence_number()))
+            if made:
+                self._send_or_keep(parcel)
+            else:
+                self._unsent.append((weakref.ref(parcel), sequence_number()))
         return Note(parcel, tensor)
 
     def _send_what_is_made(self, *, now: bool = False) -> None:
@@ -305,7 +308,7 @@ class ActivationStream:
         """Let it leave, unless it was written to since: backward will say so. Nor from another stream's memory."""
         held = undecided.now
         if isinstance(held, Held) and not (self._closed or held.changed or undecided.place != self.place()):
-            undecided.now = self.send(held.get(), undecided.span)
+            undecided.now = self.send(held.get(), undecided.span, made=True)
 
     def travels(self, tensor: torch.Tensor) -> bool:
         """Whether it is worth moving, and can be moved by its bytes."""

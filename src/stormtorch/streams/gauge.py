@@ -47,6 +47,7 @@ class Surroundings:
     can_recompute: Callable[[nn.Module], bool] = lambda _block: True
     is_streamed: Callable[[torch.Tensor], bool] = lambda _tensor: False  # whether a tensor is a streamed weight
     steps: Callable[[], int] | None = None  # optimizer steps so far; None: each pass counts as one
+    is_settled: Callable[[], bool] = lambda: True  # whether nothing else will take more of the device
 
 
 class Gauge:

@@ -158,7 +158,7 @@ class BlockRun:
         for saved in filter(None, (reference() for reference in self._saved)):
             value = saved.value
             if isinstance(value, Held) and not value.changed:
-                saved.value = self._stream.pack(value.get())
+                saved.value = self._stream.pack(value.get(), made=True)
 
     # --- backward
 
@@ -246,7 +246,7 @@ class _Input:
     def __init__(self, tensor: torch.Tensor, stream: ActivationStream, away: bool) -> None:
         # What no operation with a gradient has made is mostly alive anyway: the batch, masks, tables of positions.
         self._stream, self._trained, away = stream, tensor.requires_grad, away and tensor.grad_fn is not None
-        self._value: Held | Note = stream.pack(tensor) if away else Held(tensor)
+        self._value: Held | Note = stream.pack(tensor, made=True) if away else Held(tensor)
 
     def get(self) -> torch.Tensor:
         """Without the graph that it came from."""

@@ -117,6 +117,11 @@ class Saving:
         """The number of this pass, of those with inputs as large as they are."""
         return self.passes - self._passes_before
 
+    @property
+    def _is_noting(self) -> bool:
+        """Whether it is noted how full the device is at each block: as long as a plan may be made from it."""
+        return self._age <= _REPLAN_AT[-1] or (self.mode == "auto" and self._comparisons == 0 and bool(self.known))
+
     @contextlib.contextmanager
     def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
         """A pass of the model, under saved-tensor hooks of which ``pack`` is one and which come here."""
@@ -140,9 +145,9 @@ class Saving:
             yield
         finally:
             self._drop_last()
-            self._stream.end_pass()
+            self._stream.send_all()
             self._hooks, self._sending = None, False
-            if self._age <= _REPLAN_AT[-1]:
+            if self._is_noting:
                 ours = self._stream.travelling_bytes() + (0 if self._held else self._loose.kept_bytes)
                 self._levels.reach(len(self._held), ours, self._stream.window_bytes)
 
@@ -184,7 +189,7 @@ class Saving:
     def note_end(self) -> None:
         """Backward asks for what was saved: when it ends, the level is noted, before users do as they like with the
         peak."""
-        task = current_pass() if self._age <= _REPLAN_AT[-1] else -1
+        task = current_pass() if self._is_noting else -1
         if task not in (-1, self._noted_task):
             self._noted_task = task
             at_end_of_backward(self._levels.end)
@@ -277,7 +282,8 @@ class Saving:
     def _compare(self) -> None:
         """Begin to compare the two plans, go on with it, or end it."""
         if self._comparison is None:
-            if self._comparisons < len(_COMPARE_AT) and self._age >= _COMPARE_AT[self._comparisons]:
+            is_due = self._comparisons < len(_COMPARE_AT) and self._age >= _COMPARE_AT[self._comparisons]
+            if is_due and self._around.is_settled():
                 self._begin_comparison()
             return
         assert self._simple is not None
@@ -353,6 +359,7 @@ class Saving:
         """Run a block, and do with what it saves as the plan says."""
         if self._run is not None:
             return original(*args, **kwargs)  # it is part of another one
+        self._stream.send_all()
         self._drop_last()
         leaves = tensors_in(args, kwargs)
         kind = (self._shapes[index], manner_of(block), tuple(leaf.requires_grad for leaf in leaves))
@@ -460,7 +467,7 @@ class Saving:
         """Notice when backward comes to the block: when there is a gradient of what it gave."""
         way = self.plan.way_bytes if self.plan is not None else []
         ahead = way[position] if position < len(way) - 1 else 0 if self._stream.is_strict else self._way_bytes
-        noting, this, number = self._age <= _REPLAN_AT[-1], weakref.ref(self), self.passes
+        noting, this, number = self._is_noting, weakref.ref(self), self.passes
 
         def reached(_gradient: torch.Tensor) -> None:
             saving = this()
