@@ -267,7 +267,7 @@ def _arrange(
     saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *left], trial)
     ground.endings.before_others(end)
     calls.saving = saving
-    tuning.activations = saving
+    tuning.activation_wish = lambda: saving.wish_bytes
     return saving
 
 

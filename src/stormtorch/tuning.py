@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,28 +26,7 @@ from .streams.shares import Rates, device_share
 _GROW_AT = (2, 4)  # steps after which activations have shown their peak
 _INWARD = ("load", "aside")
 _OF_UPDATES = ("updates", "states")  # what compute waits for when the optimizer is late
-_DIVIDE_AT = 8  # where activations want VRAM too: the first steps are slow for other reasons, and say little of waits
-_LATE = 0.05  # of a step: more than that, and it is what compute waits for that makes steps long
 _SHARE_AT = (2, 3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
-
-
-class Wishes(Protocol):
-    """Activations, as far as they compete with the pool for VRAM."""
-
-    @property
-    def wish_bytes(self) -> int:
-        """What has left the device only because it is not known yet whether there is room for it."""
-
-    @property
-    def is_deciding(self) -> bool:
-        """Whether it is open how much of VRAM activations will take."""
-
-    @property
-    def peak_before(self) -> int | None:
-        """The peak of the device before activations tried to take more of it, and did not gain by it."""
-
-    def worth(self) -> tuple[float, int]:
-        """Seconds a pass that more VRAM would save, and how much of it that takes."""
 
 
 class Tuning:
@@ -78,20 +56,18 @@ class Tuning:
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
         self._planned_at = Totals()  # when activations were last planned
         self._share_is_fixed = self._is_share_due = self._is_growth_due = False
-        self._waited_before_s = 0.0  # for weights and updates, when growth was last thought of
-        self._steps_before = 0  # until then
-        self._grown_at: int | None = None  # the step after which the pool had its first share of what is left
+        self._grown_at: int | None = None  # the step after which the pool has taken what activations leave
         self._accumulates = True  # as far as is known
         self.steps = 0
         self.meter = meter
         self.peak = peak_meter_on(self.meter)
         self.foreign_bytes = 0  # what the process has on the device besides; not the session's, nor of its budget
-        self.activations: Wishes | None = None
+        self.activation_wish: Callable[[], int] = lambda: 0  # bytes that activations would like to stay with
         self.share_reason = ""
 
     @property
     def is_settled(self) -> bool:
-        """Whether steps have run since the pool had its share of VRAM: what they leave is activations'."""
+        """Whether steps have run since the pool has grown: what VRAM they leave is for activations."""
         return self._grown_at is not None and self.steps >= self._grown_at + 2
 
     @property
@@ -140,17 +116,12 @@ class Tuning:
         self._is_share_due = age in _SHARE_AT
         # Not before it is known: weights would take the room of states, which travel more. And before the share, which
         # needs that room.
-        wishes = self.activations
-        is_open = wishes is not None and wishes.is_deciding  # how much of VRAM activations will take
-        is_due = age == _DIVIDE_AT if is_open else (age in _GROW_AT or self._is_growth_due)
-        if self.meter is not None and is_due:
+        if self.meter is not None and (age in _GROW_AT or self._is_growth_due):
             self._grow(gradients, self.meter)
             # The host may be steps ahead of a device that has not told yet what activations take.
-            self._is_growth_due = age >= _GROW_AT[-1] and wishes is not None and (is_open or wishes.wish_bytes > 0)
-        if self._grown_at is None and age >= (_DIVIDE_AT if is_open else _GROW_AT[-1]):
-            self._grown_at = self.steps
+            self._is_growth_due = age >= _GROW_AT[-1] and self.activation_wish() > 0
         if age == _GROW_AT[-1]:
-            self._waited_before_s, self._steps_before = _waited_s(self._recorder.snapshot()), self.steps
+            self._grown_at = self.steps
         if self._mode == "backward":
             self._divide(gradients)
 
@@ -170,7 +141,7 @@ class Tuning:
     # --- the pool
 
     def _grow(self, gradients: GradientStream, meter: DeviceMeter) -> None:
-        """Give the pool what activations have left of the budget, and do not need more than it does."""
+        """Give the pool what activations have left of the budget."""
         wide = any(home.wide is not None for home in gradients.homes)
         states = {}
         if self._adam is not None and self._travels:
@@ -179,7 +150,7 @@ class Tuning:
             self._placement,
             pool_bytes=self._pool.capacity_bytes - self._state_bytes,
             limit_bytes=self.limit_bytes,
-            peak_bytes=self._peak_bytes() + self._reserved_bytes(),
+            peak_bytes=self.peak.bytes() - self.foreign_bytes + self.activation_wish(),
             free_bytes=meter.free(),
             lost_bytes=meter.lost(self.limit_bytes + self.foreign_bytes),
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
@@ -193,22 +164,6 @@ class Tuning:
             self.peak.grew(grown.pool_bytes)
         if self._adam is not None:
             self._adam.there.keep(grown.keep, wide=wide)
-
-    def _peak_bytes(self) -> int:
-        """What this session has taken of the device at the most, and will take again."""
-        peak, before = self.peak.bytes(), None if self.activations is None else self.activations.peak_before
-        return (peak if before is None else min(peak, before)) - self.foreign_bytes
-
-    def _reserved_bytes(self) -> int:
-        """What is left to activations. Where compute waits for weights or updates, the pool gets all: a block that is
-        not run again makes no step shorter that waits anyway."""
-        if self.activations is None or not self.activations.is_deciding:
-            return 0 if self.activations is None else self.activations.wish_bytes
-        totals, steps = self._recorder.snapshot(), max(1, self.steps - self._steps_before)
-        ends = totals.step_ends_s[-steps - 1 :]
-        waited_s, took_s = _waited_s(totals) - self._waited_before_s, ends[-1] - ends[0]
-        activations_first = waited_s <= _LATE * took_s
-        return max(self.activations.wish_bytes, self.activations.worth()[1] if activations_first else 0)
 
     @property
     def _state_bytes(self) -> int:
@@ -311,8 +266,3 @@ class Tuning:
         states = max(0, self._state_bytes - self._idle_bytes)  # in idle room they are in nobody's way
         room = self._pool.capacity_bytes - self._placement.fixed_bytes - states
         return sum(unit.image_bytes + GRAIN for unit in units) + largest <= room
-
-
-def _waited_s(totals: Totals) -> float:
-    """How long compute has waited so far for what the pool could hold."""
-    return sum(totals.waits_s.get(cause, 0.0) for cause in ("weights", *_OF_UPDATES))

@@ -51,6 +51,7 @@ def train(
     blocks: int = BLOCKS,
     rows: tuple[int, int] = ROWS,
     lost_part: Callable[[], float] = lambda: 0.0,
+    steps: int = STEPS,
 ) -> tuple[list[int], list[torch.Tensor], str]:
     """Peaks of each step, losses, and what became of activations."""
     torch.manual_seed(0)
@@ -61,7 +62,7 @@ def train(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         settings = Settings(vram=vram, device="cpu", activations=mode, step=step)
         with Session(model, optimizer, settings, trial=Trial(meter=meter, small_bytes=2048)) as session:
-            for number in range(STEPS):
+            for number in range(steps):
                 given = torch.randint(0, vocabulary, rows, generator=torch.Generator().manual_seed(number))
                 meter.forget_peak()
                 loss = model(given)
@@ -122,15 +123,16 @@ def test_what_holes_would_take_is_left_alone(known_after: int, small_scale: Call
     """Also if that is seen after the first time that somebody asks, when the session is opened."""
     small_scale(2e6)
     asked = itertools.count()
-    peaks, expected, _ = train(64, 16 * MiB, mode="keep", step="forward", checkpointed=True)
-    limit = round(max(peaks) * 1.3)
-    whole, _, _ = train(64, limit, mode="auto", step="forward")
-    assert max(whole) > 0.92 * limit  # or there would be nothing to leave alone
+    many = 15  # a plan that keeps what it can has been tried by then
+    peaks, expected, _ = train(64, 16 * MiB, mode="keep", step="forward", checkpointed=True, steps=many)
+    limit = round(max(peaks) * 1.8)
+    whole, _, _ = train(64, limit, mode="auto", step="forward", steps=many)
+    assert max(whole) > 0.85 * limit  # or there would be nothing to leave alone
     peaks, losses, reason = train(
-        64, limit, mode="auto", step="forward", lost_part=lambda: 0.1 * (next(asked) >= known_after)
+        64, limit, mode="auto", step="forward", lost_part=lambda: 0.2 * (next(asked) >= known_after), steps=many
     )
     shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
-    assert max(peaks) <= limit * 0.91, f"{shown} of {limit / MiB:.2f} MiB; {reason}"
+    assert max(peaks) <= limit * 0.81, f"{shown} of {limit / MiB:.2f} MiB; {reason}"
     assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True))
 
 

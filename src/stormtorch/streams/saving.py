@@ -102,9 +102,7 @@ class Saving:
         self._step_began: tuple[float, int] | None = None  # when, and after how many optimizer steps
         self._step_bytes = 0  # inputs of the blocks since then
         self._trim_at = 0  # the pass that gives back what RAM the plan does not need
-        self._declined = False  # whether steps were no faster with activations kept
         self._comparisons = 0  # so far, with inputs as large as they are
-        self._peak_before: tuple[int, int] | None = None  # of the device, before that, and what had grown by then
         self.known = Profiles()
         self.passes = 0
         self._passes_before = 0  # inputs were as large as they are
@@ -212,28 +210,6 @@ class Saving:
             return self._input_bytes  # of a pass without a plan
         return self._loose.away_bytes if self._age <= ROUNDS else 0
 
-    def worth(self) -> tuple[float, int]:
-        """Seconds a pass that keeping all recomputed blocks would save, and the bytes that it would take."""
-        simple = self._simple or self.plan
-        profiles = self.known.of(self._planned)
-        if self.mode != "auto" or self._declined or simple is None or not profiles:
-            return 0.0, 0
-        kept = [p for p, block in zip(profiles, simple.blocks, strict=True) if block.kind == "recompute"]
-        return cost_s(profiles, simple), sum(profile.saved_bytes for profile in kept)
-
-    @property
-    def is_deciding(self) -> bool:
-        """Whether it is still open how much VRAM blocks will be kept in."""
-        is_open = self._comparison is not None or self._comparisons == 0
-        return self.mode == "auto" and bool(self.known) and is_open
-
-    @property
-    def peak_before(self) -> int | None:
-        """The peak of the device before the second plan was tried, where it was no faster; None otherwise."""
-        if not self._declined or self._peak_before is None:
-            return None
-        return self._peak_before[0] + self._around.peak.grown_bytes - self._peak_before[1]
-
     # --- plans
 
     def _look_back(self) -> None:
@@ -297,7 +273,6 @@ class Saving:
         else:
             self._simple = with_reason(self._simple, f"to have {candidate.reason} took {ratio:.2f} of the time")
         self._comparison = Comparison() if self._candidates else None
-        self._declined = self._comparison is None and not self._is_better
         self._set_plan(self._simple)
 
     def _begin_comparison(self) -> None:
@@ -314,10 +289,7 @@ class Saving:
         self._is_better = False
         if found:
             self._simple, self._candidates, self._comparison = simple, found, Comparison()
-            self._peak_before = self._around.peak.bytes(), self._around.peak.grown_bytes
             self._set_plan(simple)
-        else:
-            self._declined, self._peak_before = True, None
 
     def _end_step(self) -> None:
         """Note how long the step took that ends where this pass begins, if it does."""
@@ -521,7 +493,7 @@ class Saving:
         growth = size / max(1, known)
         self.known.forget(kind, growth)
         self.plan = self._comparison = None
-        self._declined, self._comparisons = False, 0
+        self._comparisons = 0
         self._levels.forget(growth)
         self._passes_before = self.passes - 1  # this one is the first of them
         self._set_ways()
