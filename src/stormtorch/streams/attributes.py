@@ -34,18 +34,17 @@ class Attributes:
         self._inside: list[tuple[Any, Any]] = []  # containers and generators, with what was in them
         self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         for module in modules:
-            found = module.__dict__.copy()
+            found = _own(module)
             if module._buffers:
                 self._inside.append((module._buffers, module._buffers.copy()))
-            for name, value in module.__dict__.items():
-                if name in _OF_TORCH:
-                    continue
-                if isinstance(value, torch.Tensor):
-                    self._see(found, name, value, module)
-                elif isinstance(value, _CONTAINERS):
-                    self._inside.append((value, value.copy()))
-                elif isinstance(value, torch.Generator):
-                    self._inside.append((value, value.get_state()))
+            for name, value in list(found.items()):
+                match _sort_of(type(value)):
+                    case "tensor":
+                        self._see(found, name, value, module)
+                    case "container":
+                        self._inside.append((value, value.copy()))
+                    case "generator":
+                        self._inside.append((value, value.get_state()))
             self._before.append((module, found))
 
     def _see(self, found: dict[str, Any], name: str, value: torch.Tensor, module: nn.Module) -> None:
@@ -67,7 +66,7 @@ class Attributes:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """For a second run: the attributes of then, and afterwards those of now, whatever the run has set."""
-        now = [(module, module.__dict__.copy()) for module, _ in self._before]
+        now = [(module, _own(module)) for module, _ in self._before]
         for module, found in self._before:
             _put(module, found)
         try:
@@ -77,17 +76,36 @@ class Attributes:
                 _put(module, found)
 
 
+_sorts: dict[type, str] = {}
+
+
+def _sort_of(kind: type) -> str:
+    """What has to be looked at in a value of this type. By the type alone: asking an object of transformers for its
+    class takes microseconds."""
+    if kind not in _sorts:
+        known = (("tensor", torch.Tensor), ("container", _CONTAINERS), ("generator", torch.Generator))
+        _sorts[kind] = next((sort for sort, kinds in known if issubclass(kind, kinds)), "")
+    return _sorts[kind]
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes that are not torch's own."""
+    there = module.__dict__
+    return {name: there[name] for name in there.keys() - _OF_TORCH}
+
+
 def _put(module: nn.Module, values: dict[str, Any]) -> None:
-    there, parameters = module.__dict__, module._parameters
+    there, parameters, own = module.__dict__, module._parameters, _own(module)
+    if own.keys() == values.keys() and all(own[name] is value for name, value in values.items()):
+        return
     for name, value in values.items():
-        if name in _OF_TORCH or name in parameters or there.get(name) is value:
+        if own.get(name) is value or name in parameters:
             continue
         tensor = value() if isinstance(value, weakref.ref) else value
         if tensor is not None or value is None:
             there[name] = tensor
-    if len(there) > len(values):
-        for name in [name for name in there if name not in values and name not in _OF_TORCH and name not in parameters]:
-            del there[name]
+    for name in own.keys() - values.keys() - parameters.keys():
+        del there[name]
 
 
 def _is_same(entry: tuple[Any, Any]) -> bool:

@@ -19,28 +19,42 @@ def shape_of(block: nn.Module) -> Any:
         return modules, tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
 
 
-def identities_of(block: nn.Module) -> list[int]:
-    return [id(parameter) for parameter in block.parameters()]
+class Anatomy:
+    """A block's modules, and where its parameters stand in them: found once, because walking through them at each call
+    takes longer than many an operation."""
 
+    __slots__ = ("_own", "_places", "_scripted", "modules")
 
-def manner_of(block: nn.Module) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """What may change from one call to the next: which modules are training, which parameters are trained."""
-    with without_torch_function():
-        trained = tuple(parameter.requires_grad for parameter in block.parameters())
-    return tuple(module.training for module in block.modules()), trained
+    def __init__(self, block: nn.Module) -> None:
+        self.modules = list(block.modules())
+        found = {id(p): (m, name) for m in reversed(self.modules) for name, p in m._parameters.items() if p is not None}
+        self._places = list(found.values())
+        self._own = [id(parameter) for parameter in self.parameters()]
+        self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.modules)
 
+    def parameters(self) -> list[Any]:
+        """What stands in their places now."""
+        return [module._parameters.get(name) for module, name in self._places]
 
-def is_listened_to(block: nn.Module) -> bool:
-    """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, through which the
-    exception that ends a second run does not pass."""
-    return (
-        has_user_modes()
-        or has_global_hooks()
-        or any(
-            module._forward_hooks or module._forward_pre_hooks or isinstance(module, torch.jit.ScriptModule)
-            for module in block.modules()
+    def has_its_own(self) -> bool:
+        """Whether its parameters are those that it had, and not ``functional_call``'s, which will be gone."""
+        return [id(parameter) for parameter in self.parameters()] == self._own
+
+    def manner(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """What may change from one call to the next: which modules are training, which parameters are trained."""
+        with without_torch_function():
+            trained = tuple(p is not None and p.requires_grad for p in self.parameters())
+        return tuple(module.training for module in self.modules), trained
+
+    def is_listened_to(self) -> bool:
+        """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, through which
+        the exception that ends a second run does not pass."""
+        return (
+            self._scripted
+            or has_user_modes()
+            or has_global_hooks()
+            or any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
         )
-    )
 
 
 _VALUES = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device, type(None))

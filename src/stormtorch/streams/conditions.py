@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from .attributes import Attributes
+from .blocks import Anatomy
 from .torch_private import backend_flags, default_device, without_torch_function
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
@@ -63,10 +63,10 @@ class Conditions:
     """As they are when this is made, which is before the block runs."""
 
     __slots__ = (
+        "_anatomy",
         "_attributes",
         "_autocast",
         "_backends",
-        "_block",
         "_default",
         "_device",
         "_numpy",
@@ -74,11 +74,10 @@ class Conditions:
         "_trained",
     )
 
-    def __init__(self, block: nn.Module, device: torch.device) -> None:
-        self._block, self._device = block, device
-        self._attributes = Attributes(list(block.modules()))
-        with without_torch_function():
-            self._trained = [parameter.requires_grad for parameter in block.parameters()]
+    def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
+        self._anatomy, self._device = anatomy, device
+        self._attributes = Attributes(anatomy.modules)
+        self._trained = anatomy.manner()[1]
         self._random, self._numpy, self._default = RandomNumbers(device), _numpy_state(), default_device()
         self._backends = [ask() for ask, _ in _BACKENDS]
         self._autocast = [
@@ -97,6 +96,8 @@ class Conditions:
             if self._default != default_device():
                 stack.enter_context(self._default or torch.device("cpu"))
             for kind, enabled, dtype in self._autocast:
+                if not enabled and not torch.is_autocast_enabled(kind):
+                    continue
                 cached = torch.is_autocast_cache_enabled()
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
             stack.enter_context(torch.enable_grad())
@@ -108,14 +109,14 @@ class Conditions:
             self._random.restore()
             yield
 
-    def _set_trained(self, trained: list[bool]) -> list[bool]:
+    def _set_trained(self, trained: tuple[bool, ...]) -> tuple[bool, ...]:
         """Set which parameters are trained; what was set before."""
-        with without_torch_function():
-            parameters = list(self._block.parameters())
-            before = [parameter.requires_grad for parameter in parameters]
-            for parameter, is_trained, was in zip(parameters, trained, before, strict=True):
-                if is_trained != was:
-                    parameter.requires_grad_(is_trained)
+        before = self._anatomy.manner()[1]
+        if before != trained:
+            with without_torch_function():
+                for parameter, is_trained, was in zip(self._anatomy.parameters(), trained, before, strict=True):
+                    if is_trained != was:
+                        parameter.requires_grad_(is_trained)
         return before
 
 

@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..core.errors import StaleGraph
 from ..memory.stopwatch import Reading, timed
 from .activations import ActivationStream, Note
-from .blocks import filled, leaves_of, tensors_in
+from .blocks import Anatomy, filled, leaves_of, tensors_in
 from .conditions import Conditions
 from .held import Held, stale
 from .torch_private import (
@@ -68,6 +68,7 @@ class BlockRun:
     def __init__(
         self,
         block: nn.Module,
+        anatomy: Anatomy,
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -86,7 +87,7 @@ class BlockRun:
         given = (*args, *kwargs.values())
         self._inputs: list[Any] = leaves_of(given)  # as they were given; after `drop`, in the forms of `_Input`
         self._form = filled(given, iter([None] * len(self._inputs)))
-        self._conditions = Conditions(block, device) if may_drop else None
+        self._conditions = Conditions(anatomy, device) if may_drop else None
         watched = (*block.buffers(), *tensors_in(args, kwargs)) if may_drop else ()
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []

@@ -40,7 +40,7 @@ from .activation_plan import (
 )
 from .activations import ActivationStream
 from .block_call import BlockCall, Call
-from .blocks import identities_of, is_listened_to, leaves_of, manner_of, object_in, shape_of, tensors_in
+from .blocks import Anatomy, leaves_of, object_in, shape_of, tensors_in
 from .comparison import Comparison
 from .gauge import Gauge, Surroundings
 from .held import Held
@@ -81,7 +81,7 @@ class Saving:
         self._noted_task = -1  # the last backward whose end will be noted
         self._blocks = [weakref.ref(block) for block in blocks]
         self._shapes = [shape_of(block) for block in blocks]
-        self._own = [identities_of(block) for block in blocks]
+        self._anatomies = [Anatomy(block) for block in blocks]
         self._calls: list[tuple[nn.Module, str, Any]] = []
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
@@ -334,7 +334,7 @@ class Saving:
         self._stream.send_all()
         self._drop_last()
         leaves = tensors_in(args, kwargs)
-        kind = (self._shapes[index], manner_of(block), tuple(leaf.requires_grad for leaf in leaves))
+        kind = (self._shapes[index], self._anatomies[index].manner(), tuple(leaf.requires_grad for leaf in leaves))
         sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
         size, input_bytes = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         self._forget_if_larger(kind, size)
@@ -347,6 +347,7 @@ class Saving:
             plan = OFFLOAD
         run = BlockRun(
             block,
+            self._anatomies[index],
             original,
             args,
             kwargs,
@@ -481,8 +482,8 @@ class Saving:
         return (
             self._fits[shape]
             and self.known.is_repeatable(kind)
-            and not is_listened_to(block)
-            and identities_of(block) == self._own[index]  # not functional_call's, which will be gone
+            and not self._anatomies[index].is_listened_to()
+            and self._anatomies[index].has_its_own()
         )
 
     def _forget_if_larger(self, kind: Any, size: int) -> None:
