@@ -1,7 +1,7 @@
 """Activations that leave and come back while user code computes on several CUDA streams.
 
-Torch hands freed memory out again to the stream that allocated it, at once. Whoever lets go of memory that a lane still
-reads or writes must therefore wait for the lane, whatever stream happens to be current."""
+Torch hands freed memory out again to the stream that allocated it, at once. Code that lets go of memory that a lane
+still reads or writes must therefore wait for the lane, whatever stream happens to be current."""
 
 from __future__ import annotations
 

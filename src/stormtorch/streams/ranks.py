@@ -91,7 +91,7 @@ def _refuse_wrapper(parent: nn.Module, _name: str, module: nn.Module | None) -> 
 
 
 def _is_sharded(tensor: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # whoever has such a tensor has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # a process that has such a tensor has imported it
     return module is not None and isinstance(tensor, module.DTensor)
 
 
