@@ -136,7 +136,16 @@ def _open(
     attachment.attach()
     access = attachment.access
     tuning.note_foreign_memory(model)
-    saving = _arrange(model, ground, tuning, attachment.calls, parameters, settings.activations, trial)
+    saving = _arrange(
+        model,
+        ground,
+        tuning,
+        attachment.calls,
+        parameters,
+        settings.activations,
+        trial,
+        stepped=optimizer is not None,
+    )
     drain = functools.partial(_drain, access, ground.lanes)
     endings.before_others(drain)
     for parameter in ground.partition.left:
@@ -241,8 +250,10 @@ def _arrange(
     parameters: ParameterStream,
     mode: str,
     trial: Trial,
+    *,
+    stepped: bool,
 ) -> Saving | None:
-    """See to activations by ``mode``; None where they are kept."""
+    """See to activations by ``mode``; None where they are kept. ``stepped``: the session has an optimizer."""
     no_limit = ground.meter is None and trial.activation_room is None  # RAM on either side: "auto" would keep all
     if mode == "keep" or (mode == "auto" and no_limit):
         return None
@@ -260,8 +271,8 @@ def _arrange(
         foreign_bytes=tuning.foreign_bytes,
         can_recompute=tuning.can_recompute,
         is_streamed=lambda tensor: parameters.pack(tensor) is not None,
-        steps=lambda: tuning.steps,
-        is_settled=lambda: tuning.is_settled,
+        steps=(lambda: tuning.steps) if stepped else None,
+        is_settled=(lambda: tuning.is_settled) if stepped else (lambda: True),
     )
     left = ground.partition.left
     saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *left], trial)

@@ -59,6 +59,7 @@ from .torch_private import (
 )
 
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
+_NOTED = 64  # passes after which a comparison that has not begun is not waited for any more: asking the device costs
 _COMPARE_AT = (8, 100, 1000)  # passes after which the second plan is tried; the machine may have changed since
 
 
@@ -118,7 +119,8 @@ class Saving:
     @property
     def _is_noting(self) -> bool:
         """Whether it is noted how full the device is at each block: as long as a plan may be made from it."""
-        return self._age <= _REPLAN_AT[-1] or (self.mode == "auto" and self._comparisons == 0 and bool(self.known))
+        waits = self.mode == "auto" and self._comparisons == 0 and bool(self.known) and self._age <= _NOTED
+        return waits or self._age <= _REPLAN_AT[-1]
 
     @contextlib.contextmanager
     def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
