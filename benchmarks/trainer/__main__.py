@@ -47,6 +47,7 @@ def main() -> int:
     )
     parser.add_argument("--warm", type=int, help="steps before the measured ones (default: until plans have settled)")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1, help="how often each method runs; the fastest counts")
     parser.add_argument("--limit", type=float, default=200, help="seconds that one process may take")
     parser.add_argument("--commit", help="what to write down as the commit where there is no git (default: git's)")
     parser.add_argument("--out", type=Path, metavar="NAME", help="also write NAME.md and NAME.log")
@@ -72,7 +73,7 @@ def _rows(model: str, shape: str, vram: str, methods: list[str], options: argpar
     with tempfile.TemporaryDirectory() as output:
         command = [
             sys.executable, "-m", "benchmarks.trainer.one", model, *methods, "--batch", batch, "--sequence", sequence,
-            "--vram", vram, "--steps", str(options.steps), "--output", output,
+            "--vram", vram, "--steps", str(options.steps), "--rounds", str(options.rounds), "--output", output,
         ]  # fmt: skip
         if options.warm is not None:
             command += ["--warm", str(options.warm)]
