@@ -27,10 +27,13 @@ class Anatomy:
 
     def __init__(self, block: nn.Module) -> None:
         self.modules = list(block.modules())
-        found = {id(p): (m, name) for m in reversed(self.modules) for name, p in m._parameters.items() if p is not None}
+        self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.modules)
+        looked_at = (
+            [] if self._scripted else self.modules
+        )  # TorchScript keeps parameters elsewhere, and is not run again
+        found = {id(p): (m, name) for m in reversed(looked_at) for name, p in m._parameters.items() if p is not None}
         self._places = list(found.values())
         self._own = [id(parameter) for parameter in self.parameters()]
-        self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.modules)
 
     def parameters(self) -> list[Any]:
         """What stands in their places now."""
