@@ -26,6 +26,8 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cpu" if options.tiny else "cuda")
     if case == "link":
         return {"bytes_per_s": _link(device)}
+    if case.endswith("-no-cudnn"):
+        torch.backends.cuda.enable_cudnn_sdp(False)
     model = build(options.size, device)
     found: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -38,7 +40,7 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     rss = _status("VmRSS:")
     Path("/proc/self/clear_refs").write_text("5")  # the peak of RSS begins here
     began_s = time.perf_counter()
-    if case == "storm":
+    if case.startswith("storm"):
         return found | _storm(model, device, options, rss, began_s)
     from accelerate import cpu_offload  # type: ignore[import-untyped]
 

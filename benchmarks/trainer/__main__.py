@@ -1,6 +1,6 @@
 """``python -m benchmarks.trainer``: models of transformers through ``Trainer`` with its defaults, within budgets.
 
-For each model, shape of batches and budget one process, in which the methods follow each other: the default
+One process for each model. In it, for each shape of batches and each budget, the methods follow each other: the default
 (``activations="auto"``), ``activations="recompute"``, and the trainer's own gradient checkpointing; also, if asked for,
 the trainer of transformers with everything in VRAM. Clipping, the optimizer and all else are the trainer's defaults.
 """
@@ -42,13 +42,11 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=list(_SHAPES), help="rows x tokens")
     parser.add_argument("--vram", nargs="+", default=list(_BUDGETS))
     parser.add_argument("--methods", nargs="+", default=list(_METHODS))
-    parser.add_argument(
-        "--plain", action="store_true", help="also the trainer of transformers, all in VRAM, once a shape"
-    )
+    parser.add_argument("--plain", action="store_true", help="also the trainer of transformers, all in VRAM")
     parser.add_argument("--warm", type=int, help="steps before the measured ones (default: until plans have settled)")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1, help="how often each method runs; the fastest counts")
-    parser.add_argument("--limit", type=float, default=200, help="seconds that one process may take")
+    parser.add_argument("--limit", type=float, default=600, help="seconds that one process may take")
     parser.add_argument("--commit", help="what to write down as the commit where there is no git (default: git's)")
     parser.add_argument("--out", type=Path, metavar="NAME", help="also write NAME.md and NAME.log")
     options = parser.parse_args()
@@ -56,56 +54,54 @@ def main() -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.with_suffix(".log").write_text("")
     rows: list[dict[str, str]] = []
+    methods = [*options.methods, *(["plain", "plain-checkpoint"] if options.plain else [])]
     for model in options.models:
-        for shape in options.shapes:
-            for number, vram in enumerate(options.vram):
-                plain = ["plain", "plain-checkpoint"] if options.plain and number == 0 else []
-                rows += _rows(model, shape, vram, [*options.methods, *plain], options)
-                _write(rows, options)  # what is there if a later case does not end in time
+        rows += _rows(model, methods, options)
+        _write(rows, options)  # what is there if a later model does not end in time
     print(_text(rows, options))
     return int(any(row["step s"].startswith("FAILED") for row in rows))
 
 
-def _rows(model: str, shape: str, vram: str, methods: list[str], options: argparse.Namespace) -> list[dict[str, str]]:
-    batch, sequence = shape.split("x")
-    about = {"model": model, "tokens": shape, "vram": vram}
-    print(f"{model} {shape} {vram} ...", end=" ", file=sys.stderr, flush=True)
+def _rows(model: str, methods: list[str], options: argparse.Namespace) -> list[dict[str, str]]:
+    print(f"{model} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as output:
         command = [
-            sys.executable, "-m", "benchmarks.trainer.one", model, *methods, "--batch", batch, "--sequence", sequence,
-            "--vram", vram, "--steps", str(options.steps), "--rounds", str(options.rounds), "--output", output,
+            sys.executable, "-m", "benchmarks.trainer.one", model, *methods, "--shapes", *options.shapes,
+            "--vram", *options.vram, "--steps", str(options.steps), "--rounds", str(options.rounds), "--output", output,
         ]  # fmt: skip
         if options.warm is not None:
             command += ["--warm", str(options.warm)]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=options.limit, check=False)
-            said, failed = (
-                done.stdout,
-                "" if done.returncode == 0 else f"status {done.returncode}: {done.stderr[-300:]}",
-            )
-            log = done.stderr
+            said, log = done.stdout, done.stderr
+            failed = "" if done.returncode == 0 else f"status {done.returncode}: {done.stderr[-300:]}"
         except subprocess.TimeoutExpired as late:
-            said, failed = "", f"not over after {options.limit:g} s"
-            log = late.stderr.decode() if isinstance(late.stderr, bytes) else str(late.stderr)
+            said, log = (
+                part.decode() if isinstance(part, bytes) else part or "" for part in (late.stdout, late.stderr)
+            )
+            failed = f"not over after {options.limit:g} s"
     if options.out is not None:
         with options.out.with_suffix(".log").open("a") as file:
             file.write(f"=== {' '.join(command[3:])}\n{log}\n")
+    made = []
+    for cell in (json.loads(line) for line in said.splitlines() if line.startswith('{"shape"')):
+        about = {"model": model, "tokens": cell["shape"], "vram": cell["vram"]}
+        made += [about | _cells(outcome, cell["outcomes"]) for outcome in cell["outcomes"]]
     if failed:
-        outcomes = [json.loads(line) for line in log.splitlines() if line.startswith('{"method"')]
-        outcomes += [{"method": "the rest", "failed": failed}]
-    else:
-        outcomes = json.loads(said.splitlines()[-1])["outcomes"]
-    made = [about | _cells(outcome, outcomes) for outcome in outcomes]
-    print("; ".join(f"{row['method']} {row['step s']}" for row in made), file=sys.stderr, flush=True)
+        made.append({"model": model, "method": "the rest", "step s": _failure(failed)})
+    for row in made:
+        words = (row.get(key, "") for key in ("model", "tokens", "vram", "method", "step s", "auto / best"))
+        print(" ".join(words), file=sys.stderr, flush=True)
     return made
+
+
+def _failure(why: str) -> str:
+    return f"FAILED: {why}".replace("\n", " ").replace("|", "/")
 
 
 def _cells(outcome: dict[str, Any], all_of_them: list[dict[str, Any]]) -> dict[str, str]:
     if outcome["failed"]:
-        return {
-            "method": outcome["method"],
-            "step s": f"FAILED: {outcome['failed']}".replace("\n", " ").replace("|", "/"),
-        }
+        return {"method": outcome["method"], "step s": _failure(outcome["failed"])}
     cells = {
         "method": outcome["method"],
         "step s": f"{outcome['step_s']:.3f}",

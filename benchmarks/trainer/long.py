@@ -47,8 +47,10 @@ def main() -> int:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=options.limit, check=False)
             failed = "" if done.returncode == 0 else done.stderr.strip()[-300:]
             rows.append({"method": method, "step s": f"FAILED: {failed}"} if failed else _last_json(done.stdout))
-        except subprocess.TimeoutExpired:
-            rows.append({"method": method, "step s": f"FAILED: not over after {options.limit:g} s"})
+        except subprocess.TimeoutExpired as late:
+            said = late.stderr.decode() if isinstance(late.stderr, bytes) else str(late.stderr or "")
+            steps = [line for line in said.splitlines() if line.endswith(" s")]
+            rows.append({"method": method, "step s": f"FAILED: not over after {options.limit:g} s; steps {steps}"})
         print(f"{method}: {rows[-1]['step s']}", file=sys.stderr, flush=True)
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     lines += [f"| {' | '.join(str(row.get(column, '')) for column in _COLUMNS)} |" for row in rows]

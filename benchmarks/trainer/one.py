@@ -1,13 +1,15 @@
-"""One model, one shape of batches and one budget, in this process: several methods, one after the other.
+"""One model in this process: for each shape of batches and each budget several methods, one after the other.
 
-Each gets a trainer of its own over the same model. What is printed last is a line of JSON.
+Each gets a trainer of its own over the same model. For each shape and budget a line of JSON is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -22,7 +24,7 @@ from stormtorch.integrations.huggingface import StormTrainer
 from stormtorch.observe.recorder import Mark
 from stormtorch.observe.report import gpu_time
 
-from .models import CONFIGS, build, parameters_of
+from .models import CONFIGS, build
 from .profiled import busy_s, events_of
 
 # What a user writes beside the trainer's defaults. "plain" and "plain-checkpoint" are the trainer of transformers, all
@@ -37,7 +39,7 @@ METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
 }
 # Steps before the measured ones. "auto" compares plans from the 8th step on; the optimizer's shares settle.
 _WARM = {"auto": 26}
-_WARM_OTHERS, _STEPS, _PROFILED = 13, 8, 3
+_WARM_OTHERS, _STEPS, _PROFILED = 13, 8, 5
 
 
 @dataclass
@@ -54,7 +56,8 @@ class Outcome:
 
 
 class Clock(TrainerCallback):
-    """Times steps, with the device synchronised before and after all of them, and profiles those that follow."""
+    """Times steps, from the end of one to the end of the next on the device, and profiles those that follow. The median
+    counts: now and then a step of any method takes longer, and says nothing of the method."""
 
     def __init__(self, warm: int, steps: int, profiled: int) -> None:
         self.warm, self.steps, self.profiled = warm, steps, profiled
@@ -62,15 +65,17 @@ class Clock(TrainerCallback):
         self.step_s = self.busy = self.profiled_busy = 0.0
         self.gpu = self.reason = ""
         self.began_s = 0.0
+        self.ends: list[Any] = []
         self.profiler: Any = None
         self.seen: Mark | None = None
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        if state.global_step == self.warm:
-            self.began_s = _now()
+        if self.warm <= state.global_step <= self.warm + self.steps:
+            self.ends.append(_mark())
         if state.global_step == self.warm + self.steps:
-            self.step_s = (_now() - self.began_s) / self.steps
+            _now()
+            self.step_s = statistics.median(_between(a, b) for a, b in itertools.pairwise(self.ends))
             self._report()
             if self.profiled and torch.cuda.is_available():
                 self.profiler = profile(activities=[ProfilerActivity.CUDA])
@@ -90,7 +95,7 @@ class Clock(TrainerCallback):
             return None
         ground = session._parts.ground
         ground.waits.emit()
-        asked, idle = ground.idle.read() if ground.idle is not None else (0, 0)
+        asked, idle = ground.idle.read() if ground.idle is not None else (0, 0.0)
         waited_s = sum(ground.recorder.snapshot().waits_s.values())
         return Mark(at_s=time.perf_counter(), waited_s=waited_s, asked=asked, idle=idle)
 
@@ -105,6 +110,19 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def _mark() -> Any:
+    """A moment on the device's clock, where there is one."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(first: Any, second: Any) -> float:
+    return float(first.elapsed_time(second) / 1e3 if torch.cuda.is_available() else second - first)
 
 
 def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outcome:
@@ -150,15 +168,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=CONFIGS)
     parser.add_argument("methods", nargs="+", choices=METHODS)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--sequence", type=int, required=True)
-    parser.add_argument("--vram", required=True)
+    parser.add_argument("--shapes", nargs="+", required=True, help="rows x tokens")
+    parser.add_argument("--vram", nargs="+", required=True)
     parser.add_argument("--warm", type=int)
     parser.add_argument("--steps", type=int, default=_STEPS)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
     model = build(options.model, dtype=torch.bfloat16)
+    for shape in options.shapes:
+        for vram in options.vram:
+            batch, sequence = (int(word) for word in shape.split("x"))
+            cell = argparse.Namespace(**{**vars(options), "batch": batch, "sequence": sequence, "vram": vram})
+            found = _cell(model, cell)
+            print(json.dumps({"shape": shape, "vram": vram, "outcomes": [asdict(each) for each in found]}), flush=True)
+    return 0
+
+
+def _cell(model: nn.Module, options: argparse.Namespace) -> list[Outcome]:
+    """All methods, with one shape of batches and one budget."""
     found: dict[str, Outcome] = {}
     for number in range(options.rounds):  # there and back, so that no method is always the first
         for method in options.methods if number % 2 == 0 else reversed(options.methods):
@@ -168,12 +196,11 @@ def main() -> int:
                 outcome = Outcome(method, failed=f"{type(error).__name__}: {error}"[:300])
             model.to("cpu")
             gc.collect()
-            print(json.dumps(asdict(outcome)), file=sys.stderr, flush=True)
             before = found.get(method)
             if before is None or outcome.failed or (not before.failed and outcome.step_s < before.step_s):
                 found[method] = outcome  # the faster one: what slows a host down comes from outside
-    print(json.dumps({"parameters": parameters_of(model), "outcomes": [asdict(found[m]) for m in options.methods]}))
-    return 0
+            print(f"{options.batch}x{options.sequence} {options.vram} {outcome}", file=sys.stderr, flush=True)
+    return [found[method] for method in options.methods]
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_kernels_that_overlap_count_once() -> None:
-    def event(kind: str, start: float, length: float) -> dict[str, Any]:
-        return {"cat": kind, "ts": start, "dur": length}
+    def event(kind: str, start: float, length: float, stream: int = 7) -> dict[str, Any]:
+        return {"cat": kind, "ts": start, "dur": length, "args": {"stream": stream}}
 
-    events = [event("kernel", 0, 10), event("kernel", 5, 10), event("gpu_memcpy", 0, 100), event("kernel", 50, 1)]
+    events = [event("kernel", 0, 10), event("kernel", 5, 10), event("gpu_memcpy", 0, 100, 13), event("kernel", 50, 1)]
     assert busy_s(events) == pytest.approx(16e-6)
+    assert busy_s([*events, event("gpu_memset", 40, 5)]) == pytest.approx(21e-6)  # compute's own
+    assert busy_s([]) == 0
 
 
 @pytest.mark.wide

@@ -3,50 +3,89 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 
-from stormtorch.native.library import library
+from stormtorch.native.library import SamplerCounts, library
 
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
 
 
-def sampled(answers: list[int], *, no: int = 600, seconds: float = 0.5) -> tuple[int, int, list[int | None]]:
-    """How often it was asked, how often the answer was yes, and about what; ``answers`` come in turn."""
+def sampled(answer: Callable[[int | None], int], *, no: int = 600, seconds: float = 0.5) -> SamplerCounts:
+    """What was counted while ``answer`` was asked, first about 7, then about 8."""
     native = library()
     if native is None:
         pytest.skip("installed without the C library")
-    subjects: list[int | None] = []
-
-    def answer(subject: int | None) -> int:
-        subjects.append(subject)
-        return answers[(len(subjects) - 1) % len(answers)]
-
     ask, handle = _ASK(answer), ctypes.c_void_p()
     address = ctypes.cast(ask, ctypes.c_void_p).value
     assert native.c.storm_sampler_open(address, no, None, None, None, 7, 1_000_000, ctypes.byref(handle)) == 0
     time.sleep(seconds / 2)
     native.c.storm_sampler_watch(handle, 8)
     time.sleep(seconds / 2)
-    asked, yes = ctypes.c_int64(), ctypes.c_int64()
-    native.c.storm_sampler_read(handle, ctypes.byref(asked), ctypes.byref(yes))
+    counts = SamplerCounts()
+    native.c.storm_sampler_read(handle, ctypes.byref(counts))
     native.c.storm_sampler_close(handle)
-    return asked.value, yes.value, subjects
+    return counts
 
 
 def test_answers_are_counted() -> None:
-    asked, yes, subjects = sampled([0, 600, 600, 600])
-    assert asked > 10
-    assert abs(yes - asked / 4) <= 1
+    subjects: list[int | None] = []
+
+    def answer(subject: int | None) -> int:
+        subjects.append(subject)
+        return 0 if (len(subjects) - 1) // 8 % 4 == 0 else 600  # a sample is the second of eight questions
+
+    counts = sampled(answer)
+    assert counts.asked > 10
+    assert abs(counts.yes - counts.asked / 4) <= 1
     assert subjects[0] == 7
     assert subjects[-1] == 8
 
 
 def test_an_error_ends_it() -> None:
-    asked, yes, subjects = sampled([600, 0, 999])
-    assert (asked, yes, len(subjects)) == (2, 1, 3)
+    numbers = itertools.count()
+    counts = sampled(lambda _subject: 999 if next(numbers) == 19 else 0)
+    assert (counts.asked, next(numbers)) == (2, 20)
+
+
+def test_questions_that_wait_for_a_launch_are_told_apart() -> None:
+    """A GPU that computes for 4 of 10 ms; before that comes a launch of 3 ms, in which the driver answers nothing."""
+
+    def answer(_subject: int | None) -> int:
+        asked_s = time.perf_counter()
+        while time.perf_counter() < asked_s + 1e-4:
+            pass  # beside which what Python takes is little
+        place_s = time.perf_counter() % 0.01
+        if place_s < 0.003:
+            time.sleep(0.003 - place_s)
+            return 600
+        return 600 if place_s < 0.007 else 0
+
+    counts = sampled(answer, seconds=4.0)
+    launches, onto_idle = counts.launches, counts.launches_after_yes
+    assert launches > 10
+    assert onto_idle > 0.8 * launches
+    assert counts.blocked > 10
+
+
+def test_a_gpu_with_work_ahead_has_no_launches_onto_idle() -> None:
+    """The same launches, while the GPU is busy all the time."""
+
+    def answer(_subject: int | None) -> int:
+        asked_s = time.perf_counter()
+        while time.perf_counter() < asked_s + 1e-4:
+            pass
+        place_s = time.perf_counter() % 0.01
+        time.sleep(max(0.0, 0.003 - place_s))
+        return 600
+
+    counts = sampled(answer, seconds=2.0)
+    assert counts.launches > 10
+    assert (counts.launches_after_yes, counts.yes) == (0, 0)
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -47,7 +47,7 @@ class Asked:
     """How often the GPU was looked at since the session began, and how often it had nothing to do."""
 
     times: int
-    idle: int
+    idle: float  # partly an estimate
 
 
 Record = Copied | FileAccess | Waited | Asked

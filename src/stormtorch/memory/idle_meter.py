@@ -1,7 +1,8 @@
 """How much of the time the GPU has nothing to do because the host has not launched anything.
 
 A thread of C code (csrc/sampler.c) asks about a thousand times a second whether the stream that computes has finished
-all that was enqueued. Waits for lanes do not count: the stream has not finished then."""
+all that was enqueued. Waits for lanes do not count: the stream has not finished then. Where the driver was busy with a
+launch and could not answer at once, the GPU is taken to have been as it mostly is when a launch begins."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ import weakref
 
 import torch
 
-from ..native.library import Library, library
+from ..native.library import Library, SamplerCounts, library
 from .cuda_driver import device_index, driver
 
 _PERIOD_NS = 1_000_000
+_FADES = 0.9  # what was seen of launches, from one reading to the next
 
 
 class IdleMeter:
@@ -23,6 +25,9 @@ class IdleMeter:
     def __init__(self, native: Library, handle: int) -> None:
         self._c, self._handle = native.c, handle
         self._stream = 0
+        self._last = SamplerCounts()
+        self._idle = 0.0
+        self._launches = self._onto_idle = 0.0  # seen lately, and of these onto a GPU that had nothing to do
         # Also at exit, before the driver ends: the thread must not ask it then.
         self._end = weakref.finalize(self, _close, native, handle, os.getpid())
 
@@ -32,13 +37,18 @@ class IdleMeter:
             self._stream = stream
             self._c.storm_sampler_watch(self._handle, stream)
 
-    def read(self) -> tuple[int, int]:
+    def read(self) -> tuple[int, float]:
         """How often it was asked so far, and how often the stream had finished."""
         if not self._end.alive:
-            return 0, 0
-        asked, idle = ctypes.c_int64(), ctypes.c_int64()
-        self._c.storm_sampler_read(self._handle, ctypes.byref(asked), ctypes.byref(idle))
-        return asked.value, idle.value
+            return 0, 0.0
+        now, last = SamplerCounts(), self._last
+        self._c.storm_sampler_read(self._handle, ctypes.byref(now))
+        self._last = now
+        self._launches = self._launches * _FADES + now.launches - last.launches
+        self._onto_idle = self._onto_idle * _FADES + now.launches_after_yes - last.launches_after_yes
+        onto_idle = self._onto_idle / self._launches if self._launches else 0.0
+        self._idle += now.yes - last.yes + onto_idle * (now.blocked - last.blocked)
+        return now.asked, self._idle
 
     def close(self) -> None:
         self._end()

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 6  # STORM_ABI in csrc/storm.h
+ABI = 7  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -63,6 +63,12 @@ class PoolStats(ctypes.Structure):
     )
 
 
+class SamplerCounts(ctypes.Structure):
+    """``storm_sampler_counts`` of csrc/storm.h."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("asked", "yes", "blocked", "launches", "launches_after_yes"))
+
+
 class RowsOutcome(ctypes.Structure):
     """``storm_rows_outcome`` of csrc/storm.h."""
 
@@ -106,7 +112,7 @@ _AT_ONCE = {
     "storm_load_flag": (ctypes.c_uint32, (_P,)),
     "storm_set_flag": (None, (FlagWord,)),
     "storm_sampler_watch": (None, (_P, _P)),
-    "storm_sampler_read": (None, (_P, ctypes.POINTER(_I64), ctypes.POINTER(_I64))),
+    "storm_sampler_read": (None, (_P, ctypes.POINTER(SamplerCounts))),
 }
 
 

@@ -22,7 +22,7 @@ class Mark:
     at_s: float
     waited_s: float
     asked: int
-    idle: int
+    idle: float
 
 
 @dataclass

@@ -14,7 +14,7 @@ from .gradients import GradientStream
 from .handlers import undisturbed
 from .home import HomeParameter
 from .parameters import ParameterStream
-from .partition import Entry
+from .partition import Entry, containers_of
 from .real_grad import has_sparse_grad
 from .registered import unwatch, watch
 from .twins import Twins
@@ -54,11 +54,10 @@ class Attachment:
         functions.attach(self.access)
         watch(self._uses)
         ranks.attach([self._model, *(entry.module for entry in self._entries)])
-        wrapped = {id(entry.module): entry for entry in self._entries}
         for entry in self._entries:
             self.calls.wrap(entry.module, entry)
-        if id(self._model) not in wrapped:
-            self.calls.wrap(self._model, None)
+        for module in containers_of(self._model, self._entries):
+            self.calls.wrap(module, None)
         if self._device.type != "cpu":
             for module in self._model.modules():
                 for name, buffer in module._buffers.items():

@@ -6,7 +6,8 @@ ends. User hooks run inside of that, and see the twins. The registered parameter
 user code puts something else in their place, which then goes before the twins too (registered.py).
 
 The outermost such call is a *pass*: inputs on the CPU are moved to the device, and autograd's saved weights are
-replaced by notes (parameters.py). The model's own call is wrapped too, be it an entry or not, so that it is one."""
+replaced by notes (parameters.py). The model's own call is wrapped too, be it an entry or not, and those of the modules
+that hold entries: user code may call ``model.encoder`` alone, and that is one pass."""
 
 from __future__ import annotations
 
@@ -134,10 +135,13 @@ class Calls:
         self._passes, self._stack = twins.passes, _Stack()
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
+        self._inside: dict[int, set[int]] = {}  # by id of a wrapped module: the units in it
         self._caller: int | None = None  # the thread whose pass runs
 
     def wrap(self, module: nn.Module, entry: Entry | None) -> None:
         """From now on, calls of ``module`` come by here; an ``entry`` names what they bring to the device."""
+        places = (self._place.get(id(parameter)) for parameter in module.parameters())
+        self._inside[id(module)] = {place.unit.index for place in places if place is not None}
         for name in ("_call_impl", "_compiled_call_impl"):
             original = getattr(module, name)
             if original is None:
@@ -162,6 +166,8 @@ class Calls:
     ) -> Any:
         passes, stack = self._passes, self._stack.installed
         outermost, in_graph = passes.depth == 0, in_backward()
+        if entry is None and not outermost:
+            return original(*args, **kwargs)
         begins = outermost and not in_graph
         if begins:
             handlers.look_at_all()
@@ -175,7 +181,7 @@ class Calls:
         try:
             if begins:
                 self._clean()
-                self._begin(module, entry)
+                self._begin(module)
                 if not saved_tensor_hooks_active():
                     hooks = self._hooks()
                 if self._device.type != "cpu":
@@ -248,12 +254,12 @@ class Calls:
             )
         self._caller = here
 
-    def _begin(self, module: nn.Module | None, entry: Entry | None) -> None:
+    def _begin(self, module: nn.Module | None) -> None:
         if self.unwritten is not None and module is not None and self.unwritten.check(module):
             self.unwritten = None
         order = self._parameters.order
         training = torch.is_grad_enabled()
-        whole = module is self._model or (entry is not None and order.starts_with(entry.units[0].index))
+        whole = module is self._model or order.starts_with(self._inside.get(id(module), ()))
         if whole:
             self._parameters.begin_pass(training)
         if self.witness is not None:

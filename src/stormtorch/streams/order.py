@@ -13,7 +13,7 @@ user skips a block.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 
 class Order:
@@ -35,9 +35,9 @@ class Order:
         self._training, self._present, self._latest = training, [], None
         self._follow(self._remembered[training])
 
-    def starts_with(self, unit: int) -> bool:
-        """Whether ``unit`` is where the remembered pass began, and this pass has left it behind."""
-        return bool(self._past) and self._past[0] == unit and self._at >= 0
+    def starts_with(self, units: Collection[int]) -> bool:
+        """Whether the remembered pass began with one of ``units``, and this pass has left that behind."""
+        return bool(self._past) and self._past[0] in units and self._at >= 0
 
     def visit(self, unit: int, *, backward: bool = False) -> None:
         """``unit`` is being used now, in forward or in backward."""

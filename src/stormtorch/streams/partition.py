@@ -124,6 +124,18 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list({id(block): block for block in found if any(True for _ in block.parameters())}.values())
 
 
+def containers_of(model: nn.Module, entries: list[Entry]) -> list[nn.Module]:
+    """The model, and the modules in it that hold entries and are none themselves: user code may call them alone."""
+    inner = {id(entry.module) for entry in entries}
+    return [
+        module
+        for module in model.modules()
+        if id(module) not in inner
+        and not isinstance(module, (nn.ModuleList, nn.ModuleDict))  # these cannot be called
+        and (module is model or any(id(below) in inner for below in module.modules()))
+    ]
+
+
 def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate]:
     """In the order of the model; together they cover every parameter of ``module`` once."""
     if any(p is not None for p in module._parameters.values()):

@@ -11,7 +11,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 6u
+#define STORM_ABI 7u
 
 typedef struct storm_pool storm_pool;
 
@@ -66,10 +66,17 @@ STORM_API int32_t storm_touch(void *address, size_t bytes, int32_t threads);
 /* sampler.c: `ask(subject)` at random moments, about every `period_ns`, on a thread that has called `enter(context)` and
    `relax` first; both may be null. */
 typedef struct storm_sampler storm_sampler;
+typedef struct {
+    int64_t asked;
+    int64_t yes;
+    int64_t blocked;            /* answered "no", behind a launch: what was the case when asked is not known */
+    int64_t launches;           /* seen to begin just after an answer */
+    int64_t launches_after_yes; /* of those, just after a "yes" */
+} storm_sampler_counts;
 STORM_API int32_t storm_sampler_open(void *ask, int32_t no, void *enter, void *relax, void *context, void *subject,
                                      int64_t period_ns, storm_sampler **out);
 STORM_API void storm_sampler_watch(storm_sampler *s, void *subject);
-STORM_API void storm_sampler_read(storm_sampler *s, int64_t *asked, int64_t *yes);
+STORM_API void storm_sampler_read(storm_sampler *s, storm_sampler_counts *out);
 STORM_API void storm_sampler_close(storm_sampler *s);
 
 /* The word; who calls sees what its writer wrote before. */
