@@ -38,8 +38,8 @@ METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "checkpoint": ({}, True),
 }
 # Steps before the measured ones. "auto" compares plans from the 8th step on; the optimizer's shares settle.
-_WARM = {"auto": 26}
-_WARM_OTHERS, _STEPS, _PROFILED = 13, 8, 5
+_WARM = {"auto": 25}
+_WARM_OTHERS, _STEPS, _PROFILED = 8, 6, 4
 
 
 @dataclass
