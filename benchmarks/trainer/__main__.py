@@ -1,23 +1,27 @@
 """``python -m benchmarks.trainer``: models of transformers through ``Trainer`` with its defaults, within budgets.
 
-One process for each model. In it, for each shape of batches and each budget, the methods follow each other: the default
-(``activations="auto"``), ``activations="recompute"``, and the trainer's own gradient checkpointing; also, if asked for,
-the trainer of transformers with everything in VRAM. Clipping, the optimizer and all else are the trainer's defaults.
+For each model, shape of batches and budget: the default (``activations="auto"``), ``activations="recompute"``, and the
+trainer's own gradient checkpointing; also, if asked for, the trainer of transformers with everything in VRAM. Clipping,
+the optimizer and all else are the trainer's defaults. Methods take turns (rounds.py), so VRAM and RAM must have room
+for all of them at once. A method's figure is the median of its steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import contextlib
+import itertools
+import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.about import ROOT, commit, machine
+from benchmarks.about import commit, machine
 
 from .models import CONFIGS
+from .rounds import Method, outcomes
 
 _GRID = ("llama-2b", "qwen-1b", "moe-2b")
 _SHAPES, _BUDGETS = ("8x1024", "4x2048"), ("12GiB", "24GiB")
@@ -28,6 +32,7 @@ _COLUMNS = (
     "vram",
     "method",
     "step s",
+    "steps s",
     "auto / best",
     "VRAM GiB",
     "reserved GiB",
@@ -44,15 +49,14 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=list(_METHODS))
     parser.add_argument("--plain", action="store_true", help="also the trainer of transformers, all in VRAM")
     parser.add_argument("--warm", type=int, help="steps before the measured ones (default: until plans have settled)")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=1, help="how often each method runs; the fastest counts")
-    parser.add_argument("--limit", type=float, default=600, help="seconds that one process may take")
+    parser.add_argument("--steps", type=int, default=8, help="of a turn; the first two of them are not counted")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each method that are measured")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that one model may take")
     parser.add_argument("--commit", help="what to write down as the commit where there is no git (default: git's)")
     parser.add_argument("--out", type=Path, metavar="NAME", help="also write NAME.md and NAME.log")
     options = parser.parse_args()
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".log").write_text("")
     rows: list[dict[str, str]] = []
     methods = [*options.methods, *(["plain", "plain-checkpoint"] if options.plain else [])]
     for model in options.models:
@@ -64,34 +68,25 @@ def main() -> int:
 
 def _rows(model: str, methods: list[str], options: argparse.Namespace) -> list[dict[str, str]]:
     print(f"{model} ...", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as output:
-        command = [
-            sys.executable, "-m", "benchmarks.trainer.one", model, *methods, "--shapes", *options.shapes,
-            "--vram", *options.vram, "--steps", str(options.steps), "--rounds", str(options.rounds), "--output", output,
+    made, until_s = [], time.monotonic() + options.limit
+    with tempfile.TemporaryDirectory() as output, contextlib.ExitStack() as stack:
+        log = (options.out or Path(output) / "log").with_suffix(".log")
+        words = [
+            "--shapes", *options.shapes, "--vram", *options.vram, "--steps", str(options.steps),
+            "--rounds", str(options.rounds), "--output", output,
+            *([] if options.warm is None else ["--warm", str(options.warm)]),
         ]  # fmt: skip
-        if options.warm is not None:
-            command += ["--warm", str(options.warm)]
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=options.limit, check=False)
-            said, log = done.stdout, done.stderr
-            failed = "" if done.returncode == 0 else f"status {done.returncode}: {done.stderr[-300:]}"
-        except subprocess.TimeoutExpired as late:
-            said, log = (
-                part.decode() if isinstance(part, bytes) else part or "" for part in (late.stdout, late.stderr)
-            )
-            failed = f"not over after {options.limit:g} s"
-    if options.out is not None:
-        with options.out.with_suffix(".log").open("a") as file:
-            file.write(f"=== {' '.join(command[3:])}\n{log}\n")
-    made = []
-    for cell in (json.loads(line) for line in said.splitlines() if line.startswith('{"shape"')):
-        about = {"model": model, "tokens": cell["shape"], "vram": cell["vram"]}
-        made += [about | _cells(outcome, cell["outcomes"]) for outcome in cell["outcomes"]]
-    if failed:
-        made.append({"model": model, "method": "the rest", "step s": _failure(failed)})
-    for row in made:
-        words = (row.get(key, "") for key in ("model", "tokens", "vram", "method", "step s", "auto / best"))
-        print(" ".join(words), file=sys.stderr, flush=True)
+        processes = [stack.enter_context(Method(method, [model, method, *words], log)) for method in methods]
+        cells = itertools.product(options.shapes, options.vram)
+        for (shape, vram), found in zip(cells, outcomes(processes, until_s), strict=False):
+            about = {"model": model, "tokens": shape, "vram": vram}
+            rows = [about | _cells(outcome, found) for outcome in found]
+            for row in rows:
+                shown = (row.get(key, "") for key in ("model", "tokens", "vram", "method", "step s", "auto / best"))
+                print(" ".join(shown), file=sys.stderr, flush=True)
+            made += rows
+            if all(outcome["failed"] for outcome in found):
+                break
     return made
 
 
@@ -104,7 +99,8 @@ def _cells(outcome: dict[str, Any], all_of_them: list[dict[str, Any]]) -> dict[s
         return {"method": outcome["method"], "step s": _failure(outcome["failed"])}
     cells = {
         "method": outcome["method"],
-        "step s": f"{outcome['step_s']:.3f}",
+        "step s": f"{_step_s(outcome):.3f}",
+        "steps s": f"{min(outcome['steps_s']):.3f} to {max(outcome['steps_s']):.3f}",
         "VRAM GiB": f"{outcome['vram_bytes'] / 2**30:.1f}",
         "reserved GiB": f"{outcome['reserved_bytes'] / 2**30:.1f}",
         "GPU": outcome["gpu"],
@@ -112,10 +108,14 @@ def _cells(outcome: dict[str, Any], all_of_them: list[dict[str, Any]]) -> dict[s
     }
     if outcome["profiled_busy"]:
         cells["GPU"] += f" (busy {outcome['busy']:.1%} while torch.profiler saw {outcome['profiled_busy']:.1%})"
-    others = [o["step_s"] for o in all_of_them if o["method"] in ("recompute", "checkpoint") and not o["failed"]]
+    others = [_step_s(o) for o in all_of_them if o["method"] in ("recompute", "checkpoint") and not o["failed"]]
     if outcome["method"] == "auto" and others:
-        cells["auto / best"] = f"{outcome['step_s'] / min(others):.2f}"
+        cells["auto / best"] = f"{_step_s(outcome) / min(others):.2f}"
     return cells
+
+
+def _step_s(outcome: dict[str, Any]) -> float:
+    return float(statistics.median(outcome["steps_s"]))
 
 
 def _write(rows: list[dict[str, str]], options: argparse.Namespace) -> None:

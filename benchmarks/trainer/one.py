@@ -1,6 +1,7 @@
-"""One model in this process: for each shape of batches and each budget several methods, one after the other.
+"""One model and one method in this process, for each shape of batches and each budget in turn.
 
-Each gets a trainer of its own over the same model. For each shape and budget a line of JSON is printed.
+The process trains only while it is told to: it reads a line before each of its turns, and prints a line of JSON after
+it. So several methods, each in a process of its own, take turns on one machine (rounds.py).
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ import argparse
 import gc
 import itertools
 import json
-import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from stormtorch.integrations.huggingface import StormTrainer
+from stormtorch.memory.idle_meter import idle_meter_for
 from stormtorch.observe.recorder import Mark
 from stormtorch.observe.report import gpu_time
 
@@ -37,15 +38,17 @@ METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "offload": ({"activations": "offload"}, False),
     "checkpoint": ({}, True),
 }
-# Steps before the measured ones. "auto" compares plans from the 8th step on; the optimizer's shares settle.
-_WARM = {"auto": 25}
-_WARM_OTHERS, _STEPS, _PROFILED = 8, 6, 4
+# Steps of the first turn, which is not measured. "auto" compares plans from the 8th step on; the optimizer's shares
+# settle.
+_WARM = {"auto": 46}
+_WARM_OTHERS, _STEPS, _UNCOUNTED, _PROFILED = 10, 8, 2, 6
+_OFTEN_NS = 500_000  # how often the GPU is looked at beside the profiler: few steps have to tell as much as many
 
 
 @dataclass
 class Outcome:
     method: str
-    step_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)
     vram_bytes: int = 0
     reserved_bytes: int = 0
     reason: str = ""
@@ -55,47 +58,65 @@ class Outcome:
     failed: str = ""
 
 
-class Clock(TrainerCallback):
-    """Times steps, from the end of one to the end of the next on the device, and profiles those that follow. The median
-    counts: now and then a step of any method takes longer, and says nothing of the method."""
+class Turns(TrainerCallback):
+    """Lets the trainer run in turns, and times its steps, from the end of one to the end of the next on the device. The
+    first steps of a turn are not counted. After the last turn some are profiled."""
 
-    def __init__(self, warm: int, steps: int, profiled: int) -> None:
-        self.warm, self.steps, self.profiled = warm, steps, profiled
-        self.last = warm + steps + profiled
-        self.step_s = self.busy = self.profiled_busy = 0.0
+    def __init__(self, warm: int, steps: int, rounds: int, profiled: int) -> None:
+        self.ends_at = [warm + number * steps for number in range(rounds + 1)]  # of turns, in steps
+        self.last = self.ends_at[-1] + profiled
+        self.steps_s: list[float] = []
+        self.busy = self.profiled_busy = 0.0
         self.gpu = self.reason = ""
         self.began_s = 0.0
-        self.ends: list[Any] = []
+        self.marks: list[Any] = []
         self.profiler: Any = None
+        self.meter: Any = None
         self.seen: Mark | None = None
         self.trainer: Any = None
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        _wait_for_turn()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        if self.warm <= state.global_step <= self.warm + self.steps:
-            self.ends.append(_mark())
-        if state.global_step == self.warm + self.steps:
+        step = state.global_step
+        self.marks.append(_mark())
+        if step in self.ends_at:
             _now()
-            self.step_s = statistics.median(_between(a, b) for a, b in itertools.pairwise(self.ends))
-            self._report()
-            if self.profiled and torch.cuda.is_available():
-                self.profiler = profile(activities=[ProfilerActivity.CUDA])
-                self.profiler.__enter__()
+            if step > self.ends_at[0]:
+                between = [_between(a, b) for a, b in itertools.pairwise(self.marks)]
+                self.steps_s += between[_UNCOUNTED - 1 :]
+            self.marks = []
+            if step == self.ends_at[-1]:
+                self._report()
+                self._begin_profile(step)
+            if step < self.last:
+                print(json.dumps({"turn": step}), flush=True)
+                _wait_for_turn()
                 self.began_s, self.seen = _now(), self._look()
-        if state.global_step == self.last and self.profiler is not None:
+        if step == self.last and self.profiler is not None:
             seconds, seen = _now() - self.began_s, self._look()
             self.profiler.__exit__(None, None, None)
             self.profiled_busy = busy_s(events_of(self.profiler)) / seconds
             gpu = gpu_time([mark for mark in (self.seen, seen) if mark is not None])
             self.busy = gpu.busy if gpu is not None else 0.0
+            if self.meter is not None:
+                self.meter.close()
+
+    def _begin_profile(self, step: int) -> None:
+        if step < self.last and torch.cuda.is_available():
+            self.meter = idle_meter_for(torch.device("cuda", torch.cuda.current_device()), period_ns=_OFTEN_NS)
+            self.profiler = profile(activities=[ProfilerActivity.CUDA])
+            self.profiler.__enter__()
 
     def _look(self) -> Mark | None:
         """Our own figures just now."""
         session = getattr(self.trainer, "session", None)
-        if session is None:
+        if session is None or self.meter is None:
             return None
         ground = session._parts.ground
         ground.waits.emit()
-        asked, idle = ground.idle.read() if ground.idle is not None else (0, 0.0)
+        asked, idle = self.meter.read()
         waited_s = sum(ground.recorder.snapshot().waits_s.values())
         return Mark(at_s=time.perf_counter(), waited_s=waited_s, asked=asked, idle=idle)
 
@@ -104,6 +125,11 @@ class Clock(TrainerCallback):
         if session is not None:
             report = session.report()
             self.gpu, self.reason = str(report.gpu or ""), report.activation_reason
+
+
+def _wait_for_turn() -> None:
+    if not sys.stdin.readline():
+        sys.exit("nothing tells this process to go on")
 
 
 def _now() -> float:
@@ -128,7 +154,7 @@ def _between(first: Any, second: Any) -> float:
 def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outcome:
     storm, checkpointing = METHODS[method]
     warm = options.warm if options.warm is not None else _WARM.get(method, _WARM_OTHERS)
-    clock = Clock(warm, options.steps, _PROFILED if method == "auto" else 0)
+    clock = Turns(warm, options.steps, options.rounds, _PROFILED if method == "auto" else 0)
     vocabulary = CONFIGS[options.model][1]["vocab_size"]
     rows = torch.randint(vocabulary, (64, options.sequence), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
@@ -156,7 +182,7 @@ def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outc
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    outcome = Outcome(method, step_s=clock.step_s, reason=clock.reason, gpu=clock.gpu)
+    outcome = Outcome(method, steps_s=clock.steps_s, reason=clock.reason, gpu=clock.gpu)
     outcome.busy, outcome.profiled_busy = clock.busy, clock.profiled_busy
     if torch.cuda.is_available():
         outcome.vram_bytes = torch.cuda.max_memory_allocated()
@@ -167,40 +193,26 @@ def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outc
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=CONFIGS)
-    parser.add_argument("methods", nargs="+", choices=METHODS)
+    parser.add_argument("method", choices=METHODS)
     parser.add_argument("--shapes", nargs="+", required=True, help="rows x tokens")
     parser.add_argument("--vram", nargs="+", required=True)
     parser.add_argument("--warm", type=int)
-    parser.add_argument("--steps", type=int, default=_STEPS)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=_STEPS, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
     model = build(options.model, dtype=torch.bfloat16)
-    for shape in options.shapes:
-        for vram in options.vram:
-            batch, sequence = (int(word) for word in shape.split("x"))
-            cell = argparse.Namespace(**{**vars(options), "batch": batch, "sequence": sequence, "vram": vram})
-            found = _cell(model, cell)
-            print(json.dumps({"shape": shape, "vram": vram, "outcomes": [asdict(each) for each in found]}), flush=True)
+    for shape, vram in itertools.product(options.shapes, options.vram):
+        batch, sequence = (int(word) for word in shape.split("x"))
+        cell = argparse.Namespace(**{**vars(options), "batch": batch, "sequence": sequence, "vram": vram})
+        try:
+            outcome = measured(model, options.method, cell)
+        except Exception as error:  # a method that fails is a row of the table
+            outcome = Outcome(options.method, failed=f"{type(error).__name__}: {error}"[:300])
+        model.to("cpu")
+        gc.collect()
+        print(json.dumps({"outcome": asdict(outcome)}), flush=True)
     return 0
-
-
-def _cell(model: nn.Module, options: argparse.Namespace) -> list[Outcome]:
-    """All methods, with one shape of batches and one budget."""
-    found: dict[str, Outcome] = {}
-    for number in range(options.rounds):  # there and back, so that no method is always the first
-        for method in options.methods if number % 2 == 0 else reversed(options.methods):
-            try:
-                outcome = measured(model, method, options)
-            except Exception as error:  # a method that fails is a row of the table
-                outcome = Outcome(method, failed=f"{type(error).__name__}: {error}"[:300])
-            model.to("cpu")
-            gc.collect()
-            before = found.get(method)
-            if before is None or outcome.failed or (not before.failed and outcome.step_s < before.step_s):
-                found[method] = outcome  # the faster one: what slows a host down comes from outside
-            print(f"{options.batch}x{options.sequence} {options.vram} {outcome}", file=sys.stderr, flush=True)
-    return [found[method] for method in options.methods]
 
 
 if __name__ == "__main__":

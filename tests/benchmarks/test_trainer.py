@@ -28,7 +28,7 @@ def test_kernels_that_overlap_count_once() -> None:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("trainer", ["tiny", "--shapes", "2x16", "--vram", "64MiB", "--warm", "1", "--steps", "1"]),
+        ("trainer", ["tiny", "--shapes", "2x16", "--vram", "64MiB", "--warm", "1", "--steps", "3"]),
         ("trainer.long", ["--model", "tiny", "--sequence", "32", "--vram", "2MiB", "--warm", "1", "--steps", "1"]),
     ],
 )

@@ -37,7 +37,7 @@ def test_answers_are_counted() -> None:
 
     def answer(subject: int | None) -> int:
         subjects.append(subject)
-        return 0 if (len(subjects) - 1) // 8 % 4 == 0 else 600  # a sample is the second of eight questions
+        return 0 if (len(subjects) - 1) // 7 % 4 == 0 else 600  # a sample is the second of seven questions
 
     counts = sampled(answer)
     assert counts.asked > 10
@@ -48,8 +48,8 @@ def test_answers_are_counted() -> None:
 
 def test_an_error_ends_it() -> None:
     numbers = itertools.count()
-    counts = sampled(lambda _subject: 999 if next(numbers) == 19 else 0)
-    assert (counts.asked, next(numbers)) == (2, 20)
+    counts = sampled(lambda _subject: 999 if next(numbers) == 17 else 0)
+    assert (counts.asked, next(numbers)) == (2, 18)
 
 
 def test_questions_that_wait_for_a_launch_are_told_apart() -> None:

@@ -66,7 +66,9 @@ class PoolStats(ctypes.Structure):
 class SamplerCounts(ctypes.Structure):
     """``storm_sampler_counts`` of csrc/storm.h."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("asked", "yes", "blocked", "launches", "launches_after_yes"))
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("asked", "yes", "blocked", "launches", "launches_after_yes", "watched_ns")
+    )
 
 
 class RowsOutcome(ctypes.Structure):

@@ -1,56 +1,93 @@
 """Which of two plans is faster, told by steps that ran with each.
 
 A plan counts kernels, links and bytes; what a step takes depends on the host and the allocator too. So a plan that
-should be faster replaces the simple one only after it was. The two take turns, several steps each, so that a machine
-that gets slower or faster meanwhile favours neither. The first step of each turn is not counted: the host runs ahead of
-the device, and what it waits for then is the turn before.
+should be faster replaces the simple one only after it was. The two take turns, several steps each. Two turns, one by
+each plan, are a pair, and the second pair has the other order: on a machine that gets slower or faster meanwhile, each
+plan is favoured once. The first step of each turn is not counted: the host runs ahead of the device, and what it waits
+for then is the turn before.
+
+Where the host is the limit, steps of one plan differ by a tenth and more. So the second plan must be faster in every
+pair, and in all by 2 %, or by more where steps differ more; if it is clearly slower in the first pair, that ends it. A
+plan that is refused wrongly costs some speed. One that is taken wrongly makes "auto" slower than "recompute".
 
 Inputs may differ in size from step to step. Times are taken for each byte of input, and where sizes vary there are
-more turns."""
+more pairs."""
 
 from __future__ import annotations
 
+import math
 import statistics
 
 TURN = 3  # steps
-_PAIRS, _PAIRS_IF_UNEVEN = 2, 4  # of turns
+_PAIRS, _PAIRS_IF_UNEVEN = 2, 4
 _UNEVEN = 1.1
-_WINS = 0.99  # of the simple plan's time
-_CLEAR = (0.9, 1.03)  # less or more than that after one turn each needs no second one
+_WINS = 0.98  # of the simple plan's time
+_LOSES = 1.03  # in the first pair
 
 
 class Comparison:
     """``second`` says whether the next step should run with the second plan; ``is_over`` that there is a verdict."""
 
     def __init__(self) -> None:
-        self._times: tuple[list[float], list[float]] = ([], [])  # seconds for each byte, of the first and the second
+        self._turns: list[list[float]] = []  # seconds for each byte; first, second, second, first, and so on
         self._sizes: list[int] = []
         self._steps = 0
 
     @property
     def second(self) -> bool:
-        return self._steps // TURN % 2 == 1
+        return _is_second(self._steps // TURN)
 
     @property
     def is_over(self) -> bool:
-        uneven = bool(self._sizes) and max(self._sizes) > _UNEVEN * min(self._sizes)
         pairs = self._steps / (2 * TURN)
-        is_clear = not uneven and pairs == 1 and not _CLEAR[0] < self.ratio < _CLEAR[1]
-        return is_clear or pairs >= (_PAIRS_IF_UNEVEN if uneven else _PAIRS)
+        has_lost = pairs == 1 and not self._is_uneven and self.ratio > _LOSES
+        return has_lost or pairs >= (_PAIRS_IF_UNEVEN if self._is_uneven else _PAIRS)
 
     @property
     def second_wins(self) -> bool:
-        return self.ratio < _WINS
+        faster = [ratio < 1 for ratio in self._ratios()]
+        missed = 1 if self._is_uneven else 0
+        is_clear = self.ratio < min(_WINS, 1 - self._error)
+        return len(faster) >= _PAIRS and is_clear and faster.count(False) <= missed
 
     @property
     def ratio(self) -> float:
         """The second plan's time, in parts of the first one's."""
-        first, second = (statistics.median(times) for times in self._times)
-        return second / first if first else 1.0
+        return statistics.median(self._ratios() or [1.0])
+
+    @property
+    def _error(self) -> float:
+        """The standard error of ``ratio``, from how much the steps of a turn differ."""
+        turns = [(times, statistics.median(times)) for times in self._turns if len(times) > 1]
+        off = [(time / middle - 1) ** 2 for times, middle in turns for time in times if middle]
+        if not off:
+            return 0.0
+        variance = statistics.mean(off) * (TURN - 1) / (TURN - 2)  # of so many steps a turn counts, and has a middle
+        return math.sqrt(variance * 2 / (len(off) / 2))
+
+    @property
+    def _is_uneven(self) -> bool:
+        return bool(self._sizes) and max(self._sizes) > _UNEVEN * min(self._sizes)
+
+    def _ratios(self) -> list[float]:
+        """Of each pair that is complete."""
+        found = []
+        for number in range(0, len(self._turns) - 1, 2):
+            pair = self._turns[number : number + 2]
+            first, second = reversed(pair) if _is_second(number) else pair
+            if first and second and (of_first := statistics.median(first)):
+                found.append(statistics.median(second) / of_first)
+        return found
 
     def end_step(self, seconds: float, size: int) -> None:
         """A step with inputs of ``size`` bytes has ended, by the plan that ``second`` named."""
-        if self._steps % TURN and size:
-            self._times[self.second].append(seconds / size)
+        if self._steps % TURN == 0:
+            self._turns.append([])
+        elif size:
+            self._turns[-1].append(seconds / size)
             self._sizes.append(size)
         self._steps += 1
+
+
+def _is_second(turn: int) -> bool:
+    return turn % 4 in (1, 2)

@@ -60,7 +60,7 @@ from .torch_private import (
 
 _REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
 _NOTED = 64  # passes after which a comparison that has not begun is not waited for any more: asking the device costs
-_COMPARE_AT = (8, 100, 1000)  # passes after which the second plan is tried; the machine may have changed since
+_COMPARE_AT = (8, 64, 512)  # passes after which the second plan is tried; the machine may have changed since
 
 
 class Saving:

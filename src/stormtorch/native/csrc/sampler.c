@@ -9,7 +9,8 @@
  * this alone made 4 per cent of the time look busy (H200, torch.profiler beside it). So questions are timed: a "no"
  * takes 0.4 to 1 microseconds, a "yes" 2. One that was *blocked*, and answered "no", tells only that a launch was under way. What the GPU did then is told by other
  * questions: each sample is followed by a few more, and where one of those is blocked, the answer just before it is how
- * the GPU was when that launch began. The reader puts the two together.
+ * the GPU was when that launch began. They also tell how many launches there are in a second. The reader puts all of
+ * that together.
  *
  * No Python here, and no GIL: a Python thread that woke a thousand times a second would slow the launches down that it
  * watches. */
@@ -22,8 +23,8 @@
 #include "clock.h"
 #include "storm.h"
 
-#define FOLLOWING 6      /* questions behind each sample */
-#define SPIN_NS 40000    /* at most, between waking up and the sample: several times what a launch takes */
+#define FOLLOWING 5      /* questions behind each sample */
+#define SPIN_NS 24000    /* at most, between waking up and the sample: several times what a launch takes */
 #define BLOCKED_NS 2000  /* and twice the shortest question: what takes longer has waited for the lock */
 
 struct storm_sampler {
@@ -42,32 +43,35 @@ struct storm_sampler {
 
 static void count(int64_t *counter, int64_t more) { __atomic_fetch_add(counter, more, __ATOMIC_RELAXED); }
 
-/* Asks once: 1 for yes, 0 for no, -1 for an error; whether the question was blocked. */
-static int timed(storm_sampler *s, int *blocked) {
+/* Asks once: 1 for yes, 0 for no, -1 for an error; how long that took, and whether the question was blocked. */
+static int timed(storm_sampler *s, int64_t *took, int *blocked) {
     int64_t began = storm_now_ns();
     int32_t answer = s->ask(__atomic_load_n(&s->subject, __ATOMIC_ACQUIRE));
-    int64_t took = storm_now_ns() - began;
-    if (took < s->least_ns)
-        s->least_ns = took;
-    *blocked = took > 2 * s->least_ns + BLOCKED_NS;
+    *took = storm_now_ns() - began;
+    if (*took < s->least_ns)
+        s->least_ns = *took;
+    *blocked = *took > 2 * s->least_ns + BLOCKED_NS;
     return answer == 0 ? 1 : answer == s->no ? 0 : -1;
 }
 
 /* One sample, and the questions that follow it; whether there was no error. */
 static int look(storm_sampler *s, uint64_t random) {
     int blocked, before, now;
-    if ((before = timed(s, &blocked)) < 0) /* the first question after a sleep is slow, whatever the lock does */
+    int64_t took;
+    if ((before = timed(s, &took, &blocked)) < 0) /* the first question after a sleep is slow, whatever the lock does */
         return 0;
     int64_t until = storm_now_ns() + (int64_t)(random % SPIN_NS); /* away from the moment at which the lock was free */
     while (storm_now_ns() < until) {
     }
-    if ((before = timed(s, &blocked)) < 0)
+    if ((before = timed(s, &took, &blocked)) < 0)
         return 0;
     count(before ? &s->counts.yes : &s->counts.blocked, before || blocked);
     for (int i = 0; i < FOLLOWING; i++, before = now) {
-        if ((now = timed(s, &blocked)) < 0)
+        if ((now = timed(s, &took, &blocked)) < 0)
             return 0;
-        if (blocked && !now) {
+        if (!blocked) {
+            count(&s->counts.watched_ns, took);
+        } else if (!now) {
             count(&s->counts.launches, 1);
             count(&s->counts.launches_after_yes, before);
         }
@@ -117,6 +121,7 @@ int32_t storm_sampler_open(void *ask, int32_t no, void *enter, void *relax, void
 void storm_sampler_watch(storm_sampler *s, void *subject) { __atomic_store_n(&s->subject, subject, __ATOMIC_RELEASE); }
 
 void storm_sampler_read(storm_sampler *s, storm_sampler_counts *out) {
+    out->watched_ns = __atomic_load_n(&s->counts.watched_ns, __ATOMIC_RELAXED);
     out->asked = __atomic_load_n(&s->counts.asked, __ATOMIC_ACQUIRE);
     out->yes = __atomic_load_n(&s->counts.yes, __ATOMIC_RELAXED);
     out->blocked = __atomic_load_n(&s->counts.blocked, __ATOMIC_RELAXED);

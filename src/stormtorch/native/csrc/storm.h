@@ -72,6 +72,7 @@ typedef struct {
     int64_t blocked;            /* answered "no", behind a launch: what was the case when asked is not known */
     int64_t launches;           /* seen to begin just after an answer */
     int64_t launches_after_yes; /* of those, just after a "yes" */
+    int64_t watched_ns;         /* in which they would have been seen */
 } storm_sampler_counts;
 STORM_API int32_t storm_sampler_open(void *ask, int32_t no, void *enter, void *relax, void *context, void *subject,
                                      int64_t period_ns, storm_sampler **out);
