@@ -19,7 +19,7 @@ from stormtorch.core.budget import Budget
 from stormtorch.core.notices import forget_notices
 from stormtorch.core.sizes import GiB
 from stormtorch.core.tags import Tier
-from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.books.ledger import Ledger
 
 from .thinning import thinned
 

@@ -103,7 +103,7 @@ def _all(options: argparse.Namespace, pythons: dict[str, str]) -> int:
 
 
 def _cases(group: str, folder: Path, options: argparse.Namespace) -> list[Case]:
-    from stormtorch.memory.limits import host_available_bytes
+    from stormtorch.memory.books.limits import host_available_bytes
 
     machine = Machine(
         disk_free_bytes=shutil.disk_usage(folder).free, ram_bytes=host_available_bytes(), device=options.device

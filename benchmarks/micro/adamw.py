@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from stormtorch.core.sizes import GiB
-from stormtorch.memory.limits import host_available_bytes
+from stormtorch.memory.books.limits import host_available_bytes
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.cores import usable_count
 from stormtorch.native.update import AdamStep, AdamTensors

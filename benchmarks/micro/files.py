@@ -10,9 +10,9 @@ import torch
 
 from stormtorch.core.sizes import GiB, MiB
 from stormtorch.core.tags import Tag
-from stormtorch.memory.host import HostArena
-from stormtorch.memory.ledger import open_ledger
-from stormtorch.memory.scratch_file import create_scratch
+from stormtorch.memory.books.ledger import open_ledger
+from stormtorch.memory.disk.scratch import create_scratch
+from stormtorch.memory.host.arena import HostArena
 
 from .rows import Row
 

@@ -14,10 +14,10 @@ import torch
 
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag
-from stormtorch.memory.host import HostArena
-from stormtorch.memory.lanes import open_lanes
-from stormtorch.memory.ledger import open_ledger
-from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.memory.books.ledger import open_ledger
+from stormtorch.memory.host.arena import HostArena
+from stormtorch.memory.host.pinning import page_lock_for
+from stormtorch.memory.lanes.build import open_lanes
 
 from .rows import Row
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from stormtorch.integrations.huggingface import StormTrainer
-from stormtorch.memory.idle_meter import idle_meter_for
+from stormtorch.memory.cuda.idle_meter import idle_meter_for
 from stormtorch.observe.recorder import Mark
 from stormtorch.observe.report import gpu_time
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.process import end, start, why_it_ended
 
 from stormtorch.core.sizes import GiB
-from stormtorch.memory.limits import host_available_bytes
+from stormtorch.memory.books.limits import host_available_bytes
 
 from .cases import Case
 from .results import Result

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from stormtorch.core.sizes import GiB
-from stormtorch.memory.limits import host_available_bytes
+from stormtorch.memory.books.limits import host_available_bytes
 
 _LEFT_BYTES = 8 * GiB
 _LIMIT_S = 60

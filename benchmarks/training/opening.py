@@ -27,18 +27,18 @@ from .memory import touch_all
 
 # What is timed: module, name in it, how the span is called, which argument is a number of bytes.
 _TIMED: tuple[tuple[str, str, str, int | None], ...] = (
-    ("stormtorch.memory.host", "first_touch", "touch", 1),
-    ("stormtorch.memory.hold", "first_touch", "touch", 1),
-    ("stormtorch.memory.page_lock", "CudaPageLock.lock", "lock", 2),
-    ("stormtorch.parts", "open_ground", "ground", None),
-    ("stormtorch.ground", "partition", "units", None),
-    ("stormtorch.ground", "open_lanes", "lanes", None),
-    ("stormtorch.ground", "Flags", "flags", None),
-    ("stormtorch.memory.pool", "DevicePool.grow", "pool", 1),
-    ("stormtorch.streams.attach", "Attachment.attach", "copy weights", None),
-    ("stormtorch.parts", "_own_grads", "gradients' memory", None),
-    ("stormtorch.parts", "_open_adam", "states' memory", None),
-    ("stormtorch.parts", "open_worker", "worker", None),
+    ("stormtorch.memory.host.arena", "first_touch", "touch", 1),
+    ("stormtorch.memory.host.pinned", "first_touch", "touch", 1),
+    ("stormtorch.memory.host.pinning", "CudaPageLock.lock", "lock", 2),
+    ("stormtorch.session.build", "open_ground", "ground", None),
+    ("stormtorch.session.resources", "partition", "units", None),
+    ("stormtorch.session.resources", "open_lanes", "lanes", None),
+    ("stormtorch.session.resources", "Flags", "flags", None),
+    ("stormtorch.memory.pools.pool", "DevicePool.grow", "pool", 1),
+    ("stormtorch.streams.model.attach", "Attachment.attach", "copy weights", None),
+    ("stormtorch.session.build", "_own_grads", "gradients' memory", None),
+    ("stormtorch.session.build", "_open_adam", "states' memory", None),
+    ("stormtorch.session.build", "open_worker", "worker", None),
 )
 _KERNEL = ("pgfault", "thp_fault_alloc", "thp_fault_fallback", "compact_stall", "allocstall_normal", "pgmajfault")
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 from .core.errors import InsideStep, LaneError, OutOfBudget, SettingError, StorageError, StormError
 
 if TYPE_CHECKING:
-    from .api import Session, stream
     from .data.loader import DataLoader
     from .loss import linear_cross_entropy
-    from .offload import OffloadedActivations, offload_activations
+    from .session.api import Session, stream
+    from .session.offload import OffloadedActivations, offload_activations
 
 __version__ = "0.1.0"
 
@@ -30,11 +30,11 @@ __all__ = [
 ]
 _HOMES = {
     "DataLoader": "data.loader",
-    "OffloadedActivations": "offload",
-    "Session": "api",
+    "OffloadedActivations": "session.offload",
+    "Session": "session.api",
     "linear_cross_entropy": "loss",
-    "offload_activations": "offload",
-    "stream": "api",
+    "offload_activations": "session.offload",
+    "stream": "session.api",
 }
 
 

@@ -28,7 +28,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .core.errors import SettingError, StormError
 from .core.sizes import MiB, parse_bytes
-from .streams.home import plain
+from .streams.home.parameter import plain
 
 
 def linear_cross_entropy(
@@ -52,7 +52,7 @@ def linear_cross_entropy(
     derivative.
     """
     given = (hidden, weight, target, bias)
-    if has_torch_function(given):  # a streamed parameter, in whose place home.py puts what can be computed with
+    if has_torch_function(given):  # a streamed parameter: home/parameter.py puts a device copy in its place
         result: torch.Tensor = handle_torch_function(
             linear_cross_entropy,
             given,
@@ -66,7 +66,7 @@ def linear_cross_entropy(
             chunk_bytes=chunk_bytes,
         )
         return result
-    # home.py has waited for it, and there is nothing to watch in backward.
+    # home/parameter.py has waited for it, and there is nothing to watch in backward.
     weight, bias = plain(weight), None if bias is None else plain(bias)
     if reduction not in ("mean", "sum", "none"):
         raise SettingError(f"reduction={reduction!r} cannot be meant. Accepted: 'mean', 'sum' or 'none'.")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stormtorch as storm
-from stormtorch.api import Session
+from stormtorch.session.api import Session
 
 
 class Small(nn.Module):

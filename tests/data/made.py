@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stormtorch.data.delivery import LaneDelivery
 from stormtorch.data.source import Field, FileSource, Shard, Strip
-from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.books.ledger import Ledger
 
 
 def numbered(rows: int, width: int, *, first: int = 0) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ from stormtorch.core.errors import LaneError
 from stormtorch.core.tags import Tag
 from stormtorch.data.delivery import LaneDelivery
 from stormtorch.data.source import Field
-from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.books.ledger import Ledger
 
 
 def test_nobody_writes_to_a_parcel_whose_sending_failed(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_an_optimizer_that_would_not_be_streamed_is_noticed(tmp_path: Path) -> N
 def test_the_core_needs_no_transformers_and_one_line_says_what_to_install() -> None:
     script = (
         "import sys; sys.modules['transformers'] = sys.modules['accelerate'] = None\n"
-        "import stormtorch.api; print('ok'); import stormtorch.integrations.huggingface"
+        "import stormtorch.session.api; print('ok'); import stormtorch.integrations.huggingface"
     )
     ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert ended.stdout == "ok\n"

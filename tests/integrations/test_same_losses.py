@@ -15,10 +15,10 @@ pytest.importorskip("accelerate")
 
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
-from stormtorch.api import Session
 from stormtorch.integrations.huggingface import StormTrainer, storm_trainer
-from stormtorch.streams.adam import AdamStream
-from stormtorch.streams.home import HomeParameter
+from stormtorch.session.api import Session
+from stormtorch.streams.home.parameter import HomeParameter
+from stormtorch.streams.optimizer.adam import AdamStream
 
 from ..laws.models import roots_are_exact
 from .small import BOTH, VRAM, Rows, StopAt, arguments, assert_same, common, llama, logged, qwen, weights

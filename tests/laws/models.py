@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from stormtorch.api import Session
 from stormtorch.core.sizes import round_up
-from stormtorch.memory.lane import Delay
+from stormtorch.memory.lanes.lane import Delay
 from stormtorch.native.library import library
+from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
 
 Batch = tuple[torch.Tensor, ...]

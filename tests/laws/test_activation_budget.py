@@ -16,12 +16,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import stormtorch as storm
-from stormtorch import offload
 from stormtorch.core.sizes import GiB
 from stormtorch.core.tags import Tier
-from stormtorch.memory.device_meter import CudaMeter, DeviceMeter
-from stormtorch.offload import OffloadedActivations
-from stormtorch.streams.activation_plan import KEEP
+from stormtorch.memory.cuda.device_meter import CudaMeter, DeviceMeter
+from stormtorch.session import offload
+from stormtorch.session.offload import OffloadedActivations
+from stormtorch.streams.activations.plan import KEEP
 from stormtorch.streams.settings import Trial
 
 from .counting import Counting

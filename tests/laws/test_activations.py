@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.offload import OffloadedActivations
-from stormtorch.streams import saving
-from stormtorch.streams.activation_plan import KEEP, RECOMPUTE_FROM_RAM, ActivationPlan, BlockProfile, Means
+from stormtorch.session.offload import OffloadedActivations
+from stormtorch.streams.activations import runner as saving
+from stormtorch.streams.activations.plan import KEEP, RECOMPUTE_FROM_RAM, ActivationPlan, BlockProfile, Means
+from stormtorch.streams.bridge.torch_private import StorageReference
 from stormtorch.streams.settings import Trial
-from stormtorch.streams.torch_private import StorageReference
 
 from .models import (
     CHAIN,

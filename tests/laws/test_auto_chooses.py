@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from stormtorch.core.sizes import GiB
-from stormtorch.offload import OffloadedActivations
-from stormtorch.streams import saving
-from stormtorch.streams.activation_plan import KEEP, RECOMPUTE
+from stormtorch.session.offload import OffloadedActivations
+from stormtorch.streams.activations import runner as saving
+from stormtorch.streams.activations.plan import KEEP, RECOMPUTE
 from stormtorch.streams.settings import Trial
 
 from .counting import Counting

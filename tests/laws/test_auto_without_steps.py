@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stormtorch.api import Session
+from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
 
 from .counting import Counting

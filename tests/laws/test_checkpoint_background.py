@@ -16,7 +16,7 @@ from stormtorch.checkpoint import complete, disk
 from stormtorch.core.budget import Budget
 from stormtorch.core.errors import StorageError
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.books.ledger import Ledger
 
 from .models import (
     CHAIN,

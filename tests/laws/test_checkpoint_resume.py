@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from stormtorch.api import Session
 from stormtorch.checkpoint import content
 from stormtorch.core.errors import WrongModel
+from stormtorch.session.api import Session
 
 from .models import (
     CHAIN,

@@ -19,7 +19,7 @@ from torch import nn
 import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory import pool
+from stormtorch.memory.pools import pool
 
 from ..resident import resident_bytes
 from .models import (

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stormtorch.core.errors import StormError
-from stormtorch.streams.home import HomeParameter
-from stormtorch.streams.torch_private import FUNCTION_BASE
+from stormtorch.streams.bridge.torch_private import FUNCTION_BASE
+from stormtorch.streams.home.parameter import HomeParameter
 
 from .models import (
     CHAIN,

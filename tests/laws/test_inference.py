@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.api import Session
 from stormtorch.core.tags import Tag
-from stormtorch.streams import placement
+from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
+from stormtorch.streams.units import placement
 
 from .counting import Counting
 from .models import one_thread  # noqa: F401  # a fixture

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch.api import Session, stream
 from stormtorch.core.errors import OutOfBudget, StormError
-from stormtorch.memory import host
-from stormtorch.memory.process_memory import MappedFiles
-from stormtorch.streams import moving
-from stormtorch.streams.moving import Moving
+from stormtorch.memory.host import arena as host
+from stormtorch.memory.host.process_memory import MappedFiles
+from stormtorch.session.api import Session, stream
+from stormtorch.streams.home import moving
+from stormtorch.streams.home.moving import Moving
 from stormtorch.streams.settings import Settings
-from stormtorch.streams.unit import Unit
+from stormtorch.streams.units.unit import Unit
 
 MEASURE = """
 import gc, json, logging, sys
@@ -179,7 +179,7 @@ def test_weights_move_where_free_ram_is_less_than_all_of_them(monkeypatch: pytes
     model, values = made()
     half = sum(parameter.nbytes for parameter in model.parameters()) // 2
     with monkeypatch.context() as patch:
-        patch.setattr("stormtorch.memory.limits.host_available_bytes", lambda: half)
+        patch.setattr("stormtorch.memory.books.limits.host_available_bytes", lambda: half)
         with stream(model, vram=100_000, ram=10 * half, device="cpu"):
             pass
     check_whole(model, values)
@@ -199,7 +199,7 @@ def test_pages_that_cannot_be_locked_half_way(allowed: int, monkeypatch: pytest.
             locked.remove(address)
 
     monkeypatch.setattr(host, "_REGION_AIM", 32_768)  # several regions
-    monkeypatch.setattr("stormtorch.ground.page_lock_for", lambda _device: Some())
+    monkeypatch.setattr("stormtorch.session.resources.page_lock_for", lambda _device: Some())
     model, values = made()
     given = torch.randn(4, 64)
     expected = model(given).detach()

@@ -74,7 +74,7 @@ def test_no_host_wait_when_the_share_changes(
 ) -> None:
     """What the device was to update is not left to the host, who would do it at once."""
     shares = itertools.cycle([1.0, 0.5, 0.0])
-    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (next(shares), "said the test"))
+    monkeypatch.setattr("stormtorch.planner.online.device_share", lambda *_, **__: (next(shares), "said the test"))
     check("32MiB", tmp_path, "forward-clipped", recompute=False, dtype=dtype)
 
 

@@ -11,13 +11,13 @@ import torch
 
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag
-from stormtorch.memory.device import SlotRing
-from stormtorch.memory.flags import Flags
-from stormtorch.memory.host import HostArena
-from stormtorch.memory.lanes import open_lanes
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.page_lock import page_lock_for
-from stormtorch.memory.scratch_file import create_scratch
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.disk.scratch import create_scratch
+from stormtorch.memory.host.arena import HostArena
+from stormtorch.memory.host.pinning import page_lock_for
+from stormtorch.memory.lanes.build import open_lanes
+from stormtorch.memory.lanes.flags import Flags
+from stormtorch.memory.pools.device import SlotRing
 from stormtorch.native.worker import open_worker
 
 from ..resident import resident_bytes

@@ -15,7 +15,7 @@ from torch import nn
 
 import stormtorch as storm
 from stormtorch.core.errors import SettingError
-from stormtorch.streams.takeover import users_own
+from stormtorch.streams.optimizer.patch import users_own
 
 from .models import (
     CHAIN,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch.api import Session
 from stormtorch.core.errors import OutOfBudget
 from stormtorch.core.sizes import GiB, MiB
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.offload import OffloadedActivations
-from stormtorch.streams.activation_plan import OFFLOAD
+from stormtorch.session.api import Session
+from stormtorch.session.offload import OffloadedActivations
+from stormtorch.streams.activations.plan import OFFLOAD
 from stormtorch.streams.settings import Settings, Trial
 
 from .counting import Counting

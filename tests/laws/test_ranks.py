@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch.streams.ranks import refuse_ranks
+from stormtorch.streams.bridge.ranks import refuse_ranks
 
 SCRIPT = Path(__file__).with_name("rank.py")
 WRAPPERS = ["DDP", "FSDP", "FSDP with the model's own parameters", "fully_shard", "fully_shard of a block"]

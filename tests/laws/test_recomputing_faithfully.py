@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from stormtorch.core.errors import StaleGraph
 from stormtorch.core.sizes import MiB
-from stormtorch.offload import OffloadedActivations
+from stormtorch.session.offload import OffloadedActivations
 from stormtorch.streams.settings import Trial
 
 from .models import Case, Pair, one_thread, same, sgd  # noqa: F401  # a fixture

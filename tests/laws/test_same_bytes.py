@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.device import SlotRing
-from stormtorch.memory.flags import Flags
-from stormtorch.memory.host import HostArena
-from stormtorch.memory.lane import Delay
-from stormtorch.memory.lanes import open_lanes
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.host.arena import HostArena
+from stormtorch.memory.host.pinning import page_lock_for
+from stormtorch.memory.lanes.build import open_lanes
+from stormtorch.memory.lanes.flags import Flags
+from stormtorch.memory.lanes.lane import Delay
+from stormtorch.memory.pools.device import SlotRing
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import open_worker

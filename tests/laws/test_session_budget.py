@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch import tuning
-from stormtorch.api import Session
 from stormtorch.core.sizes import MiB, format_bytes
-from stormtorch.streams import placement, profiles
+from stormtorch.planner import online as tuning
+from stormtorch.session.api import Session
+from stormtorch.streams.activations import profiles
 from stormtorch.streams.settings import Settings, Trial
+from stormtorch.streams.units import placement
 
 from .counting import Counting
 from .models import one_thread  # noqa: F401  # a fixture

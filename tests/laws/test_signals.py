@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import stormtorch as storm
-from stormtorch.streams import handlers
+from stormtorch.streams.bridge import handlers
 
 from .models import one_thread  # noqa: F401  # a fixture
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import stormtorch as storm
-from stormtorch.streams.torch_private import FUNCTION_BASE
+from stormtorch.streams.bridge.torch_private import FUNCTION_BASE
 
 from .models import (
     CHAIN,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from stormtorch.core.sizes import MiB
-from stormtorch.offload import OffloadedActivations
-from stormtorch.streams.activations import Note, Parcel
+from stormtorch.session.offload import OffloadedActivations
+from stormtorch.streams.activations.stream import Note, Parcel
 from stormtorch.streams.settings import Trial
 
 SIZE, COUNT = 1 << 20, 12

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stormtorch.memory.alias import alias
+from stormtorch.memory.pools.alias import alias
 
 
 def test_the_last_view_decides(device: torch.device) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stormtorch.memory.cuda_driver import Driver, DriverError
+from stormtorch.memory.cuda.driver import Driver, DriverError
 
 _NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 700: b"CUDA_ERROR_ILLEGAL_ADDRESS"}
 

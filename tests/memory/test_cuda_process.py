@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from stormtorch.core.tags import Tag
-from stormtorch.memory.flags import Flags
-from stormtorch.memory.lanes import open_lanes
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.host.pinning import page_lock_for
+from stormtorch.memory.lanes.build import open_lanes
+from stormtorch.memory.lanes.flags import Flags
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -28,11 +28,11 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 SET_UP = """
 import torch
 from stormtorch.core.tags import Tag
-from stormtorch.memory.flags import Flags
-from stormtorch.memory.host import HostArena
-from stormtorch.memory.lanes import open_lanes
-from stormtorch.memory.ledger import open_ledger
-from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.memory.lanes.flags import Flags
+from stormtorch.memory.host.arena import HostArena
+from stormtorch.memory.lanes.build import open_lanes
+from stormtorch.memory.books.ledger import open_ledger
+from stormtorch.memory.host.pinning import page_lock_for
 device = torch.device("cuda", 0)
 ledger, lock = open_ledger(device), page_lock_for(device)
 flags = Flags(1, ledger=ledger, device=device, page_lock=lock)

@@ -13,10 +13,10 @@ from stormtorch.core.budget import Budget
 from stormtorch.core.errors import LaneError, OutOfBudget
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.device import DeviceBlock, Slot, SlotRing
-from stormtorch.memory.lane import Delay
-from stormtorch.memory.lanes import open_lanes
-from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.lanes.build import open_lanes
+from stormtorch.memory.lanes.lane import Delay
+from stormtorch.memory.pools.device import DeviceBlock, Slot, SlotRing
 
 CPU = torch.device("cpu")
 

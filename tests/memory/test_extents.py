@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stormtorch.memory.extents import Extents
+from stormtorch.memory.books.extents import Extents
 
 CAPACITY = 4096
 operations = st.lists(

@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 
 from stormtorch.core.errors import SettingError, StorageError
 from stormtorch.core.records import FileAccess, Record
-from stormtorch.memory import files, limits
-from stormtorch.memory.file_calls import SystemCalls
-from stormtorch.memory.file_requests import RequestQueue
-from stormtorch.memory.files import ALIGNMENT, File, create_file, open_file
+from stormtorch.memory.books import limits
+from stormtorch.memory.disk import files
+from stormtorch.memory.disk.calls import SystemCalls
+from stormtorch.memory.disk.files import ALIGNMENT, File, create_file, open_file
+from stormtorch.memory.disk.requests import RequestQueue
 
 SHM = Path("/dev/shm")
 SIZE = 70_001  # not a multiple of anything

@@ -21,10 +21,10 @@ from stormtorch.core.errors import SettingError, StorageError
 from stormtorch.core.records import Record
 from stormtorch.core.sizes import GiB, round_down
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.file_calls import SystemCalls
-from stormtorch.memory.files import File, create_file, open_file
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.scratch_file import create_scratch
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.disk.calls import SystemCalls
+from stormtorch.memory.disk.files import File, create_file, open_file
+from stormtorch.memory.disk.scratch import create_scratch
 
 REAL = SystemCalls()
 Transfer = Callable[[int, memoryview, int], int]

@@ -28,9 +28,9 @@ from stormtorch.core.budget import Budget
 from stormtorch.core.errors import OutOfBudget, SettingError, StorageError
 from stormtorch.core.sizes import MiB, round_up
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.file_calls import SystemCalls
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.scratch_file import FileExtent, ScratchFile, create_scratch
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.disk.calls import SystemCalls
+from stormtorch.memory.disk.scratch import FileExtent, ScratchFile, create_scratch
 
 REAL = SystemCalls()
 
@@ -455,9 +455,9 @@ import sys, time, os, errno
 from pathlib import Path
 from stormtorch.core.budget import Budget
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.file_calls import SystemCalls
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.scratch_file import create_scratch
+from stormtorch.memory.disk.calls import SystemCalls
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.disk.scratch import create_scratch
 
 def no_tmpfile(path, flags, mode):
     if flags & os.O_TMPFILE == os.O_TMPFILE:

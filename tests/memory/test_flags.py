@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from stormtorch.core.errors import LaneError
 from stormtorch.core.tags import Tag
-from stormtorch.memory.flags import Flags
-from stormtorch.memory.lanes import open_lanes
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.host.pinning import page_lock_for
+from stormtorch.memory.lanes.build import open_lanes
+from stormtorch.memory.lanes.flags import Flags
 from stormtorch.native.flag_words import has_reached
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import open_worker

@@ -22,10 +22,10 @@ from stormtorch.core.budget import Budget
 from stormtorch.core.errors import OutOfBudget, SettingError, StormError
 from stormtorch.core.sizes import GiB, MiB, round_up
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.host import PAGE, HostArena, HostBlock, SharedArena, regions_for
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.page_lock import page_lock_for
-from stormtorch.memory.region import Region, map_private
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.host.arena import PAGE, HostArena, HostBlock, SharedArena, regions_for
+from stormtorch.memory.host.pinning import page_lock_for
+from stormtorch.memory.host.region import Region, map_private
 
 
 class RecordingLock:
@@ -107,7 +107,7 @@ def test_planned_capacity_is_exact(ledger: Ledger) -> None:
 
 
 def test_capacity_is_exact_across_regions_too(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 16 * PAGE)
+    monkeypatch.setattr("stormtorch.memory.host.arena._REGION_LIMIT", 16 * PAGE)
     sizes = [10 * PAGE, 10 * PAGE, 3 * PAGE, 16 * PAGE]
     arena = HostArena(regions_for(sizes), ledger=ledger, tag=Tag.PARAMETERS)
     for size in sizes:
@@ -210,7 +210,7 @@ def test_refused_page_lock_stays_pageable_and_is_said_once_with_its_limit(
 
 def test_a_region_is_locked_while_the_next_one_is_touched(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the time that opening a session takes is touching, the other half is locking."""
-    monkeypatch.setattr("stormtorch.memory.host._REGION_AIM", 8 * PAGE)
+    monkeypatch.setattr("stormtorch.memory.host.arena._REGION_AIM", 8 * PAGE)
     sizes = [5 * PAGE, 5 * PAGE, 2 * PAGE, 9 * PAGE]
     touched = threading.Semaphore(0)
 
@@ -220,7 +220,7 @@ def test_a_region_is_locked_while_the_next_one_is_touched(ledger: Ledger, monkey
                 assert all(touched.acquire(timeout=30) for _ in range(3)), "nothing is touched while this waits"
             super().lock(address, size)
 
-    monkeypatch.setattr("stormtorch.memory.host.first_touch", lambda _address, _size: touched.release())
+    monkeypatch.setattr("stormtorch.memory.host.arena.first_touch", lambda _address, _size: touched.release())
     lock = AfterTheNext()
     arena = HostArena(regions_for(sizes), ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
     assert list(lock.locked.values()) == regions_for(sizes) == [5 * PAGE, 7 * PAGE, 9 * PAGE]
@@ -243,7 +243,7 @@ class Gated(RecordingLock):
 
 def behind(lock: RecordingLock, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> HostArena:
     """Three regions that are locked behind."""
-    monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 8 * PAGE)
+    monkeypatch.setattr("stormtorch.memory.host.arena._REGION_LIMIT", 8 * PAGE)
     return HostArena(24 * PAGE, ledger=ledger, tag=Tag.OPTIMIZER, page_lock=lock, lock_behind=True)
 
 
@@ -256,7 +256,7 @@ def test_what_is_locked_behind_is_touched_there_if_nobody_is_in_danger(
     def touch(_address: int, _size: int) -> None:
         touched.append((threading.current_thread().name.partition("_")[0], bool(lock.locked)))
 
-    monkeypatch.setattr("stormtorch.memory.hold.can_touch_beside_writers", lambda: native)
+    monkeypatch.setattr("stormtorch.memory.host.pinned.can_touch_beside_writers", lambda: native)
     for module in ("hold", "host"):
         monkeypatch.setattr(f"stormtorch.memory.{module}.first_touch", touch)
     lock = RecordingLock()
@@ -470,7 +470,7 @@ def test_an_interrupt_while_memory_is_mapped_ends_what_was_to_be_locked_behind(
             raise KeyboardInterrupt
         return map_private(index, size, fork=fork)
 
-    monkeypatch.setattr("stormtorch.memory.host.map_private", mapped)
+    monkeypatch.setattr("stormtorch.memory.host.arena.map_private", mapped)
     with pytest.raises(KeyboardInterrupt):
         behind(lock, ledger, monkeypatch)
     assert lock.locked == {}
@@ -480,7 +480,7 @@ def test_an_interrupt_while_memory_is_mapped_ends_what_was_to_be_locked_behind(
 def test_large_arenas_are_locked_in_regions_that_no_block_crosses(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 8 * PAGE)
+    monkeypatch.setattr("stormtorch.memory.host.arena._REGION_LIMIT", 8 * PAGE)
     lock = RecordingLock()
     arena = HostArena(20 * PAGE, ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
     assert sorted(lock.locked.values()) == [4 * PAGE, 8 * PAGE, 8 * PAGE]
@@ -536,7 +536,7 @@ def test_an_arena_is_shared_with_another_process(ledger: Ledger) -> None:
 
 
 def test_an_interrupt_while_pages_are_locked_leaves_nothing_locked_or_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormtorch.memory.host._REGION_LIMIT", 8 * PAGE)
+    monkeypatch.setattr("stormtorch.memory.host.arena._REGION_LIMIT", 8 * PAGE)
     ledger = roomy()
 
     class Interrupted(RecordingLock):
@@ -589,7 +589,7 @@ def test_a_failed_shared_arena_leaves_no_descriptor(monkeypatch: pytest.MonkeyPa
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stormtorch.memory.host.first_touch", fail)
+    monkeypatch.setattr("stormtorch.memory.host.arena.first_touch", fail)
     with pytest.raises(KeyboardInterrupt):
         HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, shared=True)
     assert open_descriptors() == before

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch.memory.idle_meter import IdleMeter, idle_meter_for
+from stormtorch.memory.cuda.idle_meter import IdleMeter, idle_meter_for
 
 
 class _Counted:

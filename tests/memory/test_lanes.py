@@ -21,12 +21,12 @@ from stormtorch.core.errors import LaneError, SettingError
 from stormtorch.core.records import Copied, Record
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag
-from stormtorch.memory.flags import Flags
-from stormtorch.memory.host import HostArena
-from stormtorch.memory.lane import Delay, coalesce
-from stormtorch.memory.lanes import Lanes, open_lanes
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.page_lock import page_lock_for
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.host.arena import HostArena
+from stormtorch.memory.host.pinning import page_lock_for
+from stormtorch.memory.lanes.build import Lanes, open_lanes
+from stormtorch.memory.lanes.flags import Flags
+from stormtorch.memory.lanes.lane import Delay, coalesce
 
 OpenLanes = Callable[..., Lanes]
 
@@ -370,7 +370,7 @@ def test_a_script_that_forgets_to_close_its_lanes_still_ends_well() -> None:
     code = (
         "import torch\n"
         "from stormtorch.core.tags import Tag\n"
-        "from stormtorch.memory.lanes import open_lanes\n"
+        "from stormtorch.memory.lanes.build import open_lanes\n"
         "lanes = open_lanes(torch.device('cpu'))\n"
         "big, other = torch.ones(1 << 26), torch.ones(1 << 26)\n"
         "for _ in range(50): lanes.load.copy(big, other, Tag.DATA)\n"

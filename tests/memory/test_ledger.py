@@ -12,8 +12,8 @@ from stormtorch.core.budget import Budget
 from stormtorch.core.errors import OutOfBudget, SettingError
 from stormtorch.core.sizes import GiB
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory import limits
-from stormtorch.memory.ledger import Ledger, Reservation, open_ledger
+from stormtorch.memory.books import limits
+from stormtorch.memory.books.ledger import Ledger, Reservation, open_ledger
 
 LIMIT = 1000
 

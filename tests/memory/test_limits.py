@@ -9,7 +9,7 @@ import torch
 
 from stormtorch.core.errors import SettingError
 from stormtorch.core.sizes import GiB
-from stormtorch.memory import limits
+from stormtorch.memory.books import limits
 
 
 def write(path: Path, text: object) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from stormtorch.core.sizes import MiB
-from stormtorch.memory import own_streams, torch_allocator
-from stormtorch.memory.lanes import open_lanes
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.own_streams import OwnStream
-from stormtorch.memory.torch_allocator import expand_segments
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.cuda import allocator as torch_allocator
+from stormtorch.memory.cuda import streams as own_streams
+from stormtorch.memory.cuda.allocator import expand_segments
+from stormtorch.memory.cuda.streams import OwnStream
+from stormtorch.memory.lanes.build import open_lanes
 
 GPU = torch.device("cuda", 0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stormtorch.memory.peak_meter import PeakMeter
+from stormtorch.memory.cuda.peak_meter import PeakMeter
 
 
 def test_growth_counts_until_it_is_seen() -> None:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from stormtorch.core.errors import OutOfBudget
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.lanes import Lanes, open_lanes
-from stormtorch.memory.ledger import Ledger
-from stormtorch.memory.pool import DevicePool, Piece
-from stormtorch.memory.thread_lane import CpuEvent, Failure
+from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.lanes.build import Lanes, open_lanes
+from stormtorch.memory.lanes.thread import CpuEvent, Failure
+from stormtorch.memory.pools.pool import DevicePool, Piece
 
 
 def opened(device: torch.device, ledger: Ledger, size: int, *, poison: bool = False) -> tuple[Lanes, DevicePool]:

@@ -10,9 +10,10 @@ from torch import nn
 
 import stormtorch as storm
 from stormtorch.core.sizes import GiB, MiB
-from stormtorch.memory import limits, torch_allocator
-from stormtorch.memory.device_meter import CudaMeter
-from stormtorch.memory.torch_allocator import expand_segments
+from stormtorch.memory.books import limits
+from stormtorch.memory.cuda import allocator as torch_allocator
+from stormtorch.memory.cuda.allocator import expand_segments
+from stormtorch.memory.cuda.device_meter import CudaMeter
 
 GPU = torch.device("cuda", 0)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from stormtorch.native.c_worker import PoolWorker
 from stormtorch.native.library import Library
-from stormtorch.native.pool import PoolWorker
-from stormtorch.native.row_threads import ThreadRows
+from stormtorch.native.python_rows import ThreadRows
+from stormtorch.native.python_worker import ThreadWorker
 from stormtorch.native.rows import NativeRows
-from stormtorch.native.thread import ThreadWorker
 
 from ..keyboard import Keyboard
 

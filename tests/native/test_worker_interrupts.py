@@ -15,9 +15,9 @@ import pytest
 
 from stormtorch.core.errors import LaneError
 from stormtorch.native import fallback
+from stormtorch.native.c_worker import PoolWorker
 from stormtorch.native.library import Library
-from stormtorch.native.pool import PoolWorker
-from stormtorch.native.thread import ThreadWorker
+from stormtorch.native.python_worker import ThreadWorker
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import Worker, open_worker
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from stormtorch.core.sizes import GiB, MiB
-from stormtorch.streams.activation_plan import (
+from stormtorch.streams.activations.comparison import TURN, Comparison
+from stormtorch.streams.activations.levels import Rises
+from stormtorch.streams.activations.plan import (
     KEEP,
     OFFLOAD,
     RECOMPUTE,
@@ -20,8 +22,6 @@ from stormtorch.streams.activation_plan import (
     cost_s,
     recompute,
 )
-from stormtorch.streams.comparison import TURN, Comparison
-from stormtorch.streams.levels import Rises
 
 BLOCK = BlockProfile(forward_s=0.010, again_s=0.010, input_bytes=100 * MiB, saved_bytes=1500 * MiB)
 BLOCKS = [BLOCK] * 10

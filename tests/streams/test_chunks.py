@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stormtorch.streams.adam_home import Buffers, Run, adjoin, bind
-from stormtorch.streams.adam_settings import adam_step
-from stormtorch.streams.chunks import chunks_of, whole_of
-from stormtorch.streams.unit import Place, Unit
+from stormtorch.streams.optimizer.adam_home import Buffers, Run, adjoin, bind
+from stormtorch.streams.optimizer.adam_settings import adam_step
+from stormtorch.streams.units.chunks import chunks_of, whole_of
+from stormtorch.streams.units.unit import Place, Unit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HYPER = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 0.0, "weight_decay": 0.0}

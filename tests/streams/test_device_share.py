@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.api import Session
+from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
 
 

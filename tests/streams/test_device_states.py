@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch.api import Session
 from stormtorch.core.errors import StormError
-from stormtorch.streams import adam
-from stormtorch.streams.parameters import ParameterStream
+from stormtorch.session.api import Session
+from stormtorch.streams.optimizer import adam
 from stormtorch.streams.settings import Settings, Trial
+from stormtorch.streams.weights.stream import ParameterStream
 
 Action = Callable[[int, nn.Module, torch.optim.Optimizer], None]
 

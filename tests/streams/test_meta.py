@@ -13,7 +13,7 @@ from torch import nn
 import stormtorch as storm
 from stormtorch.checkpoint import load_weights
 from stormtorch.core.errors import SettingError
-from stormtorch.streams.home import plain
+from stormtorch.streams.home.parameter import plain
 
 WIDTH = 8
 

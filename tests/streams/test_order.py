@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stormtorch.streams.order import Order
+from stormtorch.streams.units.order import Order
 
 
 def play(order: Order, forward: list[int], backward: list[int], *, training: bool = True) -> None:

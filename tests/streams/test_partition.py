@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from stormtorch.core.errors import SettingError
-from stormtorch.streams.partition import Partition, partition
-from stormtorch.streams.unit import ALIGNMENT, Unit
+from stormtorch.streams.units.partition import Partition, partition
+from stormtorch.streams.units.unit import ALIGNMENT, Unit
 
 
 class Block(nn.Module):

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import stormtorch as storm
-from stormtorch.api import Session
 from stormtorch.core.errors import OutOfBudget, SettingError
 from stormtorch.core.sizes import GiB, MiB, parse_bytes
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.host import PAGE
-from stormtorch.streams.placement import Growth, Placement, growth
+from stormtorch.memory.host.arena import PAGE
+from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings
+from stormtorch.streams.units.placement import Growth, Placement, growth
 
 WHOLE = 6 * GiB
 STATES = {0: 3 * GiB, 1: 2 * GiB, 2: 2 * GiB}
@@ -155,7 +155,7 @@ def test_a_refusal_for_want_of_ram_takes_nothing(monkeypatch: pytest.MonkeyPatch
     def reserve(*_: object) -> None:
         raise AssertionError("nothing is to be charged")
 
-    monkeypatch.setattr("stormtorch.memory.ledger.Ledger.reserve", reserve)
+    monkeypatch.setattr("stormtorch.memory.books.ledger.Ledger.reserve", reserve)
     model = blocks()
     before = [parameter.data_ptr() for parameter in model.parameters()]
     with pytest.raises(OutOfBudget, match=r"PARAMETERS .*, GRADIENTS .*, OPTIMIZER .*, STAGING "):

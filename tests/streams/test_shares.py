@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stormtorch.streams.shares import Rates, device_share
+from stormtorch.streams.optimizer.shares import Rates, device_share
 
 
 def share(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from stormtorch.streams import torch_private
+from stormtorch.streams.bridge import torch_private
 
 
 class Probe(torch.autograd.Function):

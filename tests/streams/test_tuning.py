@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stormtorch.api import Session
 from stormtorch.core.errors import OutOfBudget, StormError
 from stormtorch.core.records import Copied, Waited
 from stormtorch.core.tags import Tag
-from stormtorch.memory.pool import DevicePool
+from stormtorch.memory.pools.pool import DevicePool
 from stormtorch.observe.recorder import Recorder
-from stormtorch.streams.adam import AdamStream
-from stormtorch.streams.adam_home import AdamHome, Waiting
-from stormtorch.streams.placement import Growth
+from stormtorch.planner.online import Tuning
+from stormtorch.session.api import Session
+from stormtorch.streams.optimizer.adam import AdamStream
+from stormtorch.streams.optimizer.adam_home import AdamHome, Waiting
+from stormtorch.streams.optimizer.shares import Rates
 from stormtorch.streams.settings import Settings, Trial
-from stormtorch.streams.shares import Rates
-from stormtorch.tuning import Tuning
+from stormtorch.streams.units.placement import Growth
 
 from ..laws.counting import Counting
 
@@ -88,7 +88,7 @@ def test_states_come_in_as_fast_as_they_did_beside_the_cpu(
         seen.append(rates.load_bytes_per_s)
         return 0.0, ""
 
-    monkeypatch.setattr("stormtorch.tuning.device_share", note)
+    monkeypatch.setattr("stormtorch.planner.online.device_share", note)
     worker = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=1.0, elements=4e9))
     there = SimpleNamespace(share_now=0.0, gave_way=False, share=lambda *_, **__: None, kept_bytes=0)
     adam: Any = SimpleNamespace(there=there, homes=[])
@@ -173,8 +173,10 @@ def test_states_pass_where_nobody_adds_gradients_up(
     mode: str, micro_batches: tuple[int, ...], budget_is_spent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool of the least size has no room for states but what is set aside for accumulating, and they give it back."""
-    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (0.5, "50% on the device: said the test"))
-    monkeypatch.setattr("stormtorch.tuning.growth", lambda *_, **__: Growth(pool_bytes=0, keep=[]))
+    monkeypatch.setattr(
+        "stormtorch.planner.online.device_share", lambda *_, **__: (0.5, "50% on the device: said the test")
+    )
+    monkeypatch.setattr("stormtorch.planner.online.growth", lambda *_, **__: Growth(pool_bytes=0, keep=[]))
     accumulates, passed = [count > 1 for count in micro_batches], []
 
     def begin(session: Session) -> None:
@@ -206,8 +208,8 @@ def test_a_pool_that_cannot_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         settings = Settings(vram=2 << 30, device="cpu", activations="keep")
-        monkeypatch.setattr("stormtorch.streams.placement.headroom", lambda limit: limit // 50)
-        monkeypatch.setattr("stormtorch.tuning.growth", lambda *_, **__: Growth(pool_bytes=4096, keep=[]))
+        monkeypatch.setattr("stormtorch.streams.units.placement.headroom", lambda limit: limit // 50)
+        monkeypatch.setattr("stormtorch.planner.online.growth", lambda *_, **__: Growth(pool_bytes=4096, keep=[]))
         with Session(model, optimizer, settings, trial=Trial(meter=meter)) as session:
             monkeypatch.setattr(DevicePool, "grow", grow)
             before = session._parts.tuning.peak.grown_bytes
@@ -229,8 +231,8 @@ def test_a_new_share_leaves_no_update_to_the_host(mode: str, monkeypatch: pytest
         late.append(home.unit.index)
         update_at_home(self, home, waiting)
 
-    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (next(shares), "said the test"))
-    monkeypatch.setattr("stormtorch.tuning.growth", lambda *_, **__: Growth(pool_bytes=0, keep=[]))
+    monkeypatch.setattr("stormtorch.planner.online.device_share", lambda *_, **__: (next(shares), "said the test"))
+    monkeypatch.setattr("stormtorch.planner.online.growth", lambda *_, **__: Growth(pool_bytes=0, keep=[]))
     monkeypatch.setattr(AdamStream, "_update_at_home", note)
     seen = []
     with Counting() as meter:
@@ -272,14 +274,16 @@ STATES_FROM = 200_000  # bytes: nothing else in this session is as large
 @pytest.mark.parametrize("refuses", [False, True], ids=["late", "refused"])
 def test_states_travel_when_they_are_page_locked(mode: str, refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening does not wait for that. Until then the CPU updates all; where it is refused, for good."""
-    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (0.5, "50% on the device: said the test"))
+    monkeypatch.setattr(
+        "stormtorch.planner.online.device_share", lambda *_, **__: (0.5, "50% on the device: said the test")
+    )
     grown: list[bool] = []
 
     def growth(*_: object, state_bytes: dict[int, int], **__: object) -> Growth:
         grown.append(bool(state_bytes))
         return Growth(pool_bytes=0, keep=[])
 
-    monkeypatch.setattr("stormtorch.tuning.growth", growth)
+    monkeypatch.setattr("stormtorch.planner.online.growth", growth)
     lock, shares = SlowLock(refuses=refuses), list[float]()
 
     def see(session: Session, number: int) -> None:
@@ -292,7 +296,7 @@ def test_states_travel_when_they_are_page_locked(mode: str, refuses: bool, monke
             assert "could not be page-locked" in session.report().share_reason
 
     plain = trained(mode, (1,) * 9, None)
-    monkeypatch.setattr("stormtorch.ground.page_lock_for", lambda _device: lock)
+    monkeypatch.setattr("stormtorch.session.resources.page_lock_for", lambda _device: lock)
     with Counting() as meter:
         ours = trained(mode, (1,) * 9, meter, see=see)
     assert same_weights(ours, plain)
@@ -314,7 +318,7 @@ def test_a_late_decision_knows_how_long_a_step_takes(first: int, monkeypatch: py
         decided.append(tuning.steps)
         return 0.0, ""
 
-    monkeypatch.setattr("stormtorch.tuning.device_share", note)
+    monkeypatch.setattr("stormtorch.planner.online.device_share", note)
     there = SimpleNamespace(share_now=0.0, gave_way=False, share=lambda *_, **__: None, kept_bytes=0)
     tuning._adam = cast(Any, SimpleNamespace(there=there, homes=[]))
     busy = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=0.9 * tuning.steps, elements=4e9))
@@ -336,11 +340,13 @@ def test_a_late_decision_knows_how_long_a_step_takes(first: int, monkeypatch: py
 @pytest.mark.parametrize("settles", [0, 8])
 def test_the_pool_grows_before_states_get_their_share(settles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the lock is there, also between two steps: a share that finds no room would be none, for long."""
-    monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (0.5, "50% on the device: said the test"))
-    monkeypatch.setattr("stormtorch.streams.placement.headroom", lambda _limit: 1024)
+    monkeypatch.setattr(
+        "stormtorch.planner.online.device_share", lambda *_, **__: (0.5, "50% on the device: said the test")
+    )
+    monkeypatch.setattr("stormtorch.streams.units.placement.headroom", lambda _limit: 1024)
     monkeypatch.setattr(f"{__name__}.STATES_FROM", 400_000)
     lock = SlowLock(refuses=False)
-    monkeypatch.setattr("stormtorch.ground.page_lock_for", lambda _device: lock)
+    monkeypatch.setattr("stormtorch.session.resources.page_lock_for", lambda _device: lock)
     with Counting() as meter:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))).bfloat16()
@@ -379,7 +385,7 @@ def test_gradients_that_cannot_be_page_locked_are_refused_in_one_line(monkeypatc
         def unlock(self, _address: int) -> None:
             pass
 
-    monkeypatch.setattr("stormtorch.ground.page_lock_for", lambda _device: Most())
+    monkeypatch.setattr("stormtorch.session.resources.page_lock_for", lambda _device: Most())
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stormtorch.core.errors import SettingError, StorageError
-from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.books.ledger import Ledger
 from stormtorch.training import loop
 from stormtorch.training.extras import require
 from stormtorch.training.metrics import Metrics, cut_back
@@ -181,7 +181,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_during_a_save_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stormtorch.api import Session
+    from stormtorch.session.api import Session
 
     real = Session.save
     failing = [4]

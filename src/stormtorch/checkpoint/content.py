@@ -16,14 +16,14 @@ from torch import nn
 
 from ..core.errors import SettingError
 from ..core.notices import say_once
-from ..streams.durable import Durable
-from ..streams.home import plain
-from ..streams.masters import MASTER
-from ..streams.still import Piece
+from ..streams.home.parameter import plain
+from ..streams.optimizer.masters import MASTER
 from .adapter import adapter_files, is_adapted
 from .folder import STORM, describe_versions
 from .names import extra_states, names_of
 from .random_state import random_state
+from .session_state import Durable
+from .snapshot import Piece
 from .tensor_files import NAMES, Shard, header_for, into_shards
 
 STATE = f"{STORM}/state.pt"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..core.errors import CheckpointError, StorageError
 from ..core.sizes import MiB, format_bytes
-from ..memory.file_calls import storage_error
+from ..memory.disk.calls import storage_error
 
 CHUNK = 8 * MiB
 _WINDOW = 32 * MiB

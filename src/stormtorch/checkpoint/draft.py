@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..core.errors import SettingError, StorageError
-from ..memory.file_calls import storage_error
+from ..memory.disk.calls import storage_error
 from . import disk
 from .disk import Record
 from .folder import MANIFEST, OURS, STORM, Manifest, beside, lock, not_created, remove

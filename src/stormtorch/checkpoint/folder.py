@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 
 from ..core.errors import CheckpointError, SettingError, StorageError
-from ..memory.contained import JSON_LIMIT_BYTES, inside, parse_json
-from ..memory.file_calls import storage_error
+from ..memory.disk.calls import storage_error
+from ..memory.disk.contained import JSON_LIMIT_BYTES, inside, parse_json
 from . import disk
 from .disk import Record
 

@@ -17,10 +17,9 @@ from torch import nn
 
 from ..core.errors import CheckpointError, SettingError, StormError, WrongModel
 from ..core.notices import say_once
-from ..memory.limits import host_available_bytes
-from ..streams.durable import Durable
-from ..streams.home import plain
-from ..streams.masters import MASTER
+from ..memory.books.limits import host_available_bytes
+from ..streams.home.parameter import plain
+from ..streams.optimizer.masters import MASTER
 from . import disk
 from .adapter import WEIGHTS, adapter_files, is_adapted
 from .content import OPTIMIZER, STATE, parameter_names
@@ -28,6 +27,7 @@ from .disk import Record
 from .folder import Manifest, check_complete, check_sums, file_in, is_tensors
 from .names import Names, compare, names_of
 from .random_state import set_random_state
+from .session_state import Durable
 from .tensor_files import Entry, Filling, fill, read_header
 from .threads import Task, run_all
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from ..core.errors import OutOfBudget, StorageError, StormError
 from ..core.notices import say_once
-from ..memory.file_calls import storage_error
-from ..streams.durable import Durable
-from ..streams.handlers import handler_here, inside_step
+from ..memory.disk.calls import storage_error
+from ..streams.bridge.handlers import handler_here, inside_step
 from . import adapter, folder, pretrained
 from .content import gather
 from .draft import Draft, place_of
 from .loading import load_into
+from .session_state import Durable
 from .writing import Writing, check_space
 
 Directory = Path | str | os.PathLike[str]

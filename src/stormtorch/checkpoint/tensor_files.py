@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
-from ..memory.contained import parse_json
+from ..memory.disk.contained import parse_json
 from . import disk
 from .disk import CHUNK, Record, Stopped
 

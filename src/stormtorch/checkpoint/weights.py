@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from ..core.errors import CheckpointError, WrongModel
-from ..memory.contained import JSON_LIMIT_BYTES, parse_json
-from ..streams.durable import durable_of
-from ..streams.home import plain
+from ..memory.disk.contained import JSON_LIMIT_BYTES, parse_json
+from ..streams.home.parameter import plain
 from . import disk
 from .adapter import base_name, base_names, is_adapter_name
 from .content import INDEX
 from .folder import MANIFEST, STORM, check_sums, file_in, read_manifest
 from .loading import Job, read_all
 from .names import compare, names_of
+from .session_state import durable_of
 from .tensor_files import Entry, Filling, read_header
 
 SINGLE = "model.safetensors"

@@ -15,13 +15,13 @@ import torch
 from ..core.errors import StorageError
 from ..core.notices import say_once
 from ..core.sizes import format_bytes
-from ..memory.file_calls import storage_error
-from ..streams.still import Piece, Released, Still
+from ..memory.disk.calls import storage_error
 from . import disk
 from .content import Content, TensorFile
 from .disk import FileWriter, Record, Stopped
 from .draft import Draft
 from .folder import describe_versions
+from .snapshot import Piece, Released, Still
 from .tensor_files import bytes_of
 from .threads import Task, run_all
 

@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     import torch
 
     from ..core.sizes import KiB, format_bytes, parse_bytes
-    from ..memory import limits
+    from ..memory.books import limits
     from ..native.library import describe
 
     gpu = torch.cuda.is_available()

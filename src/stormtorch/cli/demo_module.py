@@ -25,11 +25,11 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from ..api import stream
     from ..core.sizes import format_bytes, parse_bytes
     from ..core.tags import Tier
-    from ..memory import limits
+    from ..memory.books import limits
     from ..native.library import describe
+    from ..session.api import stream
 
     gpu = torch.cuda.is_available()
     device = limits.usable_device(("cuda" if gpu else "cpu") if options.device == "auto" else options.device)

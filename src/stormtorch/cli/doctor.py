@@ -19,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
     from .. import __version__
     from ..core.errors import SettingError
     from ..core.sizes import format_bytes
-    from ..memory import limits
+    from ..memory.books import limits
     from ..native.library import describe
 
     disk = options.disk or Path(tempfile.gettempdir())
@@ -47,10 +47,10 @@ def _signals(index: int) -> str:
 
     from ..core.budget import Budget
     from ..core.tags import Tier
-    from ..memory import limits
-    from ..memory.flags import Flags
-    from ..memory.ledger import Ledger
-    from ..memory.page_lock import page_lock_for
+    from ..memory.books import limits
+    from ..memory.books.ledger import Ledger
+    from ..memory.host.pinning import page_lock_for
+    from ..memory.lanes.flags import Flags
 
     device = torch.device("cuda", index)
     ledger = Ledger(Budget(tier=Tier.HOST, limit_bytes=1 << 20, given="storm doctor"))
@@ -67,8 +67,8 @@ def _signals(index: int) -> str:
 def _io_mode(directory: Path) -> str:
     from ..core.budget import Budget
     from ..core.tags import Tag, Tier
-    from ..memory.ledger import Ledger
-    from ..memory.scratch_file import create_scratch
+    from ..memory.books.ledger import Ledger
+    from ..memory.disk.scratch import create_scratch
 
     ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 20, given="storm doctor"))
     with create_scratch(directory, 1 << 16, ledger=ledger, tag=Tag.STAGING) as file:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core.errors import SettingError, StorageError, StormError
 from ..core.sizes import MiB, format_bytes
-from ..memory.file_calls import storage_error
+from ..memory.disk.calls import storage_error
 from .arrow import batches_of
 from .arrow_columns import pyarrow
 from .hf_datasets import saved_files

@@ -9,7 +9,7 @@ import torch
 from ..core.errors import OutOfBudget
 from ..core.sizes import format_bytes
 from ..core.tags import Tag, Tier
-from ..memory.ledger import Ledger, open_ledger
+from ..memory.books.ledger import Ledger, open_ledger
 from .choice import Choice, open_reader
 from .decoded_windows import open_decoded_reader
 from .delivery import open_delivery

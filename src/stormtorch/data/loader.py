@@ -24,7 +24,7 @@ import torch
 
 from ..core.errors import SettingError, StormError
 from ..core.sizes import parse_bytes
-from ..memory.limits import usable_device
+from ..memory.books.limits import usable_device
 from .choice import Reading, choose
 from .content import content_of
 from .engine import open_engine

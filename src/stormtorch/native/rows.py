@@ -263,7 +263,7 @@ def open_rows(threads: int, *, stage_bytes: int = 0) -> RowsPool:
     native = library()
     if native is not None:
         return NativeRows(native, threads, stage_bytes)
-    from .row_threads import ThreadRows  # a fallback is not worth its import elsewhere
+    from .python_rows import ThreadRows  # a fallback is not worth its import elsewhere
 
     say_once(describe())
     return ThreadRows(threads)

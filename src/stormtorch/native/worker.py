@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from ..core.errors import SettingError
 from ..core.notices import say_once
+from .c_worker import PoolWorker
 from .cores import worker_share
 from .jobs import FlagValue, Worker, WorkerStats
 from .library import describe, library
-from .pool import PoolWorker
-from .thread import ThreadWorker
+from .python_worker import ThreadWorker
 
 __all__ = ["FlagValue", "Worker", "WorkerStats", "open_worker"]
 

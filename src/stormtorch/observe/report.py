@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ..core.sizes import format_bytes
 from ..core.tags import Tier
-from ..memory.ledger import Balance, Ledger
-from ..streams.placement import Placement
-from ..streams.unit import Unit
+from ..memory.books.ledger import Balance, Ledger
+from ..streams.units.placement import Placement
+from ..streams.units.unit import Unit
 from .recorder import Mark, Totals
 
 _NOTABLE = 0.05  # of the time

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import SettingError
-from ..memory.device_meter import DeviceMeter
-from ..memory.lane import Delay
-from ..memory.limits import check_one_device
+from ..memory.books.limits import check_one_device
+from ..memory.cuda.device_meter import DeviceMeter
+from ..memory.lanes.lane import Delay
 
 STEPS = ("auto", "backward", "forward", "serial")
 ACTIVATIONS = ("auto", "keep", "offload", "recompute")

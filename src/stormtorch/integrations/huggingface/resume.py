@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.errors import CheckpointError
 from ...core.notices import say_once
-from ...streams.home import HomeView
+from ...streams.home.parameter import HomeView
 
 
 def newest_complete(directory: str | Path) -> Path | None:

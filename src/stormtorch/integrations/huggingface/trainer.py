@@ -24,9 +24,9 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from transformers import Trainer, TrainerCallback
 
-from ...api import Session, stream
 from ...core.errors import StormError
 from ...observe.report import Report
+from ...session.api import Session, stream
 from . import resume
 from .settings import checked, keep_in_ram, refuse_arguments, refuse_model
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...core.sizes import MiB
-from ...memory.contained import inside, parse_json, read_small, replace_file
+from ...memory.disk.contained import inside, parse_json, read_small, replace_file
 
 _DIGESTS = "digests.cache"  # no name of data: the directory may be one with data
 

@@ -20,8 +20,8 @@ from ...core.errors import SettingError, StorageError
 from ...data.dtypes import INTEGERS, name_of
 from ...data.packed import Index, PackedFile, is_packed, read_index
 from ...data.source import Field
-from ...memory.contained import inside, opened
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import inside, opened
 from .encode import IGNORED, Ids
 from .records import Progress
 

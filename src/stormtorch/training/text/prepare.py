@@ -25,8 +25,8 @@ from typing import Any
 from ...core.errors import SettingError, StorageError, StormError
 from ...data.packed import read_index
 from ...data.paths import file_size, whole_number
-from ...memory.contained import check_no_link, inside, parse_json, read_small
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..reason import reason
 from .cache import being_written, digest_of, sweep
 from .documents import Document, Reading, settle

@@ -16,7 +16,7 @@ from ...core.errors import SettingError, StorageError, StormError
 from ...core.sizes import MiB, format_bytes
 from ...data.documents import json_problem
 from ...data.paths import file_size, natural_order
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
 
 _TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # as `datasets` calls them
 JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})

@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from ...core.sizes import MiB
-from ...memory.contained import opened
+from ...memory.disk.contained import opened
 from .encode import IGNORED, Ids
 
 _HEADER_BYTES = 128

@@ -1,0 +1,237 @@
+"""What of a session outlives it: weights, the optimizer's states and masters, where each lies, how others get there.
+
+`settle` brings home memory up to date; after it, and until the next change that `Still` announces, plain reads of it
+are right. `rewriting` is the other way round: nothing reads or writes home memory meanwhile, and afterwards every copy
+on the device counts as stale. The numbers are written by others, straight into the tensors that are named here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import StormError
+from ..streams.bridge.handlers import inside_step, undisturbed
+from ..streams.bridge.torch_private import in_backward, without_torch_function
+from ..streams.gradients.stream import GradientStream
+from ..streams.home.parameter import plain
+from ..streams.model.access import UserAccess
+from ..streams.optimizer.adam import AdamStream
+from ..streams.optimizer.adam_home import MOMENTS
+from ..streams.optimizer.masters import MASTER
+from ..streams.optimizer.stream import OptimizerStream
+from ..streams.units.unit import Place, Unit
+from ..streams.weights.stream import ParameterStream
+from .snapshot import Still
+
+
+class Durable:
+    """A session's home memory, seen as what is saved and loaded."""
+
+    def __init__(
+        self,
+        *,
+        units: list[Unit],
+        parameters: ParameterStream,
+        gradients: GradientStream,
+        access: UserAccess,
+        optimizer: OptimizerStream | None,
+        adam: AdamStream | None,
+        still: Still,
+        drain: Callable[[], None],
+    ) -> None:
+        """``drain`` blocks until all that was asked for is done."""
+        self._units, self._parameters, self._gradients, self._drain = units, parameters, gradients, drain
+        self._access, self._optimizer, self._adam, self.still = access, optimizer, adam, still
+        self._place = {id(place.parameter): place for unit in units for place in unit.places}
+        access.before_change = self._before_change
+        if optimizer is not None:
+            optimizer.before_change = self._before_step
+
+    def _before_change(self, unit: Unit | None) -> None:
+        self.still.before_change(None if unit is None else unit.index)
+
+    def _before_step(self, unit: Unit | None) -> None:
+        self.still.before_change(None if unit is None else unit.index, by_step=True)
+
+    def check_idle(self, *, loading: bool) -> None:
+        """Raise where a backward, or for loading a forward, is under way on this thread: a hook has called, or a signal
+        handler. One that has interrupted a step may not save either."""
+        what = "load" if loading else "save"
+        if self._access.is_interrupted(forward=loading):
+            raise inside_step(what)
+        if in_backward():
+            raise StormError(
+                f'Cannot {what} inside a backward pass: with step="backward" half of the weights are those of the next '
+                "step. Do it after optimizer.step()."
+            )
+        if loading and self._access.in_forward():
+            raise StormError("Cannot load inside a forward pass: it computes with the weights. Do it before or after.")
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return None if self._optimizer is None else self._optimizer.optimizer
+
+    @property
+    def has_masters(self) -> bool:
+        return self._optimizer is not None and self._optimizer.has_masters
+
+    @property
+    def has_unused_gradients(self) -> bool:
+        """Whether a backward has left gradients that no step has used."""
+        return any(residence.outdated for residence in self._parameters.residences)
+
+    def unit_of(self, tensor: torch.Tensor) -> int | None:
+        """The index of the unit whose home memory a parameter is in; None for what is not streamed."""
+        place = self._place.get(id(tensor))
+        return None if place is None else place.unit.index
+
+    def is_steady(self, tensor: torch.Tensor) -> bool:
+        """Whether no step changes it: a streamed parameter that is frozen."""
+        place = self._place.get(id(tensor))
+        return place is not None and not place.trained
+
+    # --- saving
+
+    def settle(self) -> None:
+        """Block until home memory has everything: weights, states, also those that are kept on the device."""
+        if self._optimizer is not None:
+            self._optimizer.settle()
+        self._drain()
+        if self._access.device.type == "cuda":
+            torch.cuda.synchronize(self._access.device)  # what is not streamed, and computed on whatever stream
+
+    def states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """The optimizer's state of each parameter that has one, as it lies; with the masters, where there are any."""
+        if self._optimizer is None:
+            return
+        states: dict[Any, dict[str, Any]] = dict(self._optimizer.optimizer.state)
+        for place in self._place.values():
+            if self._adam is None and self._optimizer.torch_step.master(place) is not None:
+                states.setdefault(place.parameter, {})  # an optimizer without a state of its own, as plain SGD is
+            elif self._adam is not None and place.trained and place.parameter not in states:
+                home = self._adam.homes[place.unit.index]
+                if home.steps[place.index]:  # updated in backward; step() has not shown it yet
+                    states[place.parameter] = dict(self._homes_of(place))
+        for parameter, state in states.items():
+            shown = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            where = self._place.get(id(parameter))
+            if where is not None and where.trained:
+                if self._adam is not None:
+                    home = self._adam.homes[where.unit.index]
+                    shown["step"] = torch.tensor(float(home.steps[where.index]))
+                else:
+                    master = self._optimizer.torch_step.master(where)
+                    if master is not None:
+                        shown[MASTER] = master
+            yield parameter, shown
+
+    # --- loading
+
+    @contextlib.contextmanager
+    def rewriting(self, parameters: Iterable[nn.Parameter], *, with_states: bool) -> Iterator[None]:
+        """Within this, home memory of these may be written. With ``with_states``, by somebody who writes masters too;
+        otherwise they become what the new weights are."""
+        places = [self._place[id(p)] for p in parameters if id(p) in self._place]
+        self._begin(places)
+        try:
+            yield
+        finally:
+            self._end(places, with_states)
+
+    @undisturbed
+    def _begin(self, places: list[Place]) -> None:
+        self.settle()
+        for index in {place.unit.index for place in places}:
+            self.still.before_change(index)
+            last_load = self._parameters.residences[index].last_load
+            if last_load is not None:
+                last_load.synchronize()
+
+    @undisturbed
+    def _end(self, places: list[Place], with_states: bool) -> None:
+        if self._access.device.type == "cuda":
+            torch.cuda.synchronize(self._access.device)  # what is not streamed came on other threads' streams
+        for unit in {place.unit.index: place.unit for place in places}.values():
+            self._parameters.changed(unit, by_step=False)
+        with without_torch_function():
+            torch.autograd.graph.increment_version([place.parameter for place in places])
+        if self._optimizer is not None and not with_states:
+            for place in places:
+                self._optimizer.masters.reset(place)
+
+    def note_written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These have got their values, of those that ``rewriting`` was allowed."""
+        for tensor in tensors:
+            if (place := self._place.get(id(tensor))) is not None:
+                place.written = True
+
+    def room_for(self, parameter: nn.Parameter, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
+        """Tensors for the state of a parameter, to be filled: those that exist where they fit, else new ones."""
+        assert self._optimizer is not None
+        place = self._place.get(id(parameter))
+        mine = self._homes_of(place) if place is not None else {}
+        found: dict[str, Any] = {}
+        present = self._optimizer.optimizer.state.get(parameter, {})
+        for key, (shape, dtype) in shapes.items():
+            room = mine.get(key)
+            if room is None and key == MASTER and place is not None and self._adam is None:
+                room = self._optimizer.torch_step.new_master(place)
+            if room is None:
+                room = present.get(key)
+                room = plain(room) if isinstance(room, torch.Tensor) else None
+            if room is None or room.shape != shape or room.dtype != dtype:
+                if key in mine:
+                    raise TypeError(key)
+                device = "cpu" if place is not None else parameter.device
+                room = torch.empty(shape, dtype=dtype).to(device)
+            found[key] = room
+        return found
+
+    def has_home(self, parameter: torch.Tensor, key: str) -> bool:
+        """Whether such a state of the parameter lies in memory of the session's own."""
+        place = self._place.get(id(parameter))
+        if place is None or not place.trained:
+            return False
+        return self.has_masters and place.is_split if key == MASTER else self._adam is not None and key in MOMENTS
+
+    def _homes_of(self, place: Place) -> dict[str, torch.Tensor]:
+        """The tensors of home memory that belong to a parameter's state; none where torch keeps it."""
+        if self._adam is None or not place.trained:
+            return {}
+        home = self._adam.homes[place.unit.index]
+        mine = {name: home.moment(name, place) for name in MOMENTS}
+        master = home.master(place)
+        return mine if master is None else {**mine, MASTER: master}
+
+    def install(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Make these the optimizer's states, all of them. Their tensors are those of ``room_for``, filled."""
+        assert self._optimizer is not None
+        for unit in self._units:
+            for place in unit.trained:
+                if MASTER not in states.get(place.parameter, {}):
+                    self._optimizer.masters.reset(place)
+        if self._adam is None:
+            own = {p: {key: v for key, v in state.items() if key != MASTER} for p, state in states.items()}
+            states = {p: state for p, state in own.items() if state}
+        self._optimizer.replace_states(dict(states))
+
+    def forget_gradients(self) -> None:
+        """They belong to other weights."""
+        self._gradients.clear()
+        if self._optimizer is not None:
+            self._optimizer.forget_factor()
+            self._optimizer.zero_grad()  # ours: what the user's own does beyond that is for the user to call
+
+
+def durable_of(model: nn.Module) -> Durable | None:
+    """That of the session that streams ``model``, if one does."""
+    for parameter in model.parameters():
+        access = getattr(parameter, "_storm", (None,))[0]
+        if isinstance(access, UserAccess) and not access.closed:
+            durable: Durable | None = access.durable
+            return durable
+    return None

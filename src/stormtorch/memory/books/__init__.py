@@ -1,0 +1,1 @@
+"""Who has how much: budgets, limits, and free space by address."""

@@ -1,0 +1,251 @@
+"""The book of every byte: reservations are charged to a tier and a tag *before* anything is allocated.
+
+A refusal therefore leaves nothing to undo, and comes with the numbers instead of a kill -9. Two limits are held: the
+budget that the user allowed, and what the machine has free at that moment, because a budget of 64 GiB means little once
+a browser took 40 of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from ...core.budget import Budget
+from ...core.errors import OutOfBudget, SettingError
+from ...core.sizes import GiB, MiB, format_bytes, parse_bytes
+from ...core.tags import Tag, Tier
+from . import limits
+
+Available = Callable[[], int]
+
+
+class Reservation:
+    """Bytes charged to one tier and tag until ``release``, or until nobody holds it any more.
+
+    The second keeps the books right where an exception or Ctrl-C takes away whoever was to release it. As a context
+    manager it releases on exit.
+    """
+
+    __slots__ = ("__weakref__", "_book", "_number", "bytes", "pinned", "tag", "tier")
+
+    def __init__(self, book: _Book, number: int, tier: Tier, tag: Tag, size: int) -> None:
+        self._book, self._number = book, number
+        self.tier, self.tag, self.bytes = tier, tag, size
+        self.pinned = False  # whether these host bytes are page-locked
+
+    def release(self) -> None:
+        """Give the bytes back to the ledger. A second call does nothing. Safe inside a finalizer: it takes no lock."""
+        self._book.pop(self._number, None)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+_Book = weakref.WeakValueDictionary[int, Reservation]
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """One line of the ledger: what a tag holds on a tier now, and the most it ever held."""
+
+    tier: Tier
+    tag: Tag
+    used_bytes: int
+    peak_bytes: int
+
+
+class Ledger:
+    """Budgets of all tiers and the reservations charged to them. Thread-safe; never allocates."""
+
+    def __init__(self, *budgets: Budget, available: Mapping[Tier, Available] | None = None) -> None:
+        """``available`` tells what the machine has free on a tier right now; other tiers are held by budget alone."""
+        self.budgets: dict[Tier, Budget] = {budget.tier: budget for budget in budgets}
+        self._available = dict(available or {})
+        # The live reservations are the only truth, and all sums are made from them: what a signal or a finalizer cuts
+        # in two can then leave no wrong total behind. There are dozens of them, not thousands.
+        self._book: _Book = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()  # re-entrant: the garbage collector may end an arena inside any call below
+        self._peak: dict[tuple[Tier, Tag], int] = {}
+        self._tier_peak = dict.fromkeys(Tier, 0)
+
+    def reserve(self, tier: Tier, tag: Tag, size: int, *, returning_bytes: int = 0) -> Reservation:
+        """Charge ``size`` bytes or raise OutOfBudget; allocates nothing itself. ``returning_bytes`` are in use now, and
+        become free as the others are taken."""
+        size = parse_bytes(size)
+        budget = self.budgets.get(tier)
+        if budget is None:
+            raise OutOfBudget(
+                f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
+                "no budget for it",
+                f"{tier.setting} was not given.",
+                "Give disk= a directory." if tier is Tier.DISK else f"Give {tier.setting}= a size.",
+            )
+        free = self._available[tier]() if tier in self._available and size else None
+        with self._lock:
+            used = self.used_bytes(tier)
+            if used + size > budget.limit_bytes:
+                raise OutOfBudget(
+                    f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
+                    f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used",
+                    f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
+                    _REMEDY[tier],
+                )
+            if free is not None and size > free + returning_bytes:
+                raise OutOfBudget(
+                    f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
+                    f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used, "
+                    f"but only {format_bytes(free)} are free now",
+                    f"The limit is what other programs leave, not {budget.given}.",
+                    _REMEDY_FREE[tier],
+                )
+            number = next(self._numbers)
+            reservation = self._book[number] = Reservation(self._book, number, tier, tag, size)
+            self._tier_peak[tier] = max(self._tier_peak[tier], used + size)
+            self._peak[tier, tag] = max(self._peak.get((tier, tag), 0), self.used_bytes(tier, tag))
+        return reservation
+
+    def used_bytes(self, tier: Tier, tag: Tag | None = None) -> int:
+        """What is charged to ``tier`` now; with ``tag``, its share."""
+        return sum(live.bytes for live in self._live() if live.tier is tier and tag in (None, live.tag))
+
+    def peak_bytes(self, tier: Tier) -> int:
+        return self._tier_peak[tier]
+
+    def free_bytes(self, tier: Tier) -> int:
+        """What the budget of ``tier`` still allows; 0 without a budget."""
+        budget = self.budgets.get(tier)
+        return 0 if budget is None else budget.limit_bytes - self.used_bytes(tier)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host bytes charged as page-locked."""
+        return sum(live.bytes for live in self._live() if live.pinned)
+
+    def balances(self) -> list[Balance]:
+        """Every tag that was ever charged, in the order of tiers and tags."""
+        return [
+            Balance(tier, tag, self.used_bytes(tier, tag), self._peak[tier, tag])
+            for tier in Tier
+            for tag in Tag
+            if (tier, tag) in self._peak
+        ]
+
+    def check(self) -> None:
+        """Assert conservation: the tags of a tier add up to it, and neither now nor ever was it above its budget."""
+        for tier, budget in self.budgets.items():
+            used = self.used_bytes(tier)
+            assert used == sum(line.used_bytes for line in self.balances() if line.tier is tier)
+            assert used <= self._tier_peak[tier] <= budget.limit_bytes
+        assert all(line.used_bytes <= line.peak_bytes for line in self.balances())
+        assert self.pinned_bytes <= self.used_bytes(Tier.HOST)
+
+    def table(self) -> str:
+        """Tiers, tags, bytes now and at the peak, against the limits; plain text."""
+        lines = [f"{'tier':<8}{'tag':<14}{'now':>12}{'peak':>12}{'limit':>12}"]
+        balances = self.balances()
+        for tier, budget in self.budgets.items():
+            numbers = (self.used_bytes(tier), self._tier_peak[tier], budget.limit_bytes)
+            lines.append(f"{tier.value:<8}{'all':<14}" + "".join(f"{format_bytes(n):>12}" for n in numbers))
+            for line in balances:
+                if line.tier is tier:
+                    numbers_of_tag = f"{format_bytes(line.used_bytes):>12}{format_bytes(line.peak_bytes):>12}"
+                    lines.append(f"{'':<8}{line.tag.value:<14}{numbers_of_tag}")
+        lines.append(f"page-locked {format_bytes(self.pinned_bytes)} of host RAM")
+        lines.extend(f"{budget.given}: {budget.reason}" for budget in self.budgets.values() if budget.reason)
+        return "\n".join(lines)
+
+    def _live(self) -> list[Reservation]:
+        return list(self._book.values())
+
+
+_THE = {Tier.DEVICE: "the device", Tier.HOST: "the host", Tier.DISK: "the disk"}
+_REMEDY = {
+    Tier.DEVICE: "Raise it, or take a smaller batch or a shorter sequence.",
+    Tier.HOST: "Raise it, or take a smaller batch, or train an adapter (LoRA) instead of all weights.",
+    Tier.DISK: "Free space there, or name a directory on another disk.",
+}
+_REMEDY_FREE = {
+    Tier.DEVICE: "End other programs on the GPU, or lower vram.",
+    Tier.HOST: "End other programs, or lower ram.",
+    Tier.DISK: "Free space there, or name a directory on another disk.",
+}
+
+
+def open_ledger(
+    device: torch.device | str,
+    *,
+    vram: object = "auto",
+    ram: object = "auto",
+    disk: Path | str | None = None,
+    returning_bytes: int = 0,
+) -> Ledger:
+    """A ledger for this machine from the user's settings; refuses budgets that the machine can never meet.
+
+    ``returning_bytes`` of RAM are in use now and become free as the budget is used."""
+    device = limits.usable_device(device)
+    free, total = limits.device_memory_bytes(device)
+    budgets = [
+        _budget(
+            Tier.DEVICE,
+            vram,
+            free=free,
+            total=total,
+            headroom=max(512 * MiB, total // 50),
+            kept_for="the driver, cuBLAS and fragmentation" if device.type == "cuda" else "fragmentation",
+        ),
+        _budget(
+            Tier.HOST,
+            ram,
+            free=limits.host_available_bytes() + returning_bytes,
+            total=limits.host_total_bytes(),
+            headroom=max(2 * GiB, limits.host_total_bytes() // 20),
+            kept_for="the system, the page cache and your own program",
+        ),
+    ]
+    available: dict[Tier, Available] = {Tier.HOST: limits.host_available_bytes}
+    if device.type == "cuda":
+        available[Tier.DEVICE] = lambda: limits.device_memory_bytes(device)[0]
+    if disk is not None:
+        directory = Path(disk)
+        if not directory.is_dir():
+            raise SettingError(f"disk={str(disk)!r} is not a directory. Name one that exists, on the disk to spill to.")
+        free, total = limits.disk_bytes(directory)
+        headroom = max(GiB, free // 20)
+        given = f"disk={str(disk)!r}"
+        budgets.append(_automatic(Tier.DISK, given, free=free, total=total, headroom=headroom, kept_for="others there"))
+        available[Tier.DISK] = lambda: limits.disk_bytes(directory)[0]
+    return Ledger(*budgets, available=available)
+
+
+def _budget(tier: Tier, value: object, *, free: int, total: int, headroom: int, kept_for: str) -> Budget:
+    name = tier.setting
+    if str(value).strip().lower() != "auto":
+        limit = parse_bytes(value, setting=name)
+        if limit > total:
+            raise SettingError(
+                f"{name}={value!r} is {format_bytes(limit)}, but {_THE[tier]} has {format_bytes(total)} in all. "
+                f"Give at most that, or {name}='auto'."
+            )
+        return Budget(tier=tier, limit_bytes=limit, given=f"{name}={value!r}")
+    return _automatic(tier, f"{name}='auto'", free=free, total=total, headroom=headroom, kept_for=kept_for)
+
+
+def _automatic(tier: Tier, given: str, *, free: int, total: int, headroom: int, kept_for: str) -> Budget:
+    """What is free, less a head-room; with the numbers as the reason."""
+    # On a small machine a fixed head-room could leave nothing: never keep back more than half.
+    kept = min(headroom, free // 2)
+    reason = f"{format_bytes(free)} free of {format_bytes(total)}, less {format_bytes(kept)} for {kept_for}"
+    return Budget(tier=tier, limit_bytes=free - kept, given=given, reason=reason)

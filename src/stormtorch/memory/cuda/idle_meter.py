@@ -1,0 +1,81 @@
+"""How much of the time the GPU has nothing to do because the host has not launched anything.
+
+A thread of C code (csrc/sampler.c) asks some hundred times a second whether the stream that computes has finished all
+that was enqueued. Waits for lanes do not count: the stream has not finished then. Two things are added to what it
+counts. Where the driver was busy with a launch and could not answer at once, the GPU is taken to have been as it mostly
+is when a launch begins. And for each launch the GPU needs a moment before the kernel runs, be it idle or not.
+
+On the road to this a thousand questions a second, each after a pause of up to 40 microseconds, took 3 per cent of one
+core; a step whose optimizer runs on all cores was 3 per cent slower."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+
+import torch
+
+from ...native.library import Library, SamplerCounts, library
+from .driver import device_index, driver
+
+_PERIOD_NS = 3_000_000
+_START_NS = 1_400  # in which no kernel runs, for each one that is launched; between 1.3 and 2.1 on an H200
+_FADES = 0.9  # what was seen of launches, from one reading to the next
+
+
+class IdleMeter:
+    """Counts as long as it lives. ``watch`` names the stream."""
+
+    def __init__(self, native: Library, handle: int) -> None:
+        self._c, self._handle = native.c, handle
+        self._stream = 0
+        self._last = SamplerCounts()
+        self._idle = 0.0
+        self._launches = self._onto_idle = 0.0  # seen lately, and of these onto a GPU that had nothing to do
+        self._watched_ns = 0.0  # in which they were seen
+        # Also at exit, before the driver ends: the thread must not ask it then.
+        self._end = weakref.finalize(self, _close, native, handle, os.getpid())
+
+    def watch(self, stream: int) -> None:
+        """Ask about ``stream`` from now on."""
+        if stream != self._stream and self._end.alive:
+            self._stream = stream
+            self._c.storm_sampler_watch(self._handle, stream)
+
+    def read(self) -> tuple[int, float]:
+        """How often it was asked so far, and how often the stream had finished."""
+        if not self._end.alive:
+            return 0, 0.0
+        now, last = SamplerCounts(), self._last
+        self._c.storm_sampler_read(self._handle, ctypes.byref(now))
+        self._last = now
+        self._launches = self._launches * _FADES + now.launches - last.launches
+        self._onto_idle = self._onto_idle * _FADES + now.launches_after_yes - last.launches_after_yes
+        self._watched_ns = self._watched_ns * _FADES + now.watched_ns - last.watched_ns
+        onto_idle = self._onto_idle / self._launches if self._launches else 0.0
+        starting = min(1.0, self._launches / self._watched_ns * _START_NS) if self._watched_ns else 0.0
+        asked, idle = now.asked - last.asked, now.yes - last.yes + onto_idle * (now.blocked - last.blocked)
+        self._idle += min(asked, idle + starting * asked)
+        return now.asked, self._idle
+
+    def close(self) -> None:
+        self._end()
+
+
+def _close(native: Library, handle: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # a forked child has no such thread
+        native.c.storm_sampler_close(handle)
+
+
+def idle_meter_for(device: torch.device, *, period_ns: int = _PERIOD_NS) -> IdleMeter | None:
+    """None where there is no GPU to ask, or no C library to ask it."""
+    native, found = library(), driver() if device.type == "cuda" else None
+    query = None if found is None else found.query(device_index(device))
+    if native is None or query is None:
+        return None
+    handle, stream = ctypes.c_void_p(), torch.cuda.current_stream(device).cuda_stream
+    status = native.c.storm_sampler_open(
+        query.ask, query.no, query.enter, query.relax, query.context, stream, period_ns, ctypes.byref(handle)
+    )
+    return IdleMeter(native, handle.value or 0) if status == 0 else None

@@ -1,0 +1,1 @@
+"""Files: aligned requests, many at a time, within one folder."""

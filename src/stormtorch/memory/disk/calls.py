@@ -1,0 +1,113 @@
+"""What files ask of the kernel, and what its refusals mean in words.
+
+The calls go through one small object, so that a test can make a disk fail, fill up or answer slowly at a chosen place.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core.errors import StorageError
+from ..books import limits
+
+ELSEWHERE = "or name a directory on another disk."
+_CAUSES = {
+    errno.EIO: ("the disk reported an I/O error", f"Look at dmesg and the health of the disk, {ELSEWHERE}"),
+    errno.ENOSPC: ("no space is left on the filesystem", f"Free space there, {ELSEWHERE}"),
+    errno.EDQUOT: ("the disk quota is used up", f"Free space there, have the quota raised, {ELSEWHERE}"),
+    errno.EFBIG: ("the file would be larger than allowed", f"Raise ulimit -f, {ELSEWHERE}"),
+    errno.EROFS: ("the filesystem is read-only", "Remount it writable, or name another directory."),
+    errno.EACCES: ("permission is denied", "Change the permissions, or name another directory."),
+    errno.EPERM: ("the operation is not permitted", "Change the permissions, or name another directory."),
+    errno.ENOENT: ("it does not exist", "Create it, or correct the path."),
+    errno.ENOTDIR: ("a part of the path is not a directory", "Correct the path."),
+    errno.EISDIR: ("it is a directory", "Name a file."),
+    errno.EEXIST: ("it exists already", "Remove it, or give another name."),
+    errno.EMFILE: ("this process has too many open files", "Raise ulimit -n, or close some."),
+    errno.EINVAL: ("the kernel refused the arguments", "Try direct=False."),
+}
+
+
+def _pread(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)
+
+
+def _pwrite(fd: int, view: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [view], offset)
+
+
+def _set_direct(fd: int, on: bool) -> None:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemCalls:
+    """Everything that is asked of the kernel. Only tests replace a member. Interrupted calls are repeated by Python."""
+
+    open: Callable[[str, int, int], int] = os.open
+    unlink: Callable[[str], None] = os.unlink
+    fallocate: Callable[[int, int, int], None] = os.posix_fallocate
+    truncate: Callable[[int, int], None] = os.ftruncate
+    pread: Callable[[int, memoryview, int], int] = _pread
+    pwrite: Callable[[int, memoryview, int], int] = _pwrite
+    sync: Callable[[int], None] = os.fdatasync
+    close: Callable[[int], None] = os.close
+    set_direct: Callable[[int, bool], None] = _set_direct
+    filesystem_type: Callable[[Path], str] = limits.filesystem_type
+
+
+class Descriptor:
+    """An open file descriptor, closed at most once however many hold this object; without a holder, with a warning.
+
+    One object from ``open`` on: were the bare number handed from owner to owner, a Ctrl-C between two of them would
+    leave it with none, or with both, and the second to close it would hit whoever has the number by then.
+    """
+
+    number = -1  # for __del__, should Ctrl-C come before __init__ has set it
+    freed: Callable[[], None] | None = None  # called after each close; must bear to be called again
+
+    def __init__(self, number: int, name: str, calls: SystemCalls) -> None:
+        self.name, self.calls, self._process = name, calls, os.getpid()
+        self.number = number
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process got it by a fork, which copies no threads, and locks in whatever state they are."""
+        return os.getpid() != self._process
+
+    def close(self) -> None:
+        """Close it, unless that was done; raises the kernel's OSError, and counts as closed even then."""
+        number, self.number = self.number, -1
+        try:
+            if number >= 0:
+                self.calls.close(number)
+        finally:
+            if self.freed is not None:
+                self.freed()
+
+    def __del__(self) -> None:
+        # No lock is taken here: the garbage collector may come while this very thread holds any of them.
+        if self.number < 0:
+            return
+        try:
+            if not self.inherited:  # a copy that a fork made was not forgotten by anyone
+                warnings.warn(f"{self.name} was not closed", ResourceWarning, source=self, stacklevel=2)
+        finally:  # under -W error the warning raises
+            self.close()
+
+
+def storage_error(what: str, cause: OSError, *, numbers: str = "") -> StorageError:
+    """``cause`` as one line: what failed, why, the numbers, what to do. Keeps ``errno`` and chains ``cause``."""
+    reason, remedy = _CAUSES.get(cause.errno or 0, (cause.strerror or str(cause), f"Try again, {ELSEWHERE}"))
+    code = errno.errorcode.get(cause.errno or 0, "no errno")
+    error = StorageError(f"Cannot {what}: {reason} [{code}]{numbers and f' ({numbers})'}. {remedy}")
+    error.errno = cause.errno
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,273 @@
+"""Files: existing ones to read, new ones that stay, and the ground that scratch files stand on.
+
+How it works. A file is opened once and serves requests (``file_requests``) from a few threads of its own, which sit in
+``preadv`` and ``pwritev`` without the GIL. Large blocks are what makes Python threads good enough: a block of 8 MiB
+lasts milliseconds, and one hand-over of the GIL is lost in it; at 1 MiB it is not.
+
+Direct I/O is taken where it is real. The page cache would hold every byte a second time, in the RAM that offloading is
+short of, and would write it back at moments of its own choosing. ``open`` proves nothing, because tmpfs accepts the
+flag and ignores it: so the filesystem's type is asked first, and an aligned transfer is tried after that. The flag is
+set on the open descriptor, hence a refusal needs no second open, which a file without a name could not have.
+
+Roads not taken. *mmap*: page faults move 4 KiB at a time, errors arrive as SIGBUS, and dirty pages follow the kernel's
+schedule instead of ours. *io_uring*: four blocking threads already reach the device's limit with a tenth of a core,
+while it is forbidden in many containers and needs native code. *O_SYNC*: scratch need not survive a power cut, and what
+must does so by one ``flush`` at its end instead of one per write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypedDict, Unpack
+
+from ...core.errors import SettingError, StorageError
+from ...core.notices import say_once
+from ...core.records import Sink
+from ...core.sizes import MiB, format_bytes, parse_bytes
+from ..books import limits
+from .calls import Descriptor, SystemCalls, storage_error
+from .requests import Buffer, Ending, RequestQueue, Transfer, bytes_of
+
+ALIGNMENT = 4096  # of addresses, offsets and extents: a multiple of every sector size in use
+Mode = Literal["direct", "buffered"]
+_IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+class FileOptions(TypedDict, total=False):
+    """What every kind of file accepts."""
+
+    direct: bool | Literal["auto"]  # "auto": where it is real
+    threads: int  # blocks in flight at most; 4
+    block_bytes: int  # moved by one system call; 8 MiB
+    sink: Sink | None  # gets one FileAccess per request that succeeded, timed from its first block
+    calls: SystemCalls  # for tests
+
+
+class File:
+    """An open file of ``size_bytes``. ``mode`` and ``mode_reason`` say how it is accessed.
+
+    Addresses and offsets of requests must be multiples of ``alignment``; lengths need not. Any thread may use it.
+    Requests run at the same time and in no order: who reads what another wrote waits for that future first. A process
+    made by a fork may close it, and nothing else.
+    """
+
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        *,
+        where: Path,
+        size_bytes: int,
+        writable: bool,
+        **options: Unpack[FileOptions],
+    ) -> None:
+        """Takes ``descriptor`` over; if it raises, the caller closes it. ``where`` tells the filesystem.
+
+        Users call ``open_file`` etc.
+        """
+        threads, block_bytes = options.get("threads", 4), options.get("block_bytes", 8 * MiB)
+        if threads < 1 or block_bytes < ALIGNMENT or block_bytes % ALIGNMENT:
+            raise SettingError(
+                f"threads={threads}, block_bytes={block_bytes}: accepted are at least one thread, and blocks of a "
+                f"positive multiple of {ALIGNMENT} bytes."
+            )
+        self.name, self.size_bytes, self.writable = descriptor.name, size_bytes, writable
+        self.mode, self.mode_reason = _choose_mode(descriptor, self, where, options.get("direct", "auto"))
+        self.alignment = ALIGNMENT if self.mode == "direct" else 1
+        self._requests = RequestQueue(
+            descriptor,
+            size_bytes,
+            alignment=self.alignment,
+            threads=threads,
+            block_bytes=block_bytes,
+            sink=options.get("sink"),
+        )
+
+    def pread(self, buffer: Buffer, offset: int) -> Future[int]:
+        """Start to fill ``buffer`` from ``offset``; does not block. Leave the buffer alone until the future is done.
+
+        The buffer, a contiguous CPU tensor or anything with a writable buffer, is kept alive until then. The future
+        gives the number of bytes or raises StorageError. It may be dropped unread, and it cannot be cancelled.
+        """
+        return self._submit(bytes_of(buffer, writable=True), offset, write=False)
+
+    def pwrite(self, buffer: Buffer, offset: int) -> Future[int]:
+        """Start to write ``buffer`` at ``offset``, inside the size of the file; does not block. Else as ``pread``."""
+        return self._submit(bytes_of(buffer, writable=False), offset, write=True)
+
+    def read(self, buffer: Buffer, offset: int) -> int:
+        """``pread`` that blocks. Ctrl-C gets through; blocks under way then still arrive in the buffer."""
+        with interruptible() as stop:
+            return self._submit(bytes_of(buffer, writable=True), offset, write=False, stop=stop).result()
+
+    def write(self, buffer: Buffer, offset: int) -> int:
+        """``pwrite`` that blocks. Ctrl-C gets through; blocks under way are then still written."""
+        with interruptible() as stop:
+            return self._submit(bytes_of(buffer, writable=False), offset, write=True, stop=stop).result()
+
+    def flush(self) -> None:
+        """Block until finished writes would survive a power cut; wait for their futures first.
+
+        This says nothing of the file's name: who renames a file to publish it syncs the directory too.
+        """
+        self._requests.flush()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called; requests are refused from then on."""
+        return self._requests.closed
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Refuse new requests, finish the accepted ones, end the threads, close the descriptor. Idempotent.
+
+        With ``cancel`` only the blocks under way are finished, and the futures of requests that lack others raise
+        StorageError (ECANCELED); leaving a ``with`` block by an exception does that. Blocks; if interrupted, call it
+        again. Not to be called from a future's callback, which runs on one of the threads that it waits for.
+        """
+        self._requests.close(cancel=cancel)
+
+    def _submit(
+        self,
+        view: memoryview,
+        offset: int,
+        *,
+        write: bool,
+        padded: bool = False,
+        ending: Ending | None = None,
+        stop: threading.Event | None = None,
+    ) -> Transfer:
+        end = offset + len(view)
+        if write and not self.writable:
+            raise SettingError(f"Cannot write to {self.name}: it was opened to read. Make a new one with create_file.")
+        # Where someone else's file ends is for the kernel to say; the size of ours was fixed at its creation.
+        if offset < 0 or (self.writable and end > self.size_bytes):
+            raise SettingError(
+                f"Bytes {offset} to {end} are not inside {self.name}, which has {self.size_bytes} bytes."
+            )
+        return self._requests.submit(
+            view, offset, write=write, padded=padded or end == self.size_bytes, ending=ending, stop=stop
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=kind is not None)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}, {format_bytes(self.size_bytes)}, {self.mode}: {self.mode_reason}>"
+
+
+def open_file(path: Path | str, **options: Unpack[FileOptions]) -> File:
+    """An existing regular file of any size, to read. Changes nothing."""
+    path, calls = Path(path), options.get("calls", SystemCalls())
+    flags = os.O_RDONLY | os.O_NONBLOCK  # NONBLOCK: a named pipe would wait for its writer
+    try:
+        descriptor = Descriptor(calls.open(str(path), flags, 0), str(path), calls)
+    except OSError as error:
+        raise storage_error(f"open {path} to read", error) from error
+    with closed_on_error(descriptor):
+        status = os.fstat(descriptor.number)
+        if not stat.S_ISREG(status.st_mode):
+            raise StorageError(f"Cannot open {path} to read: it is not a regular file. Name a file.")
+        return File(descriptor, where=path, size_bytes=status.st_size, writable=False, **options)
+
+
+def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> File:
+    """A new file of exactly ``size`` bytes, preallocated, to read and write; it stays after ``close``.
+
+    Never replaces a file; if it cannot be made in full, nothing is left. No ledger is charged: it is the user's file.
+    """
+    path, calls, size = Path(path), options.get("calls", SystemCalls()), parse_bytes(size)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    try:
+        descriptor = Descriptor(calls.open(str(path), flags, 0o666), str(path), calls)
+    except OSError as error:
+        raise storage_error(f"create {path}", error) from error
+    try:
+        with closed_on_error(descriptor):
+            preallocate(descriptor, size, path.parent)
+            return File(descriptor, where=path, size_bytes=size, writable=True, **options)
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong first is what the user must hear
+            calls.unlink(str(path))
+        raise
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """A stop for the request of a blocking call, made before it so that Ctrl-C finds no moment between the two."""
+    stop = threading.Event()
+    try:
+        yield stop
+    finally:
+        stop.set()
+
+
+@contextlib.contextmanager
+def closed_on_error(descriptor: Descriptor) -> Iterator[None]:
+    """Closes ``descriptor`` if the block raises, whether or not a ``File`` had it by then."""
+    try:
+        yield
+    except BaseException:
+        descriptor.close()
+        raise
+
+
+def preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
+    """Give ``[0, size)`` of a new file its place on the disk, so that a full one is noticed now, not hours later."""
+    free = limits.disk_bytes(directory)[0]  # asked before, since a failed attempt may keep what it got for a while
+    try:
+        if size:
+            descriptor.calls.fallocate(descriptor.number, 0, size)
+    except OSError as error:
+        numbers = f"{format_bytes(free)} were free"
+        raise storage_error(
+            f"preallocate {format_bytes(size)} for {descriptor.name}", error, numbers=numbers
+        ) from error
+
+
+def _choose_mode(descriptor: Descriptor, file: File, where: Path, direct: bool | Literal["auto"]) -> tuple[Mode, str]:
+    """The mode and its reason; leaves O_DIRECT on ``descriptor`` accordingly."""
+    if not isinstance(direct, bool) and direct != "auto":
+        raise SettingError(f"direct={direct!r} is not accepted. Accepted: 'auto', True, False.")
+    if direct is False:
+        return "buffered", "direct=False"
+    kind = descriptor.calls.filesystem_type(where)
+    obstacle = f"{kind} lives in RAM" if kind in _IN_RAM else _try_direct(descriptor, file, kind)
+    if obstacle is None:
+        return "direct", f"{kind} passed an aligned trial"
+    if direct is True:
+        raise SettingError(f"direct=True is impossible for {file.name}: {obstacle}. Use 'auto', or another directory.")
+    say_once(
+        f"No direct I/O for {file.name}: {obstacle}. Buffered I/O is used; its bytes take RAM that no budget counts.",
+        key=f"no direct I/O: {obstacle}",
+    )
+    return "buffered", obstacle
+
+
+def _try_direct(descriptor: Descriptor, file: File, kind: str) -> str | None:
+    """Set O_DIRECT and move one unit; what is in the way, or None. A writable file is new: zeros replace zeros."""
+    fd, calls, block = descriptor.number, descriptor.calls, memoryview(mmap.mmap(-1, ALIGNMENT))
+    try:
+        calls.set_direct(fd, True)
+        if file.writable and file.size_bytes >= ALIGNMENT:
+            calls.pwrite(fd, block, 0)
+        calls.pread(fd, block, 0)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise storage_error(f"try direct I/O on {file.name}", error) from error
+        calls.set_direct(fd, False)
+        return f"{kind} refuses it here"
+    return None

@@ -1,0 +1,212 @@
+"""Scratch: one preallocated file without a name, divided into extents.
+
+It is unnamed from the start (``O_TMPFILE``), or loses its name at once: the kernel frees the space when the process
+ends, however it ends, and no later run can read back what an earlier one left. A directory of files named by tensor is
+the road not taken: they pile up after a crash, and each of them can fail to be created when training is under way.
+
+Space comes back by two ways, both of which may lead through a finalizer: the garbage collector runs it wherever it
+likes, hence also on a thread that is inside ``take`` and holds the lock. So neither way takes the lock. Each leaves a
+line in a queue of news, whose ``append`` is one step, and whoever holds the lock next reads the news before anything
+else; nobody can tell the difference. A re-entrant lock is the road not taken: it would let the finalizer in while the
+lists of extents are half changed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import threading
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Unpack
+
+from ...core.errors import OutOfBudget, SettingError, StorageError
+from ...core.sizes import format_bytes, parse_bytes, round_up
+from ...core.tags import Tag, Tier
+from ..books.extents import Extents
+from ..books.ledger import Ledger, Reservation
+from .calls import Descriptor, SystemCalls, storage_error
+from .files import ALIGNMENT, File, FileOptions, closed_on_error, interruptible, preallocate
+from .requests import Buffer, Ending, Transfer, bytes_of
+
+_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR})  # EISDIR: kernels that do not know the flag
+
+
+class _Place:
+    """Where an extent lies and who needs it. It knows no file, so that news about it does not keep one alive."""
+
+    __slots__ = ("given", "offset", "size_bytes", "taken", "uses")
+
+    def __init__(self, offset: int, size_bytes: int) -> None:
+        self.offset, self.size_bytes = offset, size_bytes  # as the file's extents know it
+        self.given, self.taken = False, True
+        self.uses: frozenset[object] = frozenset()  # one key per request under way
+
+
+class FileExtent:
+    """``size_bytes`` at ``offset`` of a scratch file, the caller's until ``give_back``. Offsets start at its own 0."""
+
+    __slots__ = ("_place", "file", "offset", "size_bytes")
+
+    def __init__(self, file: ScratchFile, place: _Place, size_bytes: int) -> None:
+        self.file, self.offset, self.size_bytes = file, place.offset, size_bytes
+        self._place = place
+
+    def pread(self, buffer: Buffer, offset: int = 0) -> Future[int]:
+        """As ``File.pread``."""
+        return self.file._submit_in(self, bytes_of(buffer, writable=True), offset, write=False)
+
+    def pwrite(self, buffer: Buffer, offset: int = 0) -> Future[int]:
+        """As ``File.pwrite``."""
+        return self.file._submit_in(self, bytes_of(buffer, writable=False), offset, write=True)
+
+    def read(self, buffer: Buffer, offset: int = 0) -> int:
+        """As ``File.read``; blocks."""
+        with interruptible() as stop:
+            view = bytes_of(buffer, writable=True)
+            return self.file._submit_in(self, view, offset, write=False, stop=stop).result()
+
+    def write(self, buffer: Buffer, offset: int = 0) -> int:
+        """As ``File.write``; blocks."""
+        with interruptible() as stop:
+            view = bytes_of(buffer, writable=False)
+            return self.file._submit_in(self, view, offset, write=True, stop=stop).result()
+
+    def give_back(self) -> None:
+        """Return the space; its content is lost. What a request still uses follows when that ends. Idempotent.
+
+        Takes no lock: a finalizer may call it, at any moment and on any thread.
+        """
+        self.file._news.append((self._place, None))
+
+
+class ScratchFile(File):
+    """Space on disk, charged to a ledger, that lasts as long as this object is open."""
+
+    def __init__(
+        self, directory: Path, size_bytes: int, reservation: Reservation, **options: Unpack[FileOptions]
+    ) -> None:
+        """Takes ``reservation`` over, unless it raises. Users call ``create_scratch``."""
+        descriptor = _open_unnamed(directory, options.get("calls", SystemCalls()))
+        # By ``close`` or by being forgotten. An interrupted close still holds the descriptor, and with it the space.
+        descriptor.freed = reservation.release
+        with closed_on_error(descriptor):
+            preallocate(descriptor, size_bytes, directory)
+            super().__init__(descriptor, where=directory, size_bytes=size_bytes, writable=True, **options)
+            self._extents = Extents(size_bytes)
+            self._extents_lock = threading.Lock()
+            self._news: deque[tuple[_Place, object]] = deque()  # the key of a use that ended, or None: given back
+
+    @property
+    def free_bytes(self) -> int:
+        """What is not taken. An extent takes whole alignment units."""
+        self._requests.refuse_after_fork()
+        with self._extents_lock:
+            self._read_news()
+            return self.size_bytes - self._extents.taken_bytes
+
+    def take(self, size: int) -> FileExtent:
+        """An extent of ``size`` bytes at an aligned offset, or OutOfBudget. Its content is undefined."""
+        self._requests.refuse_after_fork()
+        size_taken = round_up(parse_bytes(size), ALIGNMENT)
+        with self._extents_lock:
+            self._read_news()
+            offset = self._extents.take(size_taken, ALIGNMENT)
+            free = self.size_bytes - self._extents.taken_bytes
+        if offset is None:
+            taken = f"{format_bytes(self.size_bytes - free)} of {format_bytes(self.size_bytes)} taken"
+            raise OutOfBudget(
+                f"Cannot take {format_bytes(size)} of the {self.name}",
+                taken if size_taken > free else f"{taken}, and no hole is large enough",
+                "The limit is the size that the file was created with.",
+                "Create it larger, or give extents back.",
+            )
+        return FileExtent(self, _Place(offset, size_taken), size)
+
+    def check(self) -> None:
+        """Assert conservation: taken and free extents tile the file."""
+        self._requests.refuse_after_fork()
+        with self._extents_lock:
+            self._read_news()
+            self._extents.check()
+
+    def _submit_in(
+        self, extent: FileExtent, view: memoryview, offset: int, *, write: bool, stop: threading.Event | None = None
+    ) -> Transfer:
+        end = offset + len(view)
+        if offset < 0 or end > extent.size_bytes:
+            raise SettingError(f"Bytes {offset} to {end} are not inside an extent of {extent.size_bytes} bytes.")
+        self._requests.refuse_after_fork()
+        place, use = extent._place, object()
+        ending = Ending(partial(self._news.append, (place, use)))
+        try:
+            with self._extents_lock:
+                self._read_news()
+                if place.given:
+                    raise StorageError(f"Cannot use an extent of the {self.name}: it was given back. Take a new one.")
+                place.uses |= {use}
+            return self._submit(
+                view,
+                extent.offset + offset,
+                write=write,
+                padded=end == extent.size_bytes,  # behind an extent's end lies its own padding
+                ending=ending,
+                stop=stop,
+            )
+        except BaseException:
+            # Ctrl-C may come when the request has begun; its own end then says so, and the kernel uses the place until.
+            if not ending.owed:
+                ending.call()
+            raise
+
+    def _read_news(self) -> None:
+        """Bring the extents up to date; the caller holds the lock. A line goes when it is read, lest Ctrl-C lose it."""
+        while self._news:
+            place, use = self._news[0]
+            if use is None:
+                place.given = True
+            else:
+                place.uses -= {use}
+            # Nobody else may take the place while the kernel still reads or writes it for this one.
+            if place.given and not place.uses and place.taken:
+                place.taken = False
+                self._extents.give(place.offset, place.size_bytes)
+            self._news.popleft()
+
+
+def create_scratch(
+    directory: Path | str, size: int, *, ledger: Ledger, tag: Tag, **options: Unpack[FileOptions]
+) -> ScratchFile:
+    """A scratch file of ``size`` bytes, rounded up to the alignment, in an existing ``directory``.
+
+    Charges ``ledger`` before the file exists and until it is closed. If it raises, nothing is left or charged.
+    """
+    size_bytes = round_up(parse_bytes(size), ALIGNMENT)
+    reservation = ledger.reserve(Tier.DISK, tag, size_bytes)
+    try:
+        return ScratchFile(Path(directory), size_bytes, reservation, **options)
+    except BaseException:
+        reservation.release()
+        raise
+
+
+def _open_unnamed(directory: Path, calls: SystemCalls) -> Descriptor:
+    name = f"scratch file in {directory}"
+    try:
+        try:
+            # EXCL: nobody can give it a name afterwards.
+            flags = os.O_RDWR | os.O_TMPFILE | os.O_EXCL
+            return Descriptor(calls.open(str(directory), flags, 0o600), name, calls)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+        path = str(directory / f".storm-scratch-{secrets.token_hex(8)}")
+        descriptor = Descriptor(calls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), name, calls)
+        with closed_on_error(descriptor):
+            calls.unlink(path)  # still empty: a kill between these two calls leaves a name, but no bytes
+        return descriptor
+    except OSError as error:
+        raise storage_error(f"create a {name}", error) from error

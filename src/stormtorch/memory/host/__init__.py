@@ -1,0 +1,1 @@
+"""RAM: mapped once, page-locked, handed out in pieces."""

@@ -1,0 +1,303 @@
+"""The host arena: RAM that is mapped once, touched in parallel, page-locked, and handed out in exact pieces.
+
+Why not ``torch.empty(..., pin_memory=True)``: its allocator rounds to powers of two (129 MiB become 256), locks page by
+page (8 GiB take seconds where mapping, touching and registering take a fraction of one), and returns memory on a
+schedule of its own. Why not ``cudaHostAlloc``: such memory cannot have huge pages, cannot be shared with another
+process, and cannot fall back to pageable when the system refuses to lock it.
+
+Every tensor made from an arena keeps its mapping alive, with the page-lock and the charge in the ledger: an arena that
+is merely dropped goes when its last tensor does. ``close`` ends lock and charge at once; a tensor that outlives it
+still reads valid memory, never a dangling address, but memory that is pageable and that nobody counts. A forked child
+has no access to a page-locked arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...core.errors import OutOfBudget, SettingError, StormError
+from ...core.sizes import GiB, MiB, format_bytes, parse_bytes, round_up
+from ...core.tags import Tag, Tier
+from ...native.touch import first_touch
+from ..books.ledger import Ledger
+from .pinned import Hold, settle_others
+from .pinning import PageLock
+from .region import GRAIN, Region, attach_region, map_private, map_shared
+
+PAGE = mmap.PAGESIZE
+_REGION_LIMIT = 64 * GiB  # one registration; drivers refuse very large ones, and a copy must not cross two
+_REGION_AIM = 512 * MiB  # where sizes are known: one is locked while the next is touched, and the driver is soon free
+
+
+def natural_alignment(size: int) -> int:
+    """Alignment for ``size`` bytes: a cache line for what is large, less where that costs over 1/64 of the size."""
+    return 64 if size >= 4096 else 32 if size >= 2048 else GRAIN
+
+
+def regions_for(sizes: Iterable[int], alignment: int | None = None) -> list[int]:
+    """The regions of an arena that holds exactly these allocations, made in this order; none crosses two."""
+    ends = [0]
+    for size in sizes:
+        start = round_up(ends[-1], alignment or natural_alignment(size))
+        if ends[-1] and start + size > _REGION_AIM:
+            ends.append(0)
+            start = 0
+        ends[-1] = start + round_up(size, GRAIN) if size else ends[-1]
+    return [round_up(end, PAGE) for end in ends]
+
+
+class HostBlock:
+    """A piece of a host arena. Valid until released; the arena may then hand it out again."""
+
+    __slots__ = ("_arena", "_region", "offset", "size")
+
+    def __init__(self, arena: HostArena, region: Region | None, offset: int, size: int) -> None:
+        """``region`` is None for an empty block, which lies nowhere."""
+        self._arena: HostArena | None = arena
+        self._region = region
+        self.offset, self.size = offset, size
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """(region, offset, size): the same bytes in an arena attached by another process."""
+        return self._region.index if self._region is not None else 0, self.offset, self.size
+
+    def tensor(self, dtype: torch.dtype = torch.uint8, shape: Iterable[int] | None = None) -> torch.Tensor:
+        """A view of the block. Its memory may be reused once the block is released."""
+        return _view(self._region.bytes if self._region is not None else _NOTHING, self.offset, self.size, dtype, shape)
+
+    def release(self) -> None:
+        """Give the bytes back to the arena.
+
+        No copy may still be reading or writing them. A second call does nothing.
+        """
+        arena, self._arena = self._arena, None
+        if arena is not None and self._region is not None:
+            arena._give(self._region, self.offset, self.size)
+
+
+@dataclass(frozen=True)
+class SharedArena:
+    """A name for a shared arena that another process can attach; small and picklable. Valid while the owner lives."""
+
+    pid: int
+    descriptors: tuple[int, ...]
+    region_bytes: tuple[int, ...]
+
+
+class HostArena:
+    """Exactly ``capacity_bytes`` of RAM, charged to the ledger before it is mapped. Thread-safe."""
+
+    def __init__(
+        self,
+        capacity: int | Sequence[int],
+        *,
+        ledger: Ledger,
+        tag: Tag,
+        page_lock: PageLock | None = None,
+        shared: bool = False,
+        lock_behind: bool = False,
+        fill_later: bool = False,
+        returning_bytes: int = 0,
+    ) -> None:
+        """Maps, touches and page-locks everything now. ``capacity``: bytes, or those of each region (``regions_for``).
+
+        With ``page_lock`` given and refused, the arena stays pageable and says so. ``lock_behind`` leaves touching and
+        locking, nearly all of the time that this takes, to a thread: the memory is there for the CPU, and for lanes
+        once it is ``settled``. ``fill_later`` maps only: ``fill`` does the rest. ``returning_bytes`` are in use now,
+        and will be freed as the arena is filled.
+        """
+        sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
+        self.capacity_bytes = sum(sizes)
+        self.tag = tag
+        self._regions: list[Region] = []
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[Region, int, int]] = deque()
+        self._closed = False
+        reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes, returning_bytes=returning_bytes)
+        self._hold = Hold(reservation, page_lock, behind=lock_behind)
+
+        def made() -> Iterator[Region]:
+            for index, size in enumerate(size for size in sizes if size):
+                region = map_shared(index, size) if shared else map_private(index, size, fork=page_lock is None)
+                self._hold.add(region)
+                self._regions.append(region)
+                if not self._hold.touches and not fill_later:
+                    first_touch(region.address, size)
+                yield region
+
+        with self._ending_on_error():
+            if fill_later:
+                deque(made(), maxlen=0)
+            else:
+                self._finish(made())
+
+    @classmethod
+    def attach(cls, shared: SharedArena, *, page_lock: PageLock | None = None) -> HostArena:
+        """Map an arena that another process made with ``shared=True``.
+
+        Its owner carries the charge; nothing can be allocated here.
+        """
+        arena = cls.__new__(cls)
+        arena.capacity_bytes = sum(shared.region_bytes)
+        arena.tag = Tag.STAGING
+        arena._regions = []
+        arena._lock, arena._returned, arena._closed = threading.Lock(), deque(), False
+        arena._hold = Hold(None, page_lock)
+        with arena._ending_on_error():
+            for index, (descriptor, size) in enumerate(zip(shared.descriptors, shared.region_bytes, strict=True)):
+                arena._regions.append(attach_region(index, shared.pid, descriptor, size))
+                arena._hold.add(arena._regions[-1])
+            arena._finish(arena._regions)
+        return arena
+
+    def fill(self, write: Callable[[int], None]) -> None:
+        """Have ``write`` touch and write each region, by index; each is page-locked while the next is written."""
+
+        def written() -> Iterator[Region]:
+            for region in self._regions:
+                write(region.index)
+                yield region
+
+        with self._ending_on_error():
+            self._finish(written())
+
+    @contextlib.contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StormError):  # an interrupted lock may or may not have happened
+                self._hold.end_all()
+            raise
+
+    def _finish(self, regions: Iterable[Region]) -> None:
+        self._hold.lock(regions)
+        if not self._hold.behind:
+            self._hold.settle()
+            if self._hold.refusal is not None and settle_others(self._hold):
+                self._hold.lock(self._regions)  # others may have held what they have given back since
+                self._hold.settle()
+            self._hold.say_if_refused()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known if all of it is page-locked."""
+        return self._hold.settled
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all of it is page-locked by now."""
+        return not self._closed and self._hold.locked_all
+
+    def settle(self) -> None:
+        """Block until it is ``settled``."""
+        self._hold.settle()
+
+    def say_if_refused(self) -> None:
+        """Tell the user, once, that it could not be page-locked, if it could not."""
+        self._hold.say_if_refused()
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes in live blocks."""
+        with self._locked():
+            return sum(region.extents.taken_bytes for region in self._regions)
+
+    def allocate(self, size: int, *, alignment: int | None = None) -> HostBlock:
+        """A block of exactly ``size`` bytes. Raises OutOfBudget if no hole of the arena is large enough."""
+        if self._closed:
+            raise StormError("Cannot allocate from a host arena that was closed.")
+        size = parse_bytes(size)
+        if size == 0:
+            return HostBlock(self, None, 0, 0)
+        with self._locked():
+            for region in self._regions:
+                offset = region.extents.take(size, alignment or natural_alignment(size))
+                if offset is not None:
+                    return HostBlock(self, region, offset, size)
+        if size > _REGION_LIMIT:
+            raise SettingError(
+                f"Cannot allocate {format_bytes(size)} in one piece: page-locked memory comes in regions of "
+                f"{format_bytes(_REGION_LIMIT)}. Use several smaller pieces."
+            )
+        raise OutOfBudget(
+            f"Cannot allocate {format_bytes(size)} for {self.tag.name} from a host arena",
+            f"{format_bytes(self.taken_bytes)} of {format_bytes(self.capacity_bytes)} taken, no hole is large enough",
+            "The limit is the size that the arena was planned with.",
+            "Plan it with regions_for the sizes that it must hold.",
+        )
+
+    def tensor(self, shape: Iterable[int], dtype: torch.dtype, *, alignment: int | None = None) -> torch.Tensor:
+        """A tensor for the life of the arena, where nobody will release the block."""
+        shape = tuple(parse_bytes(length) for length in shape)
+        return self.allocate(math.prod(shape) * dtype.itemsize, alignment=alignment).tensor(dtype, shape)
+
+    def at(self, place: tuple[int, int, int], dtype: torch.dtype, shape: Iterable[int] | None = None) -> torch.Tensor:
+        """The tensor at a ``HostBlock.place`` of this arena, or of the arena that this one is attached to."""
+        region, offset, size = place
+        return _view(self._regions[region].bytes if size else _NOTHING, offset, size, dtype, shape)
+
+    def share(self) -> SharedArena:
+        """The name by which another process of this user can attach the arena.
+
+        Only for arenas made with ``shared=True``.
+        """
+        descriptors = tuple(region.descriptor for region in self._regions if region.descriptor is not None)
+        if len(descriptors) != len(self._regions):
+            raise SettingError("Only a host arena made with shared=True can be shared.")
+        return SharedArena(os.getpid(), descriptors, tuple(region.size for region in self._regions))
+
+    def check(self) -> None:
+        """Assert that free and taken pieces tile the arena."""
+        with self._locked():
+            for region in self._regions:
+                region.extents.check()
+
+    def close(self) -> None:
+        """Unlock the pages and return the charge. All copies from and to the arena must have ended. Safe to call twice.
+
+        The memory itself goes when the last tensor made from it does.
+        """
+        self._closed = True
+        try:
+            self._hold.end_all()
+        finally:
+            self._regions = []
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            while self._returned:
+                region, offset, size = self._returned.popleft()
+                region.extents.give(offset, size)
+            yield
+
+    def _give(self, region: Region, offset: int, size: int) -> None:
+        """Put a block aside; the next call that holds the lock takes it back.
+
+        Blocks are released by finalizers too, and those may run on this very thread while it holds the lock.
+        """
+        self._returned.append((region, offset, size))
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _whole_regions(capacity_bytes: int) -> list[int]:
+    whole, rest = divmod(round_up(capacity_bytes, PAGE), _REGION_LIMIT)
+    return [_REGION_LIMIT] * whole + [rest]
+
+
+def _view(data: torch.Tensor, offset: int, size: int, dtype: torch.dtype, shape: Iterable[int] | None) -> torch.Tensor:
+    flat = data[offset : offset + size].view(dtype)
+    return flat if shape is None else flat.view(torch.Size(shape))

@@ -1,0 +1,191 @@
+"""What an arena has of the system and gives back: page-locks, made at once or by a thread behind, and the charge."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from ...core.errors import OutOfBudget, StormError
+from ...core.notices import say_once
+from ...core.sizes import format_bytes
+from ...core.tags import Tag
+from ...native.touch import can_touch_beside_writers, first_touch
+from ..books import limits
+from ..books.ledger import Ledger, Reservation
+from .pinning import PageLock
+from .region import Region
+
+_PAUSE_S = 0.002  # between two regions that are locked behind: others have calls for the driver too
+
+
+class Hold:
+    """What an arena must give back: page-locks, descriptors, the charge. Each region's end is tied to its last tensor.
+
+    The ties are made before anything is locked, so that an interrupt at any moment leaves nothing locked behind.
+    """
+
+    def __init__(self, reservation: Reservation | None, page_lock: PageLock | None, *, behind: bool = False) -> None:
+        self.reservation, self.page_lock, self.behind = reservation, page_lock, behind
+        self.touches = behind and page_lock is not None and can_touch_beside_writers()  # or whoever maps it does
+        self.owner_pid = os.getpid()
+        self.locked: set[int] = set()
+        self.locking, self.is_over = threading.Lock(), False
+        self.outcome: Future[bool] | None = None  # whether all is locked; None where nothing is to be
+        self.refusal: StormError | None = None
+        self.size_bytes = 0
+        self.finalizers: list[weakref.finalize[[int, int | None], ctypes.Array[ctypes.c_ubyte]]] = []
+
+    def add(self, region: Region) -> None:
+        """From here on the tensors of ``region`` alone keep it."""
+        finalizer = weakref.finalize(region.pages, self._end, region.address, region.descriptor)
+        finalizer.atexit = False  # a GPU may still be at work then; the end of the process unlocks in the right order
+        self.finalizers.append(finalizer)
+        self.size_bytes += region.size
+        del region.pages
+
+    def lock(self, regions: Iterable[Region]) -> None:
+        """Page-lock all regions or none, each while the next one is being made; ``outcome`` says which. Returns when
+        all are made."""
+        if self.page_lock is None:
+            deque(regions, maxlen=0)
+            return
+        self.refusal, made = None, list[Region]()
+        locker = ThreadPoolExecutor(1, "storm-page-lock")
+        try:
+            asked = []
+            for region in regions:
+                made.append(region)
+                asked.append(locker.submit(self._lock_one, self.page_lock, region))
+            self.outcome = locker.submit(self._conclude, asked, made)
+            if self.behind:
+                _BEHIND.add(self)
+        finally:
+            locker.shutdown(wait=False)
+
+    def _lock_one(self, page_lock: PageLock, region: Region) -> None:
+        if self.touches and not self.is_over and self.refusal is None:
+            first_touch(region.address, region.size)
+        if self.behind:
+            time.sleep(_PAUSE_S)
+        with self.locking:
+            if self.is_over or self.refusal is not None:
+                return
+            self.locked.add(region.address)
+            try:
+                page_lock.lock(region.address, region.size)
+            except StormError as refusal:
+                self.locked.remove(region.address)
+                self.refusal = refusal.with_traceback(None)  # which would keep ``region``, and with it the memory
+
+    def _conclude(self, asked: list[Future[None]], regions: list[Region]) -> bool:  # noqa: ARG002
+        """Whether all are locked; if not, none is. ``regions``: kept until then, or their memory could go while it is
+        being unlocked."""
+        for future in asked:
+            future.result()
+        with self.locking:
+            if not self.is_over and self.refusal is None:
+                if self.reservation is not None:
+                    self.reservation.pinned = True
+                return True
+            with contextlib.suppress(StormError):  # of a device that has failed, its owner was told
+                self._unlock_all()
+            if self.is_over and self.reservation is not None:  # an interrupted ``end_all`` may not have come to it
+                self.reservation.release()
+        return False
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known if all is locked."""
+        return self.outcome is None or self.outcome.done()
+
+    @property
+    def locked_all(self) -> bool:
+        """Whether all is locked by now."""
+        outcome = self.outcome
+        return outcome is not None and outcome.done() and outcome.exception() is None and outcome.result()
+
+    def settle(self) -> None:
+        """Block until it is ``settled``."""
+        if self.outcome is not None:
+            self.outcome.result()
+
+    def say_if_refused(self) -> None:
+        """Tell the user, once."""
+        if self.refusal is None:
+            return
+        instead = "Optimizer states stay with the CPU" if self.behind else "Copies go through a small page-locked ring"
+        say_once(
+            f"Host page-lock refused for {format_bytes(self.size_bytes)} ({self.refusal}); the limit is "
+            f"{limits.page_lock_limit()}. {instead} instead, more slowly.",
+            key="page-lock refused",
+        )
+
+    def end_all(self) -> None:
+        """End what has not ended. Goes through to the last region, then raises the first error."""
+        self.is_over = True
+        if self.owner_pid == os.getpid():  # a forked child has not the thread, but perhaps the lock that it held
+            with self.locking:  # another thread may be at it still, and can be undone only then
+                pass
+        errors = []
+        for finalizer in self.finalizers:
+            try:
+                finalizer()
+            except StormError as error:
+                errors.append(error)
+        if self.reservation is not None:
+            self.reservation.release()
+        if errors:
+            raise errors[0]
+
+    def _end(self, address: int, descriptor: int | None) -> None:
+        try:
+            # A forked child inherits this object, but the lock is its parent's.
+            if self.owner_pid == os.getpid() and not sys.is_finalizing():
+                self._unlock(address)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+            if self.reservation is not None and not any(finalizer.alive for finalizer in self.finalizers):
+                self.reservation.release()
+
+    def _unlock_all(self) -> None:
+        for address in tuple(self.locked):
+            self._unlock(address)
+
+    def _unlock(self, address: int) -> None:
+        """Whoever takes it out of the set unlocks it: the thread that locks, or whoever ends the region."""
+        try:
+            self.locked.remove(address)
+        except KeyError:
+            return
+        assert self.page_lock is not None
+        self.page_lock.unlock(address)
+
+
+def cannot_lock(size_bytes: int, tag: Tag, ledger: Ledger, remedy: str) -> OutOfBudget:
+    """The error of whoever cannot do with pageable memory."""
+    return OutOfBudget(
+        f"Cannot page-lock {format_bytes(size_bytes)} more of RAM for {tag.name}",
+        f"{format_bytes(ledger.pinned_bytes)} are page-locked already",
+        f"The limit is {limits.page_lock_limit()}.",
+        f"Raise it, or {remedy}.",
+    )
+
+
+_BEHIND: weakref.WeakSet[Hold] = weakref.WeakSet()  # those that a thread locks, or has locked
+
+
+def settle_others(asking: Hold) -> bool:
+    """Block until nobody is locking behind. True if somebody was: what is refused then may not be any more."""
+    others = [hold.outcome for hold in list(_BEHIND) if hold is not asking and hold.outcome is not None]
+    pending = [outcome for outcome in others if not outcome.done()]
+    wait(pending)
+    return bool(pending)

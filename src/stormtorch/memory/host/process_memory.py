@@ -1,0 +1,38 @@
+"""What this process has of RAM beside our own: memory that was freed goes back to the system, files that are mapped are
+page cache."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from ...core.sizes import MiB
+
+_libc = ctypes.CDLL(None)
+_NOT_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")  # named, and RAM all the same
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system, which malloc keeps of pieces up to 32 MiB. On ARM torch has an allocator of
+    its own, which does so a moment after it was freed, when it is called again."""
+    if hasattr(_libc, "malloc_trim"):  # glibc has it
+        _libc.malloc_trim(0)
+    torch.empty(MiB, dtype=torch.uint8, device="cpu")
+
+
+class MappedFiles:
+    """Where files are mapped, as it is now."""
+
+    def __init__(self, table: str | None = None) -> None:
+        """``table``: as in /proc/self/maps, for tests."""
+        self._spans: list[tuple[int, int]] = []
+        for line in (Path("/proc/self/maps").read_text() if table is None else table).splitlines():
+            span, _, _, _, inode, *path = line.split(maxsplit=5)
+            if inode != "0" and not (path and path[0].startswith(_NOT_FILES)):
+                first, last = span.split("-")
+                self._spans.append((int(first, 16), int(last, 16)))
+
+    def __contains__(self, address: int) -> bool:
+        return any(first <= address < last for first, last in self._spans)

@@ -1,0 +1,1 @@
+"""Copies beside compute, on the GPU or on threads, and what orders them."""

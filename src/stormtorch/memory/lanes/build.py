@@ -1,0 +1,107 @@
+"""Lanes: ordered queues of work beside compute, with events between them.
+
+A lane takes copies, waits and signals in order and returns at once. Two lanes meet only through events (`record` on
+one, `wait` on the other) and flags (32-bit words that a CPU worker sees too). Loads and stores have a lane each,
+because one queue for both would serialise the two copy engines of a GPU. The compute lane stands for whatever stream
+the caller is computing on at that moment: it is looked up at each call, since recomputation in backward runs on another
+thread.
+
+Three kinds serve one interface:
+
+- `CudaLane` (lanes/cuda.py): a CUDA stream. The host only enqueues.
+- `StagedCudaLane` (lanes/staged.py): where host memory could not be page-locked. A thread feeds the stream through
+  a small page-locked ring. Slower, same results.
+- `CpuLane` (lanes/cpu.py): host memory in the device's role. A worker thread really runs later than its caller, so that
+  a missing wait is a wrong number on a machine without a GPU too; tests add delays.
+
+The road not taken: one shared pool of Python threads for all lanes. Each hand-over of the GIL cost more than the copy
+it started; with streams and flags the loop has no Python thread at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...core.errors import SettingError
+from ...core.records import Sink
+from ...core.tags import Tag
+from ..books.ledger import Ledger
+from ..books.limits import usable_device
+from ..host.arena import HostArena
+from ..host.pinning import page_lock_for
+from .cpu import CpuComputeLane, CpuLane
+from .cuda import CudaLane
+from .lane import Delay, Event, Lane
+from .staged import RING_BYTES, StagedCudaLane
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of one device. ``load`` moves towards compute, ``store`` away from it.
+
+    ``aside`` is a second way in, for what need not wait where ``load`` waits: a lane works in order, and one that is
+    held back by a flag would hold back everything behind it. Where home is pageable it is ``load`` itself. ``ring``
+    is the page-locked memory through which both go where home is pageable; None where they need none."""
+
+    device: torch.device
+    load: Lane
+    store: Lane
+    compute: Lane
+    aside: Lane
+    ring: HostArena | None = None
+
+    def synchronize(self) -> None:
+        """Block until all are empty."""
+        for lane in (self.load, self.aside, self.store, self.compute):
+            lane.synchronize()
+
+    def record_all(self) -> tuple[Event, ...]:
+        """Events behind everything that was asked of any of them."""
+        return tuple(lane.record() for lane in (self.load, self.aside, self.store, self.compute))
+
+    def close(self) -> None:
+        """Close all ways. Abort the flags that a lane may wait for first, or drain what leads to them."""
+        try:
+            self.load.close()
+        finally:
+            self.aside.close()
+            self.store.close()
+            if self.ring is not None:
+                self.ring.close()
+
+
+def open_lanes(
+    device: torch.device | str,
+    *,
+    home: HostArena | None = None,
+    ledger: Ledger | None = None,
+    ring_bytes: int = RING_BYTES,
+    sink: Sink | None = None,
+    delay: Delay | None = None,
+) -> Lanes:
+    """Lanes for ``device``.
+
+    ``home`` is the arena to be copied from and to. If it could not be page-locked for a GPU, the lanes are staged
+    through a ring of ``ring_bytes`` that is charged to ``ledger``. Without ``home``, all host memory must be page-
+    locked.
+    """
+    device = usable_device(device)
+    if device.type == "cpu":
+        load, store, aside = (CpuLane(name, sink, delay) for name in ("load", "store", "aside"))
+        return Lanes(device, load, store, CpuComputeLane(), aside)
+    compute = CudaLane("compute", device, own_stream=False)
+    if home is None or home.pinned:
+        names = ("load", "store", "aside")
+        cuda = [CudaLane(name, device, own_stream=True, sink=sink, delay=delay) for name in names]
+        return Lanes(device, cuda[0], cuda[1], compute, cuda[2])
+    if ledger is None:
+        raise SettingError(
+            "Lanes for a pageable arena need a ring of page-locked memory. Give ledger= to charge it to."
+        )
+    ring = HostArena(ring_bytes, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
+    halves = ring.tensor((2, ring_bytes // 2), torch.uint8)
+    staged_load = StagedCudaLane("load", device, halves[0], sink, delay)
+    staged_store = StagedCudaLane("store", device, halves[1], sink, delay)
+    return Lanes(device, staged_load, staged_store, compute, staged_load, ring)

@@ -1,0 +1,187 @@
+"""Lanes that are CUDA streams. The host only enqueues; ordering, reuse and signals happen on the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+
+import torch
+
+from ...core.errors import LaneError, SettingError
+from ...core.records import Copied, Sink
+from ...core.sizes import MiB
+from ...core.tags import Tag
+from ..cuda.driver import Driver, device_index, driver
+from ..cuda.streams import OwnStream
+from .flags import Flag
+from .lane import Delay, Event, Lane, as_bytes, check_copy
+
+
+class CudaEvent(Event):
+    """A CUDA event. Lanes that are fed by a thread override ``enqueued``, since their event may not be recorded yet."""
+
+    def __init__(self) -> None:
+        self.cuda = torch.cuda.Event()
+
+    def done(self) -> bool:
+        return bool(self.cuda.query())
+
+    def synchronize(self) -> None:
+        wait_for(self.cuda)
+
+    def enqueued(self) -> None:
+        """Block until the event stands in its stream. A wait for an event that does not would pass at once."""
+
+
+class CudaLane(Lane):
+    """A stream of its own, or with ``own_stream=False`` whatever stream is current at each call."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        own_stream: bool,
+        sink: Sink | None = None,
+        delay: Delay | None = None,
+    ) -> None:
+        self.name, self.device_index = name, device_index(device)
+        self._driver = need_driver()
+        self._own = OwnStream(self._driver, self.device_index) if own_stream else None
+        self._delay = delay
+        self._timer = None if sink is None else CopyTimer(name, sink)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device_index) if self._own is None else self._own.stream
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+        size = check_copy(target, source)
+        if size == 0:
+            return
+        self._wait_out_delay()
+        stream, to, by = self.stream, target.data_ptr(), source.data_ptr()
+        host = [address for side, address in ((target, to), (source, by)) if side.device.type == "cpu"]
+        start = None if self._timer is None else self._timer.start(stream)
+        if not self._driver.copy(self.device_index, stream.cuda_stream, to, by, size, host=host):
+            # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is for ever.
+            raise SettingError("A CUDA lane copies page-locked memory only. Take it from a pinned HostArena.")
+        if self._timer is not None and start is not None:
+            self._timer.finish(stream, start, tag, size)
+
+    def fill(self, target: torch.Tensor, byte: int) -> None:
+        self._wait_out_delay()
+        stream, target = self.stream, as_bytes(target)
+        with torch.cuda.stream(stream):
+            if target.is_cuda:
+                target.fill_(byte)
+                return
+            # The host would do it at once, before what this lane waits for.
+            source = torch.full((min(target.nbytes, MiB),), byte, dtype=torch.uint8, device=stream.device)
+            for part in target.split(MiB):
+                self._driver.copy(
+                    self.device_index, stream.cuda_stream, part.data_ptr(), source.data_ptr(), part.nbytes
+                )
+
+    def record(self) -> Event:
+        event = CudaEvent()
+        event.cuda.record(self.stream)
+        return event
+
+    def place(self) -> Hashable:
+        return self.stream
+
+    def record_at(self, place: Hashable) -> Event:
+        assert isinstance(place, torch.cuda.Stream)
+        event = CudaEvent()
+        event.cuda.record(place)
+        return event
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, CudaEvent):
+            event.enqueued()
+            self.stream.wait_event(event.cuda)
+        else:  # an event of the CPU's: the host is the only one who can wait for it
+            event.synchronize()
+
+    def write_flag(self, flag: Flag, value: int) -> None:
+        flag.board.raise_if_aborted()
+        if flag.device_address is None:  # the driver cannot: the host waits and writes
+            self.record().synchronize()
+            flag.set(value)
+        else:
+            self._driver.write_value(self.device_index, self.stream.cuda_stream, flag.device_address, value)
+
+    def wait_flag(self, flag: Flag, value: int) -> None:
+        if flag.device_address is None:
+            flag.wait(value)
+        else:
+            flag.expect(value)
+            self._driver.wait_value(self.device_index, self.stream.cuda_stream, flag.device_address, value)
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+        if self._timer is not None:
+            self._timer.emit()
+
+    def close(self) -> None:
+        if self._own is None or self._own.closed:
+            return
+        # A GPU that failed fails here once more; its owner was told where it happened.
+        with contextlib.suppress(LaneError, RuntimeError):
+            self.synchronize()
+        self._own.close()
+
+    def _wait_out_delay(self) -> None:
+        if self._delay is not None:
+            with torch.cuda.stream(self.stream):
+                self._delay()
+
+
+def wait_for(event: torch.cuda.Event) -> None:
+    """Block until ``event``, in short naps: torch's own wait cannot be interrupted, and might never end."""
+    while not event.query():
+        time.sleep(50e-6)
+
+
+class CopyTimer:
+    """Times copies with events on the stream and emits their records once they are done, never by waiting."""
+
+    def __init__(self, lane: str, sink: Sink) -> None:
+        self._lane, self._sink = lane, sink
+        self._lock = threading.Lock()  # a lane's thread and whoever synchronizes it both emit
+        self._origin: torch.cuda.Event | None = None
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int]] = deque()
+
+    def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Call just before the copy is enqueued on ``stream``."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        self._origin = self._origin or event
+        return event
+
+    def finish(self, stream: torch.cuda.Stream, start: torch.cuda.Event, tag: Tag, size: int) -> None:
+        """Call just after it."""
+        end = torch.cuda.Event(enable_timing=True)
+        end.record(stream)
+        self._pending.append((start, end, tag, size))
+        self.emit()
+
+    def emit(self) -> None:
+        """Send the records of the copies that have ended."""
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                start, end, tag, size = self._pending.popleft()
+                assert self._origin is not None
+                start_s, seconds = self._origin.elapsed_time(start) / 1e3, start.elapsed_time(end) / 1e3
+                self._sink(Copied(self._lane, tag, size, start_s, seconds))
+
+
+def need_driver() -> Driver:
+    cuda = driver()
+    if cuda is None:
+        raise LaneError("The CUDA driver library is gone.")
+    return cuda

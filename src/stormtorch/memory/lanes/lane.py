@@ -1,0 +1,130 @@
+"""One lane: an ordered queue of work beside compute, and the events that tie lanes together. See lanes/build.py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable
+
+import torch
+
+from ...core.errors import SettingError
+from ...core.tags import Tag
+from .flags import Flag
+
+Delay = Callable[[], None]
+"""Called inside a lane before each piece of its work; tests sleep in it, on the thread or on the stream."""
+
+
+class Event(ABC):
+    """A point in a lane's order."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all work before the point has finished. Does not block."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until it has. Raises LaneError if that work failed."""
+
+
+class Lane(ABC):
+    """An ordered queue.
+
+    All methods return at once unless they say otherwise; tensors must stay alive until the work is done.
+    """
+
+    name: str
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+        """Copy between contiguous tensors of the same dtype and number of elements."""
+
+    @abstractmethod
+    def fill(self, target: torch.Tensor, byte: int) -> None:
+        """Set every byte of a contiguous ``target``; 0xFF makes NaN in every floating dtype."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """The point after everything queued so far."""
+
+    def place(self) -> Hashable:
+        """Where work queued now would run, for ``record_at``: on a GPU, compute is whatever stream is current."""
+        return None
+
+    def record_at(self, place: Hashable) -> Event:  # noqa: ARG002
+        """The point after everything queued so far at ``place``."""
+        return self.record()
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Hold back all later work of this lane until ``event``."""
+
+    @abstractmethod
+    def write_flag(self, flag: Flag, value: int) -> None:
+        """Store ``value`` in ``flag`` once everything queued so far is done and visible to the CPU."""
+
+    @abstractmethod
+    def wait_flag(self, flag: Flag, value: int) -> None:
+        """Hold back all later work of this lane until ``flag`` has reached ``value``."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until the lane is empty; raises LaneError if any of its work failed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is queued, then end the lane. Safe to call twice; does not raise for work that failed."""
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], tag: Tag) -> int:
+        """Copy every (target, source) pair, neighbours in one go; returns the number of copies that took."""
+        merged = coalesce(pairs)
+        for target, source in merged:
+            self.copy(target, source, tag)
+        return len(merged)
+
+
+def check_copy(target: torch.Tensor, source: torch.Tensor) -> int:
+    """Refuse what a lane cannot copy; returns the bytes.
+
+    Casts and strides are compute, not transport.
+    """
+    if target.dtype != source.dtype:
+        raise SettingError(f"A lane does not cast: the target is {target.dtype}, the source {source.dtype}.")
+    if target.numel() != source.numel():
+        raise SettingError(f"A lane cannot copy {source.numel()} elements into {target.numel()}.")
+    for tensor in (target, source):
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise SettingError("A lane copies contiguous memory, not strided or lazy views. Use .contiguous().")
+    return source.nbytes
+
+
+def coalesce(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same copies in as few pieces as adjacency allows: neighbours on both sides become one pair of byte tensors.
+
+    Pairs are merged with their predecessor only, which suffices because units lay their tensors out in one order.
+    """
+    merged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target, source in pairs:
+        if check_copy(target, source) == 0:
+            continue
+        pair = (as_bytes(target), as_bytes(source))
+        if merged and all(_follows(last, new) for last, new in zip(merged[-1], pair, strict=True)):
+            grown = [_grow(last, new.numel()) for last, new in zip(merged[-1], pair, strict=True)]
+            merged[-1] = (grown[0], grown[1])
+        else:
+            merged.append(pair)
+    return merged
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous ``tensor``, flat."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _follows(last: torch.Tensor, new: torch.Tensor) -> bool:
+    same_storage = last.untyped_storage().data_ptr() == new.untyped_storage().data_ptr()
+    return same_storage and last.data_ptr() + last.numel() == new.data_ptr()
+
+
+def _grow(last: torch.Tensor, extra: int) -> torch.Tensor:
+    return last.as_strided((last.numel() + extra,), (1,))

@@ -1,0 +1,170 @@
+"""CUDA lanes for memory that could not be page-locked: a thread feeds the stream through a small page-locked ring.
+
+A copy between pageable memory and a GPU blocks whoever asks for it. Here a thread is blocked instead of the training
+loop, and the bytes pass through pieces of a ring, so that the copy into one piece overlaps with the transfer of
+another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+
+import torch
+
+from ...core.errors import SettingError
+from ...core.records import Sink
+from ...core.sizes import MiB, round_down
+from ...core.tags import Tag
+from ..cuda.driver import device_index
+from ..cuda.streams import OwnStream
+from .cuda import CopyTimer, CudaEvent, need_driver, wait_for
+from .lane import Delay, Event, as_bytes, check_copy
+from .thread import Failure, ThreadLane, wait_interruptibly
+
+_PIECES = 4
+RING_BYTES = 64 * MiB
+"""Both lanes' rings together: 8 MiB a piece, where the link is at its full rate and more brings nothing."""
+
+
+class StagedEvent(CudaEvent):
+    """A CUDA event that the lane's thread records when it gets there."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__()
+        self._failure = failure
+        self._enqueued = threading.Event()
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        try:
+            self.cuda.record(stream)
+        finally:
+            self._enqueued.set()
+
+    def enqueued(self) -> None:
+        wait_interruptibly(self._enqueued, self._failure)
+
+    def done(self) -> bool:
+        return self._enqueued.is_set() and super().done()
+
+    def synchronize(self) -> None:
+        self.enqueued()
+        super().synchronize()
+
+
+class StagedCudaLane(ThreadLane):
+    """One direction between pageable host memory and the GPU.
+
+    ``ring`` is page-locked memory that this lane alone uses.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device, ring: torch.Tensor, sink: Sink | None = None, delay: Delay | None = None
+    ) -> None:
+        self._own = OwnStream(need_driver(), device_index(device))
+        self._stream = self._own.stream
+        super().__init__(name, self._on_stream(delay) if delay is not None else None)
+        piece = round_down(ring.numel() // _PIECES, 64)
+        if piece == 0:
+            raise SettingError(f"A ring of {ring.numel()} bytes is too small for a lane. Give {RING_BYTES} for both.")
+        self._pieces = deque((ring[i * piece : (i + 1) * piece], torch.cuda.Event()) for i in range(_PIECES))
+        self._timer = None if sink is None else CopyTimer(name, sink)
+
+    def _on_stream(self, delay: Delay) -> Delay:
+        stream = self._stream
+
+        def delayed() -> None:
+            with torch.cuda.stream(stream):
+                delay()
+
+        return delayed
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+        size = check_copy(target, source)
+        if size == 0:
+            return
+        stream, pieces, timer = self._stream, self._pieces, self._timer
+
+        def copy() -> None:
+            target_bytes, source_bytes = as_bytes(target), as_bytes(source)
+            with torch.cuda.stream(stream):
+                start = timer.start(stream) if timer is not None else None
+                if source.device.type == "cpu":
+                    _load(target_bytes, source_bytes, pieces, stream)
+                else:
+                    _store(target_bytes, source_bytes, pieces, stream)
+                if timer is not None and start is not None:
+                    timer.finish(stream, start, tag, size)
+
+        self.enqueue(copy)
+
+    def fill(self, target: torch.Tensor, byte: int) -> None:
+        stream = self._stream
+
+        def fill() -> None:
+            with torch.cuda.stream(stream):
+                as_bytes(target).fill_(byte)
+
+        self.enqueue(fill)
+
+    def record(self) -> Event:
+        event, stream = StagedEvent(self._failure), self._stream
+        self.enqueue(lambda: event.record(stream), always=True)
+        return event
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        if self._timer is not None:
+            self._timer.emit()
+
+    def close(self) -> None:
+        super().close()
+        if not self._own.closed:
+            with contextlib.suppress(RuntimeError):  # a GPU that failed fails here once more
+                self.settle()  # copies out of the ring may still be under way
+            self._own.close()
+
+    def settle(self) -> None:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        wait_for(event)
+
+
+Pieces = deque[tuple[torch.Tensor, torch.cuda.Event]]
+
+
+def _load(target: torch.Tensor, source: torch.Tensor, pieces: Pieces, stream: torch.cuda.Stream) -> None:
+    """Host to device: fill a piece as soon as its last transfer has ended, and send it off."""
+    step = pieces[0][0].numel()
+    for start in range(0, source.numel(), step):
+        piece, sent = pieces[0]
+        pieces.rotate(-1)
+        sent.synchronize()
+        part = source[start : start + step]
+        piece[: part.numel()].copy_(part)
+        target[start : start + step].copy_(piece[: part.numel()], non_blocking=True)
+        sent.record(stream)
+
+
+def _store(target: torch.Tensor, source: torch.Tensor, pieces: Pieces, stream: torch.cuda.Stream) -> None:
+    """Device to host: keep the ring's pieces in flight, empty the oldest. All bytes are in ``target`` on return."""
+    step = pieces[0][0].numel()
+    flying: deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = deque()
+
+    def land() -> None:
+        part, piece, arrived = flying.popleft()
+        arrived.synchronize()
+        part.copy_(piece)
+
+    for start in range(0, source.numel(), step):
+        if len(flying) == len(pieces):
+            land()
+        piece, arrived = pieces[0]
+        pieces.rotate(-1)
+        part = target[start : start + step]
+        piece[: part.numel()].copy_(source[start : start + step], non_blocking=True)
+        arrived.record(stream)
+        flying.append((part, piece[: part.numel()], arrived))
+    while flying:
+        land()

@@ -1,0 +1,190 @@
+"""A lane whose work is done by a thread of its own: what CPU lanes and staged CUDA lanes have in common."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ...core.errors import LaneError
+from .flags import Flag
+from .lane import Delay, Event, Lane
+
+Work = Callable[[], None]
+WorkQueue = queue.SimpleQueue[tuple[Work, bool] | None]
+
+
+class Failure:
+    """The first error of a lane; its events share it, so that waiting on one raises and never passes stale data."""
+
+    def __init__(self, lane: str) -> None:
+        self.lane, self._owner_pid = lane, os.getpid()
+        self.error: BaseException | None = None
+
+    def raise_if_forked(self) -> None:
+        """In a forked child there is no thread that would come to what was queued."""
+        if self._owner_pid != os.getpid():
+            raise LaneError(f"The {self.lane} lane belongs to the process that opened it. Open lanes after the fork.")
+
+    def raise_if_any(self) -> None:
+        if self.error is not None:
+            raise LaneError(f"Work on the {self.lane} lane failed: {self.error}") from self.error
+
+
+def wait_interruptibly(event: threading.Event, failure: Failure | None) -> None:
+    """Wait without a limit, but let Ctrl-C through: one that arrives just as a wait begins is seen when it ends.
+
+    Raises what the lane whose event it is has failed with."""
+    if failure is not None and not event.is_set():
+        failure.raise_if_forked()
+    while not event.wait(0.2):
+        pass
+    if failure is not None:
+        failure.raise_if_any()
+
+
+class CpuEvent(Event):
+    """Set by the lane's thread when it gets there."""
+
+    def __init__(self, failure: Failure | None = None) -> None:
+        self._failure = failure
+        self.reached = threading.Event()
+        if failure is None:  # recorded where work is done as it is asked for
+            self.reached.set()
+
+    def done(self) -> bool:
+        if self._failure is not None:
+            self._failure.raise_if_any()
+        return self.reached.is_set()
+
+    def synchronize(self) -> None:
+        wait_interruptibly(self.reached, self._failure)
+
+
+class ThreadLane(Lane):
+    """A lane whose work is done by a thread of its own, in order. Subclasses say what a copy is.
+
+    After a failure the thread goes on: it skips work, reaches events (whose waiters then raise) and aborts flags, so
+    that nobody hangs.
+    """
+
+    def __init__(self, name: str, delay: Delay | None = None) -> None:
+        self.name = name
+        self._failure = Failure(name)
+        self._queue: WorkQueue = queue.SimpleQueue()
+        self._delay = delay
+        self._owner_pid = os.getpid()
+        self._open_lock = threading.RLock()  # nothing may be queued behind the end; a signal handler may queue, too
+        self._thread = threading.Thread(
+            target=_run, args=(self._queue, self._failure), name=f"storm-{name}", daemon=True
+        )
+        # The thread knows the queue, not the lane: a lane that is dropped without close() still ends its thread. So
+        # does one whose start Ctrl-C has ended.
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._finalizer.atexit = False
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise LaneError(f"Cannot start the thread of the {name} lane: {error}. Raise ulimit -u.") from error
+        _threads[self._thread] = (self._queue, self._failure)
+
+    def enqueue(self, work: Work, *, always: bool = False) -> None:
+        """Queue ``work``; with ``always`` it runs even after a failure."""
+        self._failure.raise_if_any()
+        self._failure.raise_if_forked()
+        with self._open_lock:
+            if not self._finalizer.alive:
+                raise LaneError(f"The {self.name} lane was closed.")
+            if self._delay is not None:
+                self._queue.put((self._delay, False))
+            self._queue.put((work, always))
+
+    def record(self) -> Event:
+        event = CpuEvent(self._failure)
+        self.enqueue(event.reached.set, always=True)
+        return event
+
+    def wait(self, event: Event) -> None:
+        self.enqueue(event.synchronize)
+
+    def settle(self) -> None:
+        """Called on the thread: block until everything it started is done.
+
+        A copy in host memory is, when it returns.
+        """
+
+    def write_flag(self, flag: Flag, value: int) -> None:
+        flag.board.raise_if_aborted()
+        failure, settle = self._failure, self.settle
+
+        def write() -> None:
+            try:
+                if failure.error is None:
+                    settle()
+                    flag.set(value)
+            except BaseException as error:
+                failure.error = failure.error or error
+            if failure.error is not None:  # what the flag announces will never be there
+                flag.board.abort(failure.error)
+
+        if failure.error is not None:
+            flag.board.abort(failure.error)
+        self.enqueue(write, always=True)
+
+    def wait_flag(self, flag: Flag, value: int) -> None:
+        flag.board.raise_if_aborted()
+
+        def wait() -> None:
+            flag.wait(value)
+
+        self.enqueue(wait)
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+
+    def close(self) -> None:
+        with self._open_lock:
+            self._finalizer()
+        while self._owner_pid == os.getpid() and self._thread is not threading.current_thread():
+            self._thread.join(0.2)  # again and again, so that Ctrl-C gets through
+            if not self._thread.is_alive():
+                break
+
+
+def _run(work_queue: WorkQueue, failure: Failure) -> None:
+    # Modes are per thread. Copies are transport: never recorded, and allowed on tensors of either kind.
+    with torch.inference_mode():
+        _run_queue(work_queue, failure)
+
+
+def _run_queue(work_queue: WorkQueue, failure: Failure) -> None:
+    while (item := work_queue.get()) is not None:
+        work, always = item
+        if failure.error is None or always:
+            try:
+                work()
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the copy that failed
+                failure.error = failure.error or error
+        del item, work  # let go of the tensors before blocking on the next item
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, tuple[WorkQueue, Failure]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Lanes that nobody closed: skip what is queued and end before the interpreter does.
+
+    A thread that comes back from a copy into an interpreter that is gone takes the whole process down with it.
+    """
+    for thread, (work_queue, failure) in list(_threads.items()):
+        failure.error = failure.error or LaneError("the interpreter is exiting")
+        work_queue.put(None)
+        thread.join(1.0)

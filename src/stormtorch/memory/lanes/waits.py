@@ -1,0 +1,47 @@
+"""Compute's waits, each with its cause: how long it stood still for an event of another lane.
+
+On a GPU two timing events enclose the wait on compute's own stream, and are read once they are over; the host waits for
+nothing. On the CPU the wait is the caller's, and a clock tells.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+
+from ...core.records import Sink, Waited
+from .cuda import CudaLane
+from .lane import Event, Lane
+
+
+class WaitMeter:
+    """Waits on behalf of the compute lane and reports how long it took."""
+
+    def __init__(self, compute: Lane, sink: Sink) -> None:
+        self._compute, self._sink = compute, sink
+        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def wait(self, event: Event, cause: str) -> None:
+        """Make compute wait for ``event``, because of ``cause``."""
+        if event.done():
+            self._compute.wait(event)  # orders memory; takes no time
+            return
+        if not isinstance(self._compute, CudaLane):
+            start_s = time.perf_counter()
+            self._compute.wait(event)
+            self._sink(Waited(cause, time.perf_counter() - start_s))
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(self._compute.stream)
+        self._compute.wait(event)
+        after.record(self._compute.stream)
+        self._pending.append((cause, before, after))
+        self.emit()
+
+    def emit(self) -> None:
+        """Report the waits that are over."""
+        while self._pending and self._pending[0][2].query():
+            cause, before, after = self._pending.popleft()
+            self._sink(Waited(cause, before.elapsed_time(after) / 1e3))

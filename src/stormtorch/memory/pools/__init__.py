@@ -1,0 +1,1 @@
+"""Memory that is taken once and handed out again and again."""

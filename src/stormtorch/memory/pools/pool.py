@@ -1,0 +1,398 @@
+"""Memory that is taken in large blocks and handed out in pieces of any size, with reuse gated by events.
+
+The device's pool is what makes ``vram`` hard: everything that STORM keeps on the device lies in it, whatever the host's
+run-ahead. A piece that is given back carries the events of its last uses; whoever gets the same bytes next waits for
+them in its own lane, never on the host. Pieces may be given back by finalizers, on any thread and in the middle of
+any call, so `give` only puts them aside and `take` sorts them in. A piece of the device's pool that is dropped without
+having been given back, because Ctrl-C came between two lines of its holder, returns by itself.
+
+Why not a ring of equal slots (`SlotRing`): an embedding can be five times as large as a block, and every slot would
+have to be as large as the largest unit."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from ...core.sizes import MiB, round_down, round_up
+from ...core.tags import Tag, Tier
+from ..books.extents import Extents
+from ..books.ledger import Ledger
+from ..host.arena import PAGE, HostArena
+from ..host.pinned import cannot_lock
+from ..host.pinning import PageLock
+from ..lanes.build import Lanes
+from ..lanes.lane import Event, Lane
+from .alias import alias
+from .device import DeviceBlock
+
+_HOST_STEP = 64 * MiB  # small pieces share an allocation
+GRAIN = 512  # what torch's CUDA allocator aligns to: kernels then choose as they would for its own tensors
+
+
+class Piece:
+    """Bytes of a pool. ``bytes`` may be used by the lane that took it, until ``DevicePool.give``."""
+
+    __slots__ = ("__weakref__", "block", "bytes", "offset", "size")
+
+    def __init__(self, block: _Block, offset: int, size: int) -> None:
+        self.block, self.offset, self.size = block, offset, size
+        self.bytes = block.memory.tensor()[offset : offset + size]
+
+    def tensor(self, dtype: torch.dtype, count: int, *, offset: int = 0) -> torch.Tensor:
+        """``count`` elements that start ``offset`` bytes into the piece."""
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+class Memory(Protocol):
+    """What a block is made of."""
+
+    size: int
+
+    def tensor(self) -> torch.Tensor:
+        """All of it, as bytes."""
+
+    def close(self) -> None:
+        """Return it."""
+
+
+class _Block:
+    """One allocation of the pool: its memory, what is free of it, and which uses of free bytes may still be running."""
+
+    def __init__(self, memory: Memory, fresh: Event | None, *, single: bool = False, place: Hashable = None) -> None:
+        """``single``: it serves one piece, of exactly its size. ``place``: where compute was when it was allocated."""
+        self.memory, self.single, self.place = memory, single, place
+        self.extents = Extents(memory.size, grain=GRAIN)
+        self.uses: list[tuple[int, int, Event]] = [] if fresh is None else [(0, memory.size, fresh)]
+
+    def note(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        """Whoever gets these bytes next waits for ``last_uses``."""
+        self.uses = [use for use in self.uses if not use[2].done()]
+        self.uses += [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
+
+    def gates(self, start: int, end: int) -> list[Event]:
+        """The events that ``[start, end)`` has to wait for."""
+        return [event for first, last, event in self.uses if first < end and start < last]
+
+    def gated(self, start: int, end: int) -> None:
+        """Whoever takes the range waits for them, so what comes after needs the taker's own last use only."""
+        kept: list[tuple[int, int, Event]] = []
+        for first, last, event in self.uses:
+            if first >= end or last <= start:
+                kept.append((first, last, event))
+                continue
+            if first < start:
+                kept.append((first, start, event))
+            if last > end:
+                kept.append((end, last, event))
+        self.uses = kept
+
+
+class Pool(ABC):
+    """``capacity_bytes`` of one kind of memory. Used by one thread at a time, except for ``give``."""
+
+    def __init__(self, *, ledger: Ledger, tag: Tag, poison: Lane | None = None) -> None:
+        """Empty at first; see ``grow``. ``poison`` fills every piece with NaN behind its last use, for tests."""
+        self._ledger, self._tag, self._poison = ledger, tag, poison
+        self._blocks: list[_Block] = []
+        self._returned: deque[tuple[Piece, tuple[Event, ...]]] = deque()
+
+    @abstractmethod
+    def grow(self, size: int) -> None:
+        """Take ``size`` more bytes, in whole grains; raises OutOfBudget if the ledger or the system refuses."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        return sum(block.memory.size for block in self._blocks)
+
+    @property
+    def taken_bytes(self) -> int:
+        self._sort_in()
+        return sum(block.extents.taken_bytes for block in self._blocks)
+
+    def take(self, size: int, lane: Lane) -> Piece | None:
+        """``size`` bytes, with ``lane`` waiting for the last uses of them; None while no hole is large enough."""
+        self._sort_in()
+        for block in self._offering(size):
+            offset = self._find(block, size)
+            if offset is not None:
+                piece = self._hand_out(block, offset, size)
+                for event in block.gates(offset, offset + size):
+                    lane.wait(event)
+                block.gated(offset, offset + size)
+                return piece
+        return None
+
+    def _offering(self, _size: int) -> Iterable[_Block]:
+        """The blocks that may hold a piece of that size."""
+        return self._blocks
+
+    def _find(self, block: _Block, size: int) -> int | None:
+        return block.extents.take(size, GRAIN)
+
+    def _hand_out(self, block: _Block, offset: int, size: int) -> Piece:
+        return Piece(block, offset, size)
+
+    def give(self, piece: Piece, *last_uses: Event) -> None:
+        """Make the piece free behind ``last_uses``. Returns at once; safe in a finalizer."""
+        self._returned.append((piece, last_uses))
+
+    def check(self) -> None:
+        """Assert that free and taken pieces tile the blocks."""
+        self._sort_in()
+        for block in self._blocks:
+            block.extents.check()
+
+    def close(self) -> None:
+        """Wait for the last uses, then return the memory. Pieces still out keep their bytes, uncharged."""
+        self._sort_in()
+        try:
+            for block in self._blocks:
+                for _, _, event in block.uses:
+                    event.synchronize()
+        finally:
+            for block in self._blocks:
+                block.memory.close()
+            self._blocks.clear()
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            piece, last_uses = self._returned.popleft()
+            self._melt(piece, self._poisoned(piece, last_uses))
+
+    def _poisoned(self, piece: Piece, last_uses: tuple[Event, ...]) -> tuple[Event, ...]:
+        """Fill the piece with NaN, if that is wanted; returns what its next user has to wait for."""
+        if self._poison is None:
+            return last_uses
+        for event in last_uses:
+            self._poison.wait(event)
+        self._poison.fill(piece.bytes, 0xFF)
+        return (self._poison.record(),)
+
+    def _melt(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        piece.block.note(piece, last_uses)
+        piece.block.extents.give(piece.offset, piece.size)
+
+
+class _Out(weakref.ref[Piece]):
+    """A piece that is out, and where it was when it is there no more."""
+
+    __slots__ = ("block", "offset", "size")
+
+    def __init__(self, piece: Piece, dropped: Callable[[Any], None]) -> None:
+        super().__init__(piece, dropped)  # type: ignore[call-arg]  # weakref.ref has one
+        self.block, self.offset, self.size = piece.block, piece.offset, piece.size
+
+
+class DevicePool(Pool):
+    """Memory of the device that computes."""
+
+    def __init__(
+        self, device: torch.device, *, ledger: Ledger, tag: Tag, lanes: Lanes, poison: Lane | None = None
+    ) -> None:
+        super().__init__(ledger=ledger, tag=tag, poison=poison)
+        self.device, self._lanes, self._compute = device, lanes, lanes.compute
+        self._out: dict[tuple[int, int], _Out] = {}
+        self._dropped: deque[_Out] = deque()  # nobody has given these back, and nobody can any more
+        self._unsettled = False  # a call has begun, and not come to its end
+        self._gone: deque[weakref.ref[Any]] = deque()  # aliases whose last tensor has been dropped
+        self._lent: dict[int, tuple[weakref.ref[Any], Piece, list[Event], set[Hashable]]] = {}
+
+    def grow(self, size: int) -> None:
+        memory = DeviceBlock(self.device, round_down(size, GRAIN), ledger=self._ledger, tag=self._tag)
+        # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
+        self._blocks.append(_Block(memory, self._compute.record(), place=self._compute.place()))
+
+    def add_single(self, size: int) -> None:
+        """Take a block that serves pieces of exactly ``size`` bytes, and that nothing else can fragment."""
+        memory = DeviceBlock(self.device, round_up(size, GRAIN), ledger=self._ledger, tag=self._tag)
+        self._blocks.append(_Block(memory, self._compute.record(), single=True, place=self._compute.place()))
+
+    def singles(self) -> list[tuple[int, int]]:
+        """Address and size of each block of ``add_single``, the latest first."""
+        return [(b.memory.tensor().data_ptr(), b.memory.size) for b in reversed(self._blocks) if b.single]
+
+    def give_back(self, address: int | None = None) -> int:
+        """Return blocks to torch, all or the one at ``address``; those with pieces that are out stay. Returns the
+        bytes. Blocks nothing: torch hands the memory to compute, which waits for the last uses by other lanes."""
+        self._sort_in()
+        given = 0
+        for block in list(self._blocks):
+            if block.extents.taken_bytes or address not in (None, block.memory.tensor().data_ptr()):
+                continue
+            is_ordered = block.place == self._compute.place()  # or torch hands it to another stream than the present
+            for _, _, event in block.uses:
+                if is_ordered:
+                    self._compute.wait(event)
+                else:
+                    event.synchronize()
+            self._blocks.remove(block)
+            given += block.memory.size
+            block.memory.close()
+        return given
+
+    def lend(self, piece: Piece, uses: list[Event], places: set[Hashable]) -> torch.Tensor:
+        """The piece under a storage of its own; it returns by itself when no tensor over that storage is left.
+
+        It is free then behind ``uses``, and behind what was queued at ``places`` of compute; both may grow until then.
+        """
+        tensor, reference = alias(piece.bytes, self._gone)
+        self._lent[id(reference)] = (reference, piece, uses, places)
+        return tensor
+
+    def take(self, size: int, lane: Lane) -> Piece | None:
+        piece = super().take(size, lane)
+        self._unsettled = False
+        return piece
+
+    def close(self) -> None:
+        self._dropped.clear()  # all lanes are empty by now
+        super().close()
+        self._out.clear()
+
+    def _offering(self, size: int) -> Iterable[_Block]:
+        whole = round_up(size, GRAIN)
+        yield from (block for block in self._blocks if block.single and block.memory.size == whole)
+        yield from (block for block in self._blocks if not block.single)
+
+    def _find(self, block: _Block, size: int) -> int | None:
+        self._unsettled = True
+        return super()._find(block, size)
+
+    def _hand_out(self, block: _Block, offset: int, size: int) -> Piece:
+        piece = super()._hand_out(block, offset, size)
+        if size:  # or it lies nowhere
+            self._out[id(block), offset] = _Out(piece, self._dropped.append)
+        return piece
+
+    def _sort_in(self) -> None:
+        """Any line of this may be the last one before Ctrl-C, and can be run again."""
+        if self._unsettled:
+            self._mend()
+        self._unsettled = True
+        while self._gone:
+            reference = self._gone[0]
+            if id(reference) in self._lent:
+                _, piece, uses, places = self._lent[id(reference)]
+                self.give(piece, *(self._compute.record_at(place) for place in places), *uses)
+                self._lent.pop(id(reference), None)
+            self._gone.popleft()
+        while self._dropped:
+            out = self._dropped[0]
+            if self._out.get((id(out.block), out.offset)) is out:
+                piece = Piece(out.block, out.offset, out.size)
+                self._melt(piece, self._poisoned(piece, self._lanes.record_all()))
+            self._dropped.popleft()
+        while self._returned:
+            piece, last_uses = self._returned[0]
+            if self._is_out(piece):
+                self._melt(piece, self._poisoned(piece, last_uses))
+            self._returned.popleft()
+        self._unsettled = False
+
+    def _mend(self) -> None:
+        """A call was interrupted, and nobody knows where: what is known to be out is out."""
+        for block in self._blocks:
+            block.extents.restore((out.offset, out.size) for out in self._out.values() if out.block is block)
+
+    def _is_out(self, piece: Piece) -> bool:
+        """Or it was given twice: an interrupted call began anew."""
+        out = self._out.get((id(piece.block), piece.offset))
+        return out is not None and out() is piece
+
+    def _melt(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        piece.block.note(piece, last_uses)  # before anybody can take it for free
+        del self._out[id(piece.block), piece.offset]
+        piece.block.extents.give(piece.offset, piece.size)
+
+
+class HostPool(Pool):
+    """Page-locked RAM for what leaves the device for a while. Grows by itself, up to the budget; nothing is rounded up.
+
+    Every step asks for the same sizes again, so pieces that come back are put aside by size, and the pool stops growing
+    after a step or two. When other sizes are asked for, they are melted down first."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        tag: Tag,
+        page_lock: PageLock | None,
+        pageable: bool = False,
+        poison: Lane | None = None,
+    ) -> None:
+        """``pageable``: memory that could not be page-locked will do."""
+        super().__init__(ledger=ledger, tag=tag, poison=poison)
+        self._page_lock, self._pageable = page_lock, pageable or page_lock is None
+        self._aside: dict[int, list[tuple[Piece, tuple[Event, ...]]]] = {}  # by size
+
+    def grow(self, size: int) -> None:
+        arena = HostArena(round_up(size, GRAIN), ledger=self._ledger, tag=self._tag, page_lock=self._page_lock)
+        if not arena.pinned and not self._pageable:
+            arena.close()
+            raise cannot_lock(arena.capacity_bytes, self._tag, self._ledger, 'use activations="recompute"')
+        self._blocks.append(_Block(_HostBlock(arena), None))
+
+    def room(self, size: int, lane: Lane) -> Piece:
+        """``size`` bytes, with ``lane`` waiting for their last uses; raises OutOfBudget if RAM is short."""
+        self._put_aside()
+        same = self._aside.get(size)
+        if same:
+            piece, last_uses = same.pop()
+            for event in last_uses:
+                lane.wait(event)
+            return piece
+        found = self.take(size, lane)
+        if found is None:
+            self._close_empty()
+            free = round_down(self._ledger.free_bytes(Tier.HOST), PAGE)
+            self.grow(max(size, min(_HOST_STEP, free)))  # asks for the least if that is too much: the error names it
+            found = self.take(size, lane)
+        assert found is not None
+        return found
+
+    def trim(self) -> None:
+        """Give back the blocks that have no piece out. Pieces that are aside are melted down first."""
+        self._sort_in()
+        self._close_empty()
+
+    def _close_empty(self) -> None:
+        """Return blocks that nobody uses any more: in them there was no room, and sizes may go on changing."""
+        for block in list(self._blocks):
+            if not block.extents.taken_bytes and all(event.done() for _, _, event in block.uses):
+                block.memory.close()
+                self._blocks.remove(block)
+
+    def _put_aside(self) -> None:
+        while self._returned:
+            piece, last_uses = self._returned.popleft()
+            self._aside.setdefault(piece.size, []).append((piece, self._poisoned(piece, last_uses)))
+
+    def _sort_in(self) -> None:
+        """Melt down: whatever is aside becomes part of the blocks again, in whichever sizes are asked for next."""
+        super()._sort_in()
+        for pieces in self._aside.values():
+            for piece, last_uses in pieces:
+                self._melt(piece, last_uses)
+        self._aside.clear()
+
+
+class _HostBlock:
+    """An arena, all of it."""
+
+    def __init__(self, arena: HostArena) -> None:
+        self._arena, self.size = arena, arena.capacity_bytes
+        self._bytes: torch.Tensor | None = arena.tensor((self.size,), torch.uint8)
+
+    def tensor(self) -> torch.Tensor:
+        assert self._bytes is not None
+        return self._bytes
+
+    def close(self) -> None:
+        self._bytes = None
+        self._arena.close()

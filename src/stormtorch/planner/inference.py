@@ -1,0 +1,335 @@
+"""Calls without gradients, in a session without an optimizer: as many weights stay on the device as ``vram`` allows.
+
+The first calls run in the pool that the session began with, and show what activations take beside it. From then on the
+pool has two parts: a block for each unit that stays, and a *window* through which the other units pass, in every call
+once. Before each call, and at each block in it, the room that activations have left is compared with what such a call
+is known to need. A cache of keys and values grows with every token: units give their blocks back before ``vram`` is
+exceeded. A call with larger inputs than any so far, or with gradients, gets the pool of the beginning.
+
+Which units stay: first those of unusual size (embedding, head), so that those that pass are alike and fill the window
+without gaps; then blocks spread evenly over the order of use, so that the link has work all the time."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from ..core.errors import OutOfBudget
+from ..core.sizes import MiB, format_bytes, round_up
+from ..core.tags import Tier
+from ..memory.books.ledger import Ledger
+from ..memory.cuda.allocator import return_cached
+from ..memory.cuda.device_meter import DeviceMeter
+from ..memory.pools.pool import GRAIN, DevicePool
+from ..streams.bridge.lock import locked
+from ..streams.gradients.stream import GradientStream
+from ..streams.units import placement as placing
+from ..streams.units.partition import Partition
+from ..streams.units.placement import Placement
+from ..streams.weights.stream import ParameterStream
+
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, spread evenly however many there are
+_MEASURED = 2  # calls of each size whose peak is measured by itself
+_NEAR = 1.25  # inputs that are larger by no more than that are like those that were measured
+_RECENT = 4  # calls whose needs bound the pool's growth
+_REST, _LATE = 16, 3  # calls between two attempts to arrange the pool; in which units that stay may be missing
+
+
+@dataclass
+class _Seen:
+    """Calls with inputs of about one size: the largest of them, the bytes they took beyond those at their begin."""
+
+    size: int
+    extra_bytes: int = 0
+    calls: int = 0
+
+
+class Inference:
+    """Decides, before each call and within it, how large the pool is and which units stay in it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        meter: DeviceMeter | None,
+        *,
+        ledger: Ledger,
+        pool: DevicePool,
+        placement: Placement,
+        partition: Partition,
+        parameters: ParameterStream,
+        gradients: GradientStream,
+        foreign_bytes: Callable[[], int],
+    ) -> None:
+        """``foreign_bytes``: what the process has on the device besides."""
+        self.lock = parameters.lock
+        self._device, self._meter, self._ledger, self._pool = device, meter, ledger, pool
+        self._placement, self._foreign = placement, foreign_bytes
+        self._parameters, self._gradients = parameters, gradients
+        self._entries = [[unit.index for unit in entry.units] for entry in partition.entries]
+        self._sizes = [round_up(unit.image_bytes, GRAIN) for unit in partition.units]
+        self._wanted = _by_worth(self._sizes)
+        self._is_active = sum(self._sizes) > pool.capacity_bytes
+        self._window_bytes: int | None = None  # of the arranged pool; None: it is as it was in the beginning
+        self._gave_way = False  # gradients needed the room of units that stay
+        self._rest = self._late = 0  # calls until the pool may be arranged again; in which units that stay were missing
+        self._seen: dict[int, _Seen] = {}
+        self._recent: deque[_Seen] = deque(maxlen=_RECENT)  # of the calls before
+        self._begun_at = self._peak_at = 0  # bytes in use, and the peak, when the last of them began
+        self._is_fresh = False  # a call has begun, and no block of it has run
+        self.reason = ""
+
+    @locked
+    def begin(self, *, training: bool, whole: bool) -> None:
+        """User code calls the model, or a module of it alone; ``training`` says whether gradients may follow."""
+        if not self._is_active:
+            return
+        if whole:
+            self._note_peak()
+        self._is_fresh = whole and not training
+        if training:
+            self._recent.clear()
+        if training or self._gave_way:
+            self._restore()
+
+    @locked
+    def enter(self, given: Any) -> None:
+        """A block is about to run, ``given`` these arguments."""
+        if not self._is_active or torch.is_grad_enabled():
+            return
+        if self._is_fresh:
+            self._is_fresh = False
+            self._prepare(_count(given))
+        elif self._window_bytes is not None and self._meter is not None:
+            over = self._used_bytes() - (self._limit_bytes - self._margin_bytes // 2)
+            if over > 0:  # more than calls of this size have taken so far
+                self._shrink(over + self._margin_bytes // 2)
+
+    def end(self) -> None:
+        """User code goes on; it may reset torch's peak."""
+        if self._is_active:
+            self._note_peak()
+
+    @locked
+    def give_way(self) -> bool:
+        """Make room of units that stay for what gradients need, where a call without them computes some all the same;
+        whether there was any."""
+        if self._window_bytes is None:
+            return False
+        self._parameters.kept = frozenset()
+        for address, _ in self._pool.singles():
+            self._parameters.drop_at(address)
+        given = sum(self._pool.give_back(address) for address, _ in self._pool.singles())
+        self._gave_way = True
+        if given:
+            self._pool.grow(given)
+        return bool(given)
+
+    def _prepare(self, size: int) -> None:
+        """See to the room that a call with inputs of ``size`` elements needs, before it takes it."""
+        self._rest = max(0, self._rest - 1)
+        extra = self._need_bytes(size)
+        if extra is None:
+            self._be_small()
+        else:
+            spare = self._spare_bytes(extra)
+            if spare < 0 and self._window_bytes is not None:
+                if self._shrink(-spare) < -spare:
+                    self._be_small()
+            else:
+                self._grow(self._spare_bytes(max([extra, *(seen.extra_bytes for seen in self._recent)])))
+        seen = self._seen.setdefault(_class_of(size), _Seen(size))
+        if extra is not None and size > seen.size:
+            seen.size, seen.extra_bytes = size, max(seen.extra_bytes, extra)
+        self._recent.append(seen)
+        seen.calls += 1
+        if self._meter is not None:
+            if seen.calls <= _MEASURED:
+                self._meter.forget_peak()
+            self._begun_at = self._used_bytes()
+            self._peak_at = 0 if seen.calls <= _MEASURED else self._meter.peak()
+
+    # --- what calls need
+
+    def _need_bytes(self, size: int) -> int | None:
+        """What a call of that size takes beyond what is in use; None where only smaller ones have been seen."""
+        most = 0
+        for key in sorted(self._seen):
+            seen = self._seen[key]
+            most = max(most, seen.extra_bytes)
+            if size <= seen.size * _NEAR:
+                return most if size <= seen.size else round(most * size / seen.size)
+        return None
+
+    def _note_peak(self) -> None:
+        """A call is over, or what was done with its results: it may have taken more than was known."""
+        if self._recent and self._meter is not None:
+            peak = self._meter.peak()
+            if peak > self._peak_at:
+                extra = peak - self._foreign() - self._begun_at
+                self._recent[-1].extra_bytes = max(self._recent[-1].extra_bytes, extra)
+
+    def _used_bytes(self) -> int:
+        assert self._meter is not None
+        return max(0, self._meter.allocated() - self._foreign())
+
+    def _spare_bytes(self, extra: int) -> int:
+        """What of the budget is left beside the pool if activations take ``extra`` more; below 0: too much is taken."""
+        if self._meter is None:  # RAM on either side, and the pool has all of the budget
+            return self._placement.pool_bytes - self._pool.capacity_bytes
+        lost = self._meter.lost(self._limit_bytes + self._foreign())
+        return self._limit_bytes - self._used_bytes() - extra - max(self._margin_bytes, lost)
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self._ledger.budgets[Tier.DEVICE].limit_bytes
+
+    @property
+    def _margin_bytes(self) -> int:
+        """Less than training leaves alone: units give way within a call."""
+        return min(placing.headroom(self._limit_bytes), max(64 * MiB, self._limit_bytes // 64))
+
+    # --- the pool
+
+    def _window_for(self, kept: Iterable[int]) -> int:
+        """The bytes through which units that are not ``kept`` pass: one is used while the next is loaded."""
+        stays = set(kept)
+        passing = [[self._sizes[index] for index in entry if index not in stays] for entry in self._entries]
+        sizes = [size for index, size in enumerate(self._sizes) if index not in stays]
+        largest = max(sizes, default=0)
+        gaps = largest if len(set(sizes)) > 1 else 0  # units of several sizes leave gaps between them
+        return max((sum(entry) for entry in passing), default=0) + largest + gaps
+
+    def _chosen(self, capacity: int) -> tuple[list[int], int]:
+        """The units that can stay in ``capacity`` bytes, and the window that the others then need."""
+        kept, taken = list[int](), 0
+        for index in self._wanted:
+            window = self._window_for([*kept, index])
+            if taken + self._sizes[index] + window <= capacity:
+                kept.append(index)
+                taken += self._sizes[index]
+        return kept, self._window_for(kept)
+
+    def _grow(self, spare: int) -> None:
+        """Let more units stay in ``spare`` bytes."""
+        if self._meter is not None:
+            spare = min(spare, self._meter.free() - self._margin_bytes)
+        if self._window_bytes is None:
+            if not self._rest:
+                self._arrange(self._pool.capacity_bytes + max(0, spare))
+            return
+        kept = self._parameters.kept
+        self._late = self._late + 1 if any(not self._parameters.has(index) for index in kept) else 0
+        if self._late > _LATE:  # memory that user code held was in the way
+            self._restore()
+            self._rest = _REST
+        elif spare > 0:
+            self._extend(spare)
+
+    def _arrange(self, capacity: int) -> None:
+        """Make the pool of a window, and a block for each unit that stays."""
+        kept, window = self._chosen(capacity)
+        self._rest = _REST
+        if not kept:
+            return
+        self._parameters.drop_all()
+        self._gradients.return_buckets()
+        if self._pool.taken_bytes:  # user code holds weights
+            return
+        self._pool.give_back()
+        return_cached(self._device)
+        self._window_bytes, self._late = window, 0
+        try:
+            if window:
+                self._pool.grow(window)
+            for index in kept:
+                self._pool.add_single(self._sizes[index])
+        except OutOfBudget:  # other programs have taken it meanwhile
+            self._restore()
+            return
+        self._parameters.keep(sorted(kept))
+        self._say()
+
+    def _extend(self, spare: int) -> None:
+        """Add blocks: activations take less than they did."""
+        kept = self._parameters.kept
+        for index in self._wanted:
+            if index not in kept and self._sizes[index] <= spare:
+                try:
+                    self._pool.add_single(self._sizes[index])
+                except OutOfBudget:
+                    return
+                spare -= self._sizes[index]
+                self._parameters.kept |= {index}
+        if self._parameters.kept != kept:
+            self._say()
+
+    def _shrink(self, size: int) -> int:
+        """Give back blocks of units that stay, at least ``size`` bytes if that many can go; the bytes that went."""
+        given = 0
+        for address, block_bytes in self._pool.singles():
+            if given >= size:
+                break
+            kept = self._parameters.kept
+            alike = [index for index in self._wanted if index in kept and self._sizes[index] == block_bytes]
+            if not alike or self._window_for(kept - {alike[-1]}) > (self._window_bytes or 0):
+                continue
+            dropped = self._parameters.drop_at(address)
+            gone = self._pool.give_back(address)
+            if gone:
+                self._parameters.kept = kept - {dropped if dropped in kept else alike[-1]}
+                given += gone
+        if given:
+            self._say()
+        return given
+
+    def _be_small(self) -> None:
+        """Leave to activations what they had in the beginning, at least."""
+        if self._pool.capacity_bytes > self._placement.pool_bytes:
+            self._restore()
+
+    def _restore(self) -> None:
+        """The pool as it was in the beginning."""
+        if self._window_bytes is None:
+            return
+        self._parameters.kept = frozenset()
+        self._parameters.drop_all()
+        self._gradients.return_buckets()
+        self._pool.give_back()
+        return_cached(self._device)
+        missing = self._placement.pool_bytes - self._pool.capacity_bytes  # user code may hold weights
+        if missing > 0:
+            self._pool.grow(missing)
+        self._window_bytes, self._rest, self._gave_way, self.reason = None, 0, False, ""
+        if self._meter is not None:
+            self._meter.forget_peak()  # the larger pool's, which says nothing of what comes
+
+    def _say(self) -> None:
+        kept = sum(self._sizes[index] for index in self._parameters.kept)
+        self.reason = (
+            f"{len(self._parameters.kept)} of {len(self._sizes)} units stay there, {format_bytes(kept)} of "
+            f"{format_bytes(sum(self._sizes))}; the others pass in every call"
+        )
+
+
+def _by_worth(sizes: Sequence[int]) -> list[int]:
+    """All units, those first that should stay first."""
+    counts = Counter(sizes)
+    usual = max(counts, key=lambda size: (size * counts[size], size), default=0)
+    unusual = sorted((index for index, size in enumerate(sizes) if size != usual), key=lambda index: -sizes[index])
+    alike = [index for index, size in enumerate(sizes) if size == usual]
+    spread = sorted(range(len(alike)), key=lambda number: number * _GOLDEN % 1)
+    return [*unusual, *(alike[number] for number in spread)]
+
+
+def _class_of(size: int) -> int:
+    """One number for sizes that differ by less than a quarter."""
+    return round_up(size, 1 << max(0, size.bit_length() - 3))
+
+
+def _count(given: Any) -> int:
+    return sum(leaf.numel() for leaf in _pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))

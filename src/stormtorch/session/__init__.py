@@ -1,0 +1,1 @@
+"""A session: the public calls, and how its parts are opened, used and closed."""

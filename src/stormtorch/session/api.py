@@ -1,0 +1,174 @@
+"""`stream` and `Session`: the one line that a user adds, and what it gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ..checkpoint.saver import Saver
+from ..core.errors import SettingError, StormError
+from ..observe.report import Report, make_report
+from ..streams.bridge.handlers import inside_step, undisturbed
+from ..streams.settings import Settings, Trial
+from .build import open_parts
+
+
+def stream(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    vram: object = "auto",
+    ram: object = "auto",
+    device: torch.device | str = "auto",
+    activations: str = "auto",
+    step: str = "auto",
+    master_dtype: torch.dtype | None = torch.float32,
+    only: Sequence[str] | None = None,
+    leave: Sequence[str] = (),
+) -> Session:
+    """Stream ``model`` through ``vram`` of device memory, in place; the training loop stays as it is.
+
+    ``vram``, ``ram``: hard limits, "8GiB", a number of bytes, or "auto". ``device``: where to compute; "auto" is the
+    first GPU, or the CPU. ``step``: when the optimizer runs. "forward" (what "auto" takes) is exact with everything:
+    ``step()`` returns at once and the next forward runs behind the update. "backward" updates each unit as its
+    gradients arrive, and refuses clipping, accumulation and steps that are left out. "serial" does one thing at a time,
+    for debugging; the numbers are the same. ``master_dtype``: bf16 and fp16 models are updated with fp32 masters, or
+    with None in their own dtype. ``only`` and ``leave`` name modules to stream or to leave on the device as they are.
+
+    Without an optimizer, for inference or for an optimizer of your own. ``close()`` makes the model ordinary again.
+    """
+    if isinstance(optimizer, str):
+        raise SettingError(
+            f"optimizer={optimizer!r} is a name. Accepted: an optimizer, such as "
+            "torch.optim.AdamW(model.parameters(), lr=1e-5), or None."
+        )
+    settings = Settings(
+        vram=vram,
+        ram=ram,
+        device=device,
+        activations=activations,
+        step=step,
+        master_dtype=master_dtype,
+        only=only,
+        leave=leave,
+    )
+    return Session(model, optimizer, settings)
+
+
+class Session:
+    """A model that is being streamed. Use it in a ``with`` statement, or ``close`` it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        settings: Settings,
+        *,
+        trial: Trial = Trial(),  # noqa: B008
+    ) -> None:
+        started_s = time.perf_counter()
+        self._model, self._closed = model, False
+        self._parts = parts = open_parts(model, optimizer, settings, trial)
+        self.device, self.ledger, self.units = parts.ground.device, parts.ground.ledger, parts.ground.units
+        self.placement, self.saving = parts.ground.placement, parts.saving
+        self._saver = Saver(model, parts.durable, lambda: 0 if parts.optimizer is None else parts.optimizer.steps)
+        parts.ground.endings.before_others(self._saver.finish)  # before home memory becomes the model's own
+        self.setup_s = time.perf_counter() - started_s
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip all gradients of the model by their total norm, which is returned; waits for nothing where it can.
+
+        The gradients are scaled as the optimizer uses them, or as soon as somebody looks at them. What the optimizer
+        holds beside the model is not clipped, and not part of the norm.
+        """
+        self._check_open()
+        parameters = list(self._model.parameters())
+        if norm_type == 2.0 and self._parts.optimizer is not None and not error_if_nonfinite:
+            total = self._parts.optimizer.clip_grad_norm_(parameters, max_norm)
+            if total is not None:
+                return total
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def synchronize(self) -> None:
+        """Block until everything that was asked for is done: updates, loads, stores, a save in the background."""
+        self._check_open()
+        self._parts.drain()
+        self._saver.finish()
+
+    def save(
+        self,
+        directory: Path | str,
+        *,
+        also: Mapping[str, Any] | None = None,
+        files: Callable[[Path], None] | None = None,
+        wait: bool = True,
+        optimizer: bool = True,
+    ) -> None:
+        """Write a checkpoint: the model as ``from_pretrained`` opens it, and all that an exact resume needs.
+
+        ``directory`` appears when everything in it is on the disk. ``also``: more to keep, by name: what has a
+        ``state_dict`` (scheduler, loader, scaler), or plain data. ``files`` is called with the folder, to put others
+        beside the weights. With ``wait=False`` training may go on while it is written; what goes wrong then is raised
+        by the next ``save``, ``load``, ``synchronize`` or ``close``. ``optimizer=False`` leaves its states out, where
+        the disk is too small for them: a resume is not exact then. See docs/checkpoints.md.
+        """
+        self._check_open()
+        self._saver.save(directory, also=also, files=files, wait=wait, optimizer=optimizer)
+
+    def load(self, directory: Path | str, *, also: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Restore what ``save`` has written, random numbers included; ``also`` gives the objects to fill, by name.
+
+        Returns what was saved as ``also`` and was not asked for here: plain data."""
+        self._check_open()
+        return self._saver.load(directory, also=also)
+
+    @undisturbed
+    def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
+        """What was measured since the session began, as data; ``print`` it for a table. Waits for nothing."""
+        parts, ground = self._parts, self._parts.ground
+        ground.waits.emit()
+        placement = ground.placement
+        if parts.inference is not None and parts.inference.reason:
+            placement = dataclasses.replace(placement, reason=parts.inference.reason)
+        return make_report(
+            ground.recorder.snapshot(),
+            ledger=ground.ledger,
+            placement=placement,
+            pool_bytes=ground.pool.capacity_bytes,
+            share_reason=parts.tuning.share_reason,
+            activation_reason=parts.saving.reason if parts.saving is not None else "",
+            units=ground.units,
+            setup_s=self.setup_s,
+            misses=parts.parameters.misses,
+            loads=parts.parameters.loads,
+            cpu_busy_s=parts.worker.stats().busy_s / parts.worker.threads if parts.worker is not None else 0.0,
+            samples_per_step=samples_per_step,
+            tokens_per_step=tokens_per_step,
+        )
+
+    def close(self) -> None:
+        """Finish what is pending and make model and optimizer ordinary again, in RAM. Safe to call twice."""
+        if not self._closed:
+            if self._parts.access.is_interrupted():
+                raise inside_step("close the session")
+            self._closed = True
+            self._parts.ground.endings.run()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StormError("This session was closed. Call storm.stream again.")

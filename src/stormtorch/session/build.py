@@ -1,0 +1,404 @@
+"""Opens the parts of a session, each on those before it: the ground, the streams, the model's ties, the optimizer.
+
+Whatever is opened says at once how it ends. Where opening fails, what was there until then ends, and model and
+optimizer are the ordinary ones that they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..checkpoint.session_state import Durable
+from ..checkpoint.snapshot import Still
+from ..core.endings import Endings
+from ..core.errors import SettingError
+from ..core.tags import Tag
+from ..memory.lanes.build import Lanes
+from ..memory.lanes.flags import Flag
+from ..native.jobs import Worker
+from ..native.worker import open_worker
+from ..planner.inference import Inference
+from ..planner.online import Tuning
+from ..streams.activations.build import open_saving
+from ..streams.activations.room import Surroundings
+from ..streams.activations.runner import Saving
+from ..streams.bridge.ranks import refuse_ranks, refuse_wrapped
+from ..streams.gradients.home import GradHome
+from ..streams.gradients.stream import GradientStream
+from ..streams.home.meta import Exchange, give_substance
+from ..streams.model.access import UserAccess
+from ..streams.model.attach import Attachment
+from ..streams.model.calls import Calls
+from ..streams.optimizer.adam import AdamStream
+from ..streams.optimizer.adam_home import AdamHome
+from ..streams.optimizer.device_states import kept_bytes
+from ..streams.optimizer.stream import OptimizerStream
+from ..streams.optimizer.torch_step import is_whole
+from ..streams.settings import Settings, Trial
+from ..streams.units.unit import Unit
+from ..streams.weights.stream import ParameterStream, Residence
+from .resources import Ground, open_ground, outline
+
+# What is tied to a model lives as long as its parameters are streamed, also where nobody has kept the session.
+_TIED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UserAccess]] = weakref.WeakKeyDictionary()
+_TAKEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerStream]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """All that a session consists of."""
+
+    ground: Ground
+    tuning: Tuning
+    parameters: ParameterStream
+    gradients: GradientStream
+    access: UserAccess
+    saving: Saving | None  # None: activations are kept
+    optimizer: OptimizerStream | None
+    adam: AdamStream | None  # None: torch's own step runs, or none
+    worker: Worker | None  # Adam's
+    inference: Inference | None  # None: an optimizer trains
+    durable: Durable
+    drain: Callable[[], None]  # blocks until all that was asked for is done
+
+
+def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial) -> Parts:
+    """Stream ``model`` in place, and take over ``optimizer``; ``ground.endings`` make both ordinary again."""
+    refuse_ranks()
+    refuse_wrapped(model)
+    earlier = _TIED.get(model)
+    if earlier is not None and (access := earlier()) is not None and not access.closed:
+        raise SettingError("This model is being streamed already. Close that session first.")
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+    endings = Endings()
+    exchange = give_substance(model, optimizer)
+    try:
+        parts = _open(model, optimizer, settings, trial, endings, exchange)
+    except BaseException:
+        try:
+            endings.run()
+        finally:
+            exchange.undo()
+        raise
+    _TIED[model] = weakref.ref(parts.access)
+    if optimizer is not None and parts.optimizer is not None:
+        _TAKEN[optimizer] = weakref.ref(parts.optimizer)
+    return parts
+
+
+def check_budgets(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+    """Refuse a model as `open_parts` would for want of memory, and take none. It may be on the meta device."""
+    exchange = give_substance(model, optimizer)
+    try:
+        outline(model, optimizer, settings)
+    finally:
+        exchange.undo()
+
+
+def _open(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    trial: Trial,
+    endings: Endings,
+    exchange: Exchange,
+) -> Parts:
+    ground, images = open_ground(model, optimizer, settings, trial, endings)
+    flags = (ground.board[index] for index in range(len(ground.board)))
+    tuning = Tuning(
+        ground.device,
+        ground.meter,
+        ledger=ground.ledger,
+        pool=ground.pool,
+        placement=ground.placement,
+        partition=ground.partition,
+        recorder=ground.recorder,
+        mode=settings.step,
+        look=ground.look,
+    )
+    parameters, gradients = _open_streams(ground, images, flags, tuning, serial=settings.step == "serial")
+    attachment = Attachment(
+        model,
+        ground.partition.entries,
+        ground.units,
+        device=ground.device,
+        parameters=parameters,
+        gradients=gradients,
+    )
+    endings.before_others(attachment.detach)
+    attachment.attach()
+    access = attachment.access
+    tuning.note_foreign_memory(model)
+    saving = _arrange(
+        model,
+        ground,
+        tuning,
+        attachment.calls,
+        parameters,
+        settings.activations,
+        trial,
+        stepped=optimizer is not None,
+    )
+    drain = functools.partial(_drain, access, ground.lanes)
+    endings.before_others(drain)
+    for parameter in ground.partition.left:
+        parameter.data = exchange.values(parameter, ground.device)
+    attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
+    adam = worker = taken = inference = None
+    if optimizer is None:
+        inference = _open_inference(ground, tuning, parameters, gradients, attachment.calls)
+    else:
+        gradients.prepare()
+        masters = settings.master_dtype is not None
+        mode = "forward" if settings.step == "auto" else settings.step
+        if ground.homes.adam:
+            adam, worker, can_travel = _open_adam(ground, images, flags, parameters, gradients, trial)
+            tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
+        taken = OptimizerStream(
+            optimizer,
+            access=access,
+            units=ground.units,
+            parameters=parameters,
+            gradients=gradients,
+            adam=adam,
+            masters=masters,
+            mode=mode,
+        )
+        endings.before_others(taken.release)
+        taken.before_update = functools.partial(tuning.before_step, gradients)
+        taken.on_step = functools.partial(tuning.after_step, gradients)
+        _make_known(taken, access, parameters, gradients)
+    access.durable = durable = Durable(
+        units=ground.units,
+        parameters=parameters,
+        gradients=gradients,
+        access=access,
+        optimizer=taken,
+        adam=adam,
+        still=Still(ground.ledger),
+        drain=drain,
+    )
+    endings.before_others(functools.partial(_settle, access, parameters, drain))
+    return Parts(
+        ground=ground,
+        tuning=tuning,
+        parameters=parameters,
+        gradients=gradients,
+        access=access,
+        saving=saving,
+        optimizer=taken,
+        adam=adam,
+        worker=worker,
+        inference=inference,
+        durable=durable,
+        drain=drain,
+    )
+
+
+def _open_streams(
+    ground: Ground, images: list[torch.Tensor], flags: Iterator[Flag], tuning: Tuning, *, serial: bool
+) -> tuple[ParameterStream, GradientStream]:
+    parameters = ParameterStream(
+        [Residence(unit, image) for unit, image in zip(ground.units, images, strict=True)],
+        lanes=ground.lanes,
+        pool=ground.pool,
+        ledger=ground.ledger,
+        waits=ground.waits,
+        enlarge=tuning.enlarge,
+        serial=serial,
+    )
+    gradients = GradientStream(
+        [GradHome(unit, next(flags)) for unit in ground.units],
+        lanes=ground.lanes,
+        parameters=parameters,
+        waits=ground.waits,
+        make_own=functools.partial(_own_grads, ground),
+        make_wide=functools.partial(_wide_grads, ground),
+        serial=serial,
+        poison=ground.poison,
+    )
+    ground.endings.after_others(parameters.forget)
+    ground.endings.after_others(gradients.forget)
+    return parameters, gradients
+
+
+def _own_grads(ground: Ground) -> list[torch.Tensor]:
+    """Home memory for gradients, when the first ones come; it ends late: the model takes over what is in it."""
+    arena = ground.arena(ground.homes.gradients, Tag.GRADIENTS)
+    ground.endings.after_others(arena.close)
+    return [arena.tensor((unit.grad_bytes,), torch.uint8) for unit in ground.units]
+
+
+def _wide_grads(ground: Ground, unit: Unit) -> torch.Tensor:
+    arena = ground.arena(unit.wide_bytes, Tag.GRADIENTS)
+    ground.endings.after_others(arena.close)
+    return arena.tensor((unit.wide_bytes,), torch.uint8)
+
+
+def _arrange(
+    model: nn.Module,
+    ground: Ground,
+    tuning: Tuning,
+    calls: Calls,
+    parameters: ParameterStream,
+    mode: str,
+    trial: Trial,
+    *,
+    stepped: bool,
+) -> Saving | None:
+    """See to activations by ``mode``; None where they are kept. ``stepped``: the session has an optimizer."""
+    no_limit = ground.meter is None and trial.activation_room is None  # RAM on either side: "auto" would keep all
+    if mode == "keep" or (mode == "auto" and no_limit):
+        return None
+    around = Surroundings(
+        device=ground.device,
+        lanes=ground.lanes,
+        ledger=ground.ledger,
+        page_lock=ground.page_lock,
+        waits=ground.waits,
+        lock=calls.lock,
+        rates=tuning.free_rates,
+        meter=tuning.meter,
+        peak=tuning.peak,
+        limit_bytes=tuning.limit_bytes,
+        foreign_bytes=tuning.foreign_bytes,
+        can_recompute=tuning.can_recompute,
+        is_streamed=lambda tensor: parameters.pack(tensor) is not None,
+        steps=(lambda: tuning.steps) if stepped else None,
+        is_settled=(lambda: tuning.is_settled) if stepped else (lambda: True),
+    )
+    left = ground.partition.left
+    saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *left], trial)
+    ground.endings.before_others(end)
+    calls.saving = saving
+    tuning.activation_wish = lambda: saving.wish_bytes
+    return saving
+
+
+def _open_inference(
+    ground: Ground, tuning: Tuning, parameters: ParameterStream, gradients: GradientStream, calls: Calls
+) -> Inference:
+    inference = Inference(
+        ground.device,
+        ground.meter,
+        ledger=ground.ledger,
+        pool=ground.pool,
+        placement=ground.placement,
+        partition=ground.partition,
+        parameters=parameters,
+        gradients=gradients,
+        foreign_bytes=lambda: tuning.foreign_bytes,
+    )
+    calls.witness = inference
+    parameters.give_way = inference.give_way
+    return inference
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot be taken over; nothing is opened yet. What it holds beside the model is its own affair."""
+    if not is_whole(optimizer):
+        inner = next((name for name, value in getattr(optimizer, "__dict__", {}).items() if is_whole(value)), None)
+        raise SettingError(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer, or has not called its __init__. If it wraps "
+            f"another optimizer, give that one to storm.stream{f' (optimizer.{inner})' if inner else ''}, and go on "
+            "calling the wrapper."
+        )
+    earlier = _TAKEN.get(optimizer)
+    if earlier is not None and (taken := earlier()) is not None and not taken.released:
+        raise SettingError(
+            "This optimizer belongs to a session already. Close that one first; to train several models with one "
+            "optimizer, stream them together: storm.stream(nn.ModuleList([...]), optimizer)."
+        )
+    known = {id(parameter) for parameter in model.parameters()}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise SettingError("The optimizer holds no parameter of the model. Build it from model.parameters().")
+
+
+def _open_adam(
+    ground: Ground,
+    images: list[torch.Tensor],
+    flags: Iterator[Flag],
+    parameters: ParameterStream,
+    gradients: GradientStream,
+    trial: Trial,
+) -> tuple[AdamStream, Worker, Callable[[], bool | None]]:
+    """Adam's stream, its worker, and whether its states can be copied to the device: None as long as nobody knows."""
+    units, endings = ground.units, ground.endings
+    states = ground.arena_locked_behind(ground.homes.states, Tag.OPTIMIZER)  # no lane needs them in the first steps
+    endings.before_others(states.close)
+    factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
+    endings.before_others(factors.close)
+    homes = []
+    for unit in units:
+        exp_avg, exp_avg_sq = (states.tensor((unit.state_count,), torch.float32) for _ in range(2))
+        masters = states.tensor((unit.master_bytes,), torch.uint8)
+        home = AdamHome(unit, exp_avg, exp_avg_sq, masters, [next(flags) for _ in unit.trained])
+        for item in unit.trained:
+            master = home.master(item)
+            if master is not None and item.dtype == torch.float16:
+                master.copy_(item.in_image(images[unit.index]))
+        homes.append(home)
+    worker = open_worker()
+    endings.before_others(worker.close)
+    adam = AdamStream(
+        homes,
+        images=images,
+        worker=worker,
+        board=ground.board,
+        lanes=ground.lanes,
+        parameters=parameters,
+        gradients=gradients,
+        waits=ground.waits,
+        factors=factors.tensor((64, 16), torch.float32)[:, :1],
+        poison=ground.poison,
+    )
+    endings.after_others(adam.forget)
+    if trial.kept or trial.device_share:
+        states.settle()
+    if trial.kept:
+        ground.pool.grow(sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept]))
+        adam.there.keep([unit.index for unit in units[: trial.kept]], wide=True)
+    parameters.pending = adam.pending
+    parameters.before_use = adam.before_use
+    parameters.prepare = adam.prepare
+    parameters.prepare_early = adam.prepare_early
+    parameters.give_way = adam.there.give_way
+
+    def can_travel() -> bool | None:
+        if not states.settled:
+            return None
+        states.say_if_refused()
+        return ground.can_copy(states)
+
+    return adam, worker, can_travel
+
+
+def _make_known(
+    optimizer: OptimizerStream, access: UserAccess, parameters: ParameterStream, gradients: GradientStream
+) -> None:
+    """From now on the others wait for the optimizer's work."""
+    access.optimizer = optimizer
+    parameters.gate = gradients.gate = optimizer.gate
+    gradients.join_readers = optimizer.join
+    gradients.settle = optimizer.apply_factor
+
+
+def _drain(access: UserAccess, lanes: Lanes) -> None:
+    if access.optimizer is not None:
+        access.optimizer.join_all()
+    lanes.synchronize()
+
+
+def _settle(access: UserAccess, parameters: ParameterStream, drain: Callable[[], None]) -> None:
+    """Bring everything home, before anything ends."""
+    if access.optimizer is not None:
+        access.optimizer.apply_factor()
+    drain()
+    parameters.drop_all()

@@ -1,0 +1,172 @@
+"""`offload_activations`: for a model that fits on the device, but whose activations do not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ..core.endings import Endings
+from ..core.errors import SettingError, StormError
+from ..core.tags import Tier
+from ..memory.books.ledger import Ledger, open_ledger
+from ..memory.books.limits import usable_device
+from ..memory.cuda.allocator import expand_segments
+from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
+from ..memory.cuda.peak_meter import peak_meter_on
+from ..memory.host.pinning import page_lock_for
+from ..memory.lanes.build import open_lanes
+from ..memory.lanes.waits import WaitMeter
+from ..observe.recorder import Recorder, link_rates
+from ..observe.report import ActivationReport, make_activation_report
+from ..streams.activations.build import open_saving
+from ..streams.activations.room import Surroundings
+from ..streams.bridge import handlers
+from ..streams.settings import ACTIVATIONS, Trial
+
+
+def offload_activations(
+    model: nn.Module | None = None,
+    *,
+    mode: str = "auto",
+    vram: object = "auto",
+    ram: object = "auto",
+    device: torch.device | str = "auto",
+) -> OffloadedActivations:
+    """Use it around forward, of any number of steps; backward comes after::
+
+        activations = storm.offload_activations(model, vram="8GiB")
+        for batch in loader:
+            with activations:
+                loss = model(batch)
+            loss.backward()
+
+    ``mode``: "offload" sends what autograd saves to RAM, "recompute" runs blocks again in backward, "auto" keeps,
+    offloads and recomputes, whichever is fastest within ``vram``; that is for all that this process has on the device.
+    Without ``model`` there are no blocks to recompute, and the mode is "offload".
+    """
+    return OffloadedActivations(model, mode, vram, ram, device)
+
+
+class OffloadedActivations:
+    """A context in which activations are arranged. Enter it as often as you like; ``close`` it in the end."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        mode: str,
+        vram: object,
+        ram: object,
+        device: torch.device | str,
+        *,
+        trial: Trial = Trial(),  # noqa: B008
+    ) -> None:
+        if model is None and mode == "auto":
+            mode = "offload"
+        if mode not in ACTIVATIONS or (model is None and mode == "recompute"):
+            needs = ' ("recompute" needs the model)' if model is None else ""
+            raise SettingError(f"mode={mode!r} cannot be meant{needs}. Accepted: {', '.join(map(repr, ACTIVATIONS))}.")
+        _refuse_meta(model)
+        self._closed = False
+        self._context: contextlib.ExitStack | None = None
+        self._endings = Endings()
+        self.device = _device_of(model, device)
+        self.ledger: Ledger = open_ledger(self.device, vram=vram, ram=ram)
+        limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
+        meter = trial.meter or device_meter_for(self.device)
+        if meter is not None:
+            meter.forget_peak()
+            if vram == "auto":
+                limit += meter.allocated()  # "auto" is what was free when asked
+        self.recorder = Recorder()
+        try:
+            self._open(model, mode, limit, meter, trial)
+        except BaseException:
+            self._endings.run()
+            raise
+
+    def _open(
+        self, model: nn.Module | None, mode: str, limit_bytes: int, meter: DeviceMeter | None, trial: Trial
+    ) -> None:
+        self._endings.last(handlers.begin())
+        self._endings.last(expand_segments(self.device))
+        lanes = open_lanes(self.device, sink=self.recorder, delay=trial.delay)
+        self._endings.before_others(lanes.close)
+        self._waits = WaitMeter(lanes.compute, self.recorder)
+        around = Surroundings(
+            device=self.device,
+            lanes=lanes,
+            ledger=self.ledger,
+            page_lock=page_lock_for(self.device),
+            waits=self._waits,
+            lock=threading.RLock(),
+            rates=lambda _forward_s: link_rates(self.recorder.snapshot()),
+            meter=meter,
+            peak=peak_meter_on(meter),
+            limit_bytes=limit_bytes,
+        )
+
+        def weights() -> list[torch.Tensor]:
+            return [*model.parameters(), *model.buffers()] if model is not None else []
+
+        self.saving, end = open_saving(model, mode, around, weights, trial)
+        self._endings.before_others(end)
+        self._endings.before_others(lanes.synchronize)
+
+    @handlers.undisturbed
+    def report(self) -> ActivationReport:
+        """What was done so far and why, as data; ``print`` it for text. Waits for nothing."""
+        self._waits.emit()
+        return make_activation_report(
+            self.recorder.snapshot(), passes=self.saving.passes, ledger=self.ledger, reason=self.saving.reason
+        )
+
+    def __enter__(self) -> Self:
+        if self._closed:
+            raise StormError("This was closed. Call storm.offload_activations again.")
+        if self._context is not None:
+            raise StormError("This context is in use already; it cannot be entered inside of itself.")
+        with contextlib.ExitStack() as stack:
+            if torch.is_grad_enabled():
+                saving: Any = self.saving
+                self._pack = saving.pack
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, saving.unpack))
+                stack.enter_context(saving.passing(self._pack))
+            self._context = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(kind, error, at)
+
+    def close(self) -> None:
+        """Make the model ordinary again and return the memory. Graphs that are still open cannot be run any more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._endings.run()
+
+
+def _refuse_meta(model: nn.Module | None) -> None:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta] if model is not None else []
+    if empty:
+        raise SettingError(
+            f"The model is on the meta device: {empty[0]!r}"
+            f"{f' and {len(empty) - 1} more have' if len(empty) > 1 else ' has'} no memory. Give it memory and weights "
+            "first: build it on the CPU or the GPU, or model.to_empty(device=...) and then load parameters and "
+            "buffers. To fill it while it is streamed, call storm.stream instead."
+        )
+
+
+def _device_of(model: nn.Module | None, device: torch.device | str) -> torch.device:
+    if device != "auto":
+        return usable_device(device)
+    first = next(model.parameters(), None) if model is not None else None
+    if first is not None:
+        return first.device
+    return usable_device("cuda" if torch.cuda.is_available() else "cpu")

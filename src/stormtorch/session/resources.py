@@ -1,0 +1,232 @@
+"""What a session stands on: budgets, units and where they go, home memory, lanes, flags and the pool.
+
+What does not fit is refused here, before anything of the model is touched. Then its weights move to home memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..core.endings import Endings
+from ..core.errors import SettingError
+from ..core.records import Asked
+from ..core.sizes import round_up
+from ..core.tags import Tag, Tier
+from ..memory.books.ledger import Ledger, open_ledger
+from ..memory.cuda.allocator import expand_segments
+from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
+from ..memory.cuda.idle_meter import IdleMeter, idle_meter_for
+from ..memory.host.arena import HostArena
+from ..memory.host.pinned import cannot_lock
+from ..memory.host.pinning import PageLock, page_lock_for
+from ..memory.lanes.build import Lanes, open_lanes
+from ..memory.lanes.flags import Flags
+from ..memory.lanes.lane import Lane
+from ..memory.lanes.waits import WaitMeter
+from ..memory.pools.pool import DevicePool
+from ..observe.recorder import Recorder
+from ..streams.bridge import handlers
+from ..streams.home.moving import Moving, ram_of
+from ..streams.optimizer.adam_settings import runs_as_adam
+from ..streams.optimizer.device_states import kept_bytes
+from ..streams.optimizer.torch_step import is_separable
+from ..streams.settings import Settings, Trial
+from ..streams.units.partition import Partition, partition
+from ..streams.units.placement import Placement, least_pool_bytes, place
+from ..streams.units.sizes import Homes, homes_for
+from ..streams.units.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """Memory and what moves it: no stream yet, and no tensor of the model's."""
+
+    device: torch.device
+    ledger: Ledger
+    endings: Endings
+    partition: Partition
+    placement: Placement
+    homes: Homes
+    meter: DeviceMeter | None  # None: nobody counts what is on the device
+    page_lock: PageLock | None
+    recorder: Recorder
+    lanes: Lanes
+    board: Flags
+    pool: DevicePool
+    waits: WaitMeter
+    idle: IdleMeter | None  # None: there is no GPU to look at
+    poison: Lane | None  # for tests: fills with NaN whatever is freed on the device
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.partition.units
+
+    def look(self) -> None:
+        """Tell the recorder what compute has waited for so far, and how often the GPU was idle."""
+        self.waits.emit()
+        if self.idle is not None:
+            self.idle.watch(torch.cuda.current_stream(self.device).cuda_stream)
+            self.recorder(Asked(*self.idle.read()))
+
+    def arena(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
+        """Home memory that lanes can copy; whoever asks for it says when it ends."""
+        arena = HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock)
+        if not self.can_copy(arena):
+            arena.close()
+            raise cannot_lock(arena.capacity_bytes, tag, self.ledger, "stream less with only= or leave=")
+        return arena
+
+    def arena_locked_behind(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
+        """Home memory that only the CPU may use until it is settled, and after that if lanes cannot copy it."""
+        return HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock, lock_behind=True)
+
+    def can_copy(self, arena: HostArena) -> bool:
+        """Whether lanes copy that memory: locked, or through a ring that is."""
+        return arena.pinned or self.page_lock is None or self.lanes.ring is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a session will take, before it takes any of it."""
+
+    device: torch.device
+    ledger: Ledger
+    partition: Partition
+    placement: Placement
+    homes: Homes
+    meter: DeviceMeter | None
+
+
+def outline(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    trial: Trial = Trial(),  # noqa: B008
+) -> Outline:
+    """Refuse what budgets or settings do not allow. Sizes alone count: the parameters may hold no memory yet."""
+    device = _device(settings.device)
+    ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
+    limit = ledger.budgets[Tier.DEVICE].limit_bytes
+    found = _parted(model, settings, limit)
+    units = found.units
+    if not units:
+        left = f": all {len(found.left)} are left, by only= or leave=, or for their kind" if found.left else ""
+        raise SettingError(f"The model has no parameters to stream{left}.")
+    training = any(unit.trained for unit in units)
+    kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
+    meter = trial.meter or device_meter_for(device)
+    placement = place(
+        found,
+        ledger,
+        training=training,
+        measured=meter is not None,
+        reserve_bytes=kept,
+        enough=lambda: kept + _enough_vram(model, settings, limit, training=training),
+    )
+    adam = optimizer is not None and runs_as_adam(optimizer, units, settings.master_dtype is not None)
+    if optimizer is not None and not adam and settings.step == "backward" and not is_separable(optimizer):
+        raise SettingError(
+            f'step="backward" needs an optimizer of torch.optim that updates each parameter by itself; '
+            f'{type(optimizer).__name__} is not known to. Use step="forward".'
+        )
+    homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam)
+    return Outline(device=device, ledger=ledger, partition=found, placement=placement, homes=homes, meter=meter)
+
+
+def open_ground(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
+) -> tuple[Ground, list[torch.Tensor]]:
+    """The ground, and home memory for the weights of each unit, which are there when this returns."""
+    endings.last(handlers.begin())
+    outlined = outline(model, optimizer, settings, trial)
+    device, ledger, homes, placement = outlined.device, outlined.ledger, outlined.homes, outlined.placement
+    units = outlined.partition.units
+    endings.last(expand_segments(device))  # the pool goes back to the driver
+    page_lock = page_lock_for(device)
+    recorder = Recorder()
+    moving = Moving(units)
+    arena = HostArena(
+        homes.parameters,
+        ledger=ledger,
+        tag=Tag.PARAMETERS,
+        page_lock=page_lock,
+        fill_later=True,
+        returning_bytes=moving.held_bytes,
+    )
+    endings.before_others(arena.close)
+    blocks = [arena.allocate(unit.image_bytes) for unit in units]
+    images = [block.tensor() for block in blocks]
+
+    def move(region: int) -> None:
+        for unit, block, image in zip(units, blocks, images, strict=True):
+            if block.place[0] == region:
+                moving.move(unit, image)
+
+    arena.fill(move)
+    moving.say_what_is_held()
+    lanes = open_lanes(device, home=arena, ledger=ledger, sink=recorder, delay=trial.delay)
+    endings.before_others(lanes.close)
+    board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
+    endings.before_others(board.close)
+    poison = lanes.store if trial.poison else None
+    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, poison=poison)
+    endings.before_others(pool.close)
+    pool.grow(placement.pool_bytes)
+    idle = idle_meter_for(device)
+    if idle is not None:
+        endings.before_others(idle.close)
+    ground = Ground(
+        device=device,
+        ledger=ledger,
+        endings=endings,
+        partition=outlined.partition,
+        placement=placement,
+        homes=homes,
+        meter=outlined.meter,
+        page_lock=page_lock,
+        recorder=recorder,
+        lanes=lanes,
+        board=board,
+        pool=pool,
+        waits=WaitMeter(lanes.compute, recorder),
+        idle=idle,
+        poison=poison,
+    )
+    return ground, images
+
+
+def _parted(model: nn.Module, settings: Settings, limit_bytes: int) -> Partition:
+    return partition(
+        model,
+        unit_limit_bytes=limit_bytes // 6,
+        only=None if settings.only is None else list(settings.only),
+        leave=list(settings.leave),
+    )
+
+
+def _enough_vram(model: nn.Module, settings: Settings, limit_bytes: int, *, training: bool) -> int:
+    """A limit through which the model can be streamed, where ``limit_bytes`` does not do. A larger limit makes larger
+    units, which need more."""
+    least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
+    while least > limit_bytes:
+        limit_bytes = round_up(least, 512)
+        least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
+    return limit_bytes
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        found = torch.device(device)
+        if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())  # tensors there have an index too
+        return found
+    except (RuntimeError, TypeError):
+        raise SettingError(
+            f"device={device!r} is not accepted. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ..."
+        ) from None

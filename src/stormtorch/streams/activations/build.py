@@ -1,0 +1,66 @@
+"""Opens what arranges the activations of a model, on the lanes and books that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from ...core.tags import Tag
+from ...memory.pools.pool import HostPool
+from ..settings import Trial
+from ..units.partition import blocks_of
+from .levels import Levels
+from .room import WAY, Gauge, Surroundings
+from .runner import Saving
+from .stream import SMALL_BYTES, ActivationStream
+
+
+def open_saving(
+    model: nn.Module | None,
+    mode: str,
+    around: Surroundings,
+    weights: Callable[[], Iterable[torch.Tensor]],
+    trial: Trial,
+) -> tuple[Saving, Callable[[], None]]:
+    """Arrange the activations of ``model`` by ``mode``; also what ends it, once the lanes are empty.
+
+    ``weights``: parameters and buffers that are on the device for good."""
+    slabs = HostPool(
+        ledger=around.ledger,
+        tag=Tag.ACTIVATIONS,
+        page_lock=around.page_lock,
+        pageable=around.lanes.ring is not None,
+        poison=around.lanes.store if trial.poison else None,
+    )
+    stream = ActivationStream(
+        lanes=around.lanes,
+        slabs=slabs,
+        waits=around.waits,
+        lock=around.lock,
+        weights=weights,
+        window_bytes=around.limit_bytes // WAY,
+        ahead_bytes=around.limit_bytes // WAY,
+        small_bytes=SMALL_BYTES if trial.small_bytes is None else trial.small_bytes,
+    )
+    stream.must_leave = mode == "offload"
+    meter = around.meter
+    levels = Levels(
+        meter.allocated if meter is not None else lambda: 0, around.peak.seen_bytes, lambda: around.peak.grown_bytes
+    )
+    saving = Saving(
+        blocks_of(model) if model is not None else [],
+        mode=mode,
+        stream=stream,
+        levels=levels,
+        gauge=Gauge(around, levels, fixed_room=trial.activation_room),
+        around=around,
+    )
+    saving.attach()
+
+    def end() -> None:
+        saving.detach()
+        stream.close()
+
+    return saving, end

@@ -1,0 +1,126 @@
+"""The conditions of a forward, for running it a second time in backward.
+
+A second run comes later, on another thread, and must compute what the first one did. So everything that a forward may
+depend on besides its arguments is noted before it, and set for the time of the second run: random numbers of torch and
+Python, autocast, the default dtype and device, backend switches, and the attributes and modes of the block's
+own modules. A block that draws numpy's random numbers may not run again."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..bridge.torch_private import backend_flags, default_device, without_torch_function
+from .attributes import Attributes
+from .blocks import Anatomy
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_BACKENDS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    *backend_flags(),
+    *(
+        (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
+        for name in _ATTENTION
+    ),
+]  # how to ask, and how to set
+
+
+class RandomNumbers:
+    """The states of torch's and Python's random numbers, which a second run draws again."""
+
+    __slots__ = ("_cuda", "_python", "_torch")
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+        self._python = random.getstate()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda[1], self._cuda[0])
+        random.setstate(self._python)
+
+
+_TWISTER_BYTES = 2500  # 624 words and a position
+
+
+def _numpy_state() -> bytes:
+    """Of numpy's global generator, to compare. Its own ``get_state`` takes longer than a small block does."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(generator) is np.random.MT19937:
+        return ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
+    return repr(generator.state).encode()
+
+
+class Conditions:
+    """As they are when this is made, which is before the block runs."""
+
+    __slots__ = (
+        "_anatomy",
+        "_attributes",
+        "_autocast",
+        "_backends",
+        "_default",
+        "_device",
+        "_numpy",
+        "_random",
+        "_trained",
+    )
+
+    def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
+        self._anatomy, self._device = anatomy, device
+        self._attributes = Attributes(anatomy.modules)
+        self._trained = anatomy.manner()[1]
+        self._random, self._numpy, self._default = RandomNumbers(device), _numpy_state(), default_device()
+        self._backends = [ask() for ask, _ in _BACKENDS]
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
+        ]
+
+    def can_be_set_again(self) -> bool:
+        """Whether a second run would find them, now that the block has run once."""
+        return self._attributes.same_inside() and self._numpy == _numpy_state()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """For a second run. Afterwards everything is as it is now."""
+        backends, now = [ask() for ask, _ in _BACKENDS], RandomNumbers(self._device)
+        with contextlib.ExitStack() as stack:
+            if self._default != default_device():
+                stack.enter_context(self._default or torch.device("cpu"))
+            for kind, enabled, dtype in self._autocast:
+                if not enabled and not torch.is_autocast_enabled(kind):
+                    continue
+                cached = torch.is_autocast_cache_enabled()
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self._attributes.again())
+            stack.callback(self._set_trained, self._set_trained(self._trained))
+            stack.callback(_set_backends, backends)
+            _set_backends(self._backends)
+            stack.callback(now.restore)
+            self._random.restore()
+            yield
+
+    def _set_trained(self, trained: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Set which parameters are trained; what was set before."""
+        before = self._anatomy.manner()[1]
+        if before != trained:
+            with without_torch_function():
+                for parameter, is_trained, was in zip(self._anatomy.parameters(), trained, before, strict=True):
+                    if is_trained != was:
+                        parameter.requires_grad_(is_trained)
+        return before
+
+
+def _set_backends(values: list[Any]) -> None:
+    for (ask, put), value in zip(_BACKENDS, values, strict=True):
+        if ask() != value:
+            put(value)

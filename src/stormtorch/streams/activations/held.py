@@ -1,0 +1,39 @@
+"""A saved tensor that stays where it is.
+
+A saved-tensor hook must not return the tensor that it was given: where that is the output of its own node, node and
+tensor would keep each other, and a graph that is dropped would never be freed. And torch leaves the check for changes
+in place to whoever has hooks."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.errors import StaleGraph
+
+
+class Held:
+    """``tensor`` without its graph, and its version."""
+
+    __slots__ = ("_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self._version = None if tensor.is_inference() else tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was written to since."""
+        return self._version is not None and self.tensor._version != self._version
+
+    def get(self) -> torch.Tensor:
+        if self.changed:
+            raise stale(self.tensor.shape, self.tensor.dtype)
+        return self.tensor
+
+
+def stale(shape: torch.Size, dtype: torch.dtype) -> StaleGraph:
+    """What autograd says, in its own words, for those who look for them."""
+    return StaleGraph(
+        "Cannot run backward: one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation (shape {tuple(shape)}, {dtype})."
+    )

@@ -1,0 +1,107 @@
+"""What is saved outside of blocks, or by a checkpoint of the user's around them.
+
+Nobody may run it again, so it stays as far as there is room, and what was saved first leaves. How much it will be, and
+what the loss takes on top, is not known beforehand. So in the passes that measure, it stays until the device begins to
+fill, and in later ones, where it is more than ever before, until the device is nearly full: it must not run out in the
+pass that would tell. Then all of it leaves, also what has stayed so far."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ...core.sizes import format_bytes
+from .held import Held
+from .plan import ActivationPlan
+from .room import Gauge
+from .stream import ActivationStream, Note, Undecided, span_of
+
+
+class Loose:
+    """Counts what is loose, pass by pass, and decides whether it leaves."""
+
+    def __init__(self, stream: ActivationStream, gauge: Gauge) -> None:
+        self._stream, self._gauge = stream, gauge
+        self._most_way_bytes = self.way_bytes = stream.ahead_bytes  # what may be on its way where there are no blocks
+        self._known_bytes = 0  # of the passes so far, at the most
+        self._seen: set[tuple[int, int, int]] = set()  # parts of storages
+        self.size = self.away_bytes = 0  # of this pass: all of it, and of that what has left
+        self._undecided: list[weakref.ref[Undecided]] = []  # of this pass
+        self.leaves = False
+        self.reason = ""
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.size - self.away_bytes
+
+    def begin_pass(self) -> None:
+        self._known_bytes = max(self._known_bytes, self.size)
+        self.size = self.away_bytes = 0
+        self._seen.clear()
+        self._undecided.clear()
+
+    def forget(self, *, leaving: bool) -> bool:
+        """Inputs are larger now, and all is measured anew. Whether what is loose leaves from now on, if it does so far
+        or not."""
+        self._known_bytes = 0
+        if not leaving and self._gauge.is_filling():
+            self.leaves = leaving = True
+            self._send_all()
+        return leaving
+
+    def see(self, tensor: torch.Tensor, *, leaving: bool, measured: bool, settled: bool) -> bool:
+        """``tensor`` is being saved. Whether what is loose leaves from now on, in this pass, if it does so far or not.
+        ``measured``: whether all has been seen once; ``settled``: whether what was decided then stays."""
+        if (self.leaves and settled) or not self._stream.travels(tensor):
+            return leaving
+        first, size = span_of(tensor)
+        key = tensor.untyped_storage()._cdata, first, size
+        if key in self._seen:
+            return leaving
+        self._seen.add(key)
+        self.size += size
+        if not leaving:
+            if measured:  # only in this pass: others may be smaller again
+                leaving = self.size > self._known_bytes and self._gauge.is_nearly_full()
+            else:
+                self.leaves = leaving = self._gauge.is_filling()
+            if leaving:
+                self._send_all()
+        self.away_bytes += size if leaving else 0
+        return leaving
+
+    def hold(self, tensor: torch.Tensor) -> Undecided | Held:
+        """For autograd: ``tensor`` stays for now."""
+        held = self._stream.hold(tensor)
+        if isinstance(held, Undecided):
+            self._undecided.append(weakref.ref(held))
+        return held
+
+    def _send_all(self) -> None:
+        held, self._undecided = self._undecided, []
+        sent = set()
+        for undecided in filter(None, (reference() for reference in held)):
+            self._stream.send_after_all(undecided)
+            if isinstance(undecided.now, Note):
+                sent.add(undecided.now.parcel)
+        self.away_bytes += sum(parcel.size for parcel in sent)
+
+    def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
+        """All of it stays if there is room beside the blocks, which have all that ``plan`` does not spare; or if nobody
+        ``is_short`` of it."""
+        self.leaves = is_short and self.size > plan.spare_bytes
+
+    def plan_alone(self, room_of: Callable[[int], int]) -> None:
+        """There are no blocks: as much of it stays as there is room for, ``room_of`` what has stayed so far."""
+        room = max(0, room_of(self.kept_bytes + min(self._stream.stay_bytes, self.away_bytes)))
+        self.leaves = self.size > room
+        self.way_bytes = min(self._most_way_bytes, room // 2)
+        self._stream.stay_bytes = room - self.way_bytes
+        size = format_bytes(self.size)
+        self.reason = (
+            f"offloaded, but for the last {format_bytes(self._stream.stay_bytes)} of {size}: no blocks to recompute"
+            if self.leaves
+            else f"kept: {size} of activations fit"
+        )

@@ -1,0 +1,108 @@
+"""What is known of a model's blocks, by kind: what they are given and save, how long they take, and whether they may be
+run a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...memory.cuda.stopwatch import Reading
+from .plan import BlockProfile
+
+ROUNDS = 2  # passes in which a kind is measured; the first one is cold
+
+
+@dataclass
+class _Known:
+    """A kind that is being measured. Its times are read when the device has told them."""
+
+    size: int  # of all that it is given
+    input_bytes: int  # of that, what has to be held for it
+    saved_bytes: int
+    passes: set[int] = field(default_factory=set)
+    forward: list[Reading] = field(default_factory=list)
+    again: list[Reading] = field(default_factory=list)  # second runs
+
+    def profile(self, repeatable: bool) -> BlockProfile | None:
+        """None while the device has told nothing."""
+        forward, again = ([s for s in (read() for read in r) if s is not None] for r in (self.forward, self.again))
+        if not forward:
+            return None
+        return BlockProfile(
+            forward_s=min(forward),
+            again_s=min(again, default=min(forward)),
+            input_bytes=self.input_bytes,
+            saved_bytes=self.saved_bytes,
+            repeatable=repeatable,
+        )
+
+
+class Profiles:
+    """A kind is a tuple that begins with the block's shape (blocks.py)."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Known] = {}
+        self._guessed: dict[Any, int] = {}  # what kinds save that were forgotten
+        self._not_again: set[Any] = set()  # shapes of blocks that may not be run again
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def size(self, kind: Any) -> int | None:
+        """The bytes of the largest inputs that were measured; None for a kind that is not known."""
+        known = self._known.get(kind)
+        return None if known is None else known.size
+
+    def saved_bytes(self, kind: Any) -> int:
+        """What such a block saves; a guess for one that was forgotten, 0 for one that was never seen."""
+        known = self._known.get(kind)
+        return self._guessed.get(kind, 0) if known is None else known.saved_bytes
+
+    def wants(self, kind: Any, in_pass: int) -> bool:
+        """Whether a call of that kind is to be measured in this pass: one a pass, in the first passes."""
+        known = self._known.get(kind)
+        return known is None or (len(known.passes) < ROUNDS and in_pass not in known.passes)
+
+    def learn(
+        self, kind: Any, in_pass: int, size: int, *, input_bytes: int, saved_bytes: int, forward: Reading
+    ) -> None:
+        """A call with inputs of ``size`` was measured. Blocks of a kind, and passes, may differ: the largest counts."""
+        known = self._known.setdefault(kind, _Known(size=size, input_bytes=input_bytes, saved_bytes=saved_bytes))
+        known.size, known.input_bytes = max(known.size, size), max(known.input_bytes, input_bytes)
+        known.saved_bytes = max(known.saved_bytes, saved_bytes)
+        known.passes.add(in_pass)
+        known.forward.append(forward)
+
+    def learn_again(self, kind: Any, reading: Reading) -> None:
+        """A second run of such a block was timed."""
+        known = self._known.get(kind)
+        if known is not None and len(known.again) < 2 * ROUNDS:
+            known.again.append(reading)
+
+    def forget(self, kind: Any, growth: float) -> None:
+        """Inputs are larger now, so many times: what was measured does not hold any more."""
+        known = self._known.pop(kind, None)
+        if known is not None:
+            self._guessed[kind] = round(known.saved_bytes * growth)
+
+    def is_repeatable(self, kind: Any) -> bool:
+        return kind[0] not in self._not_again
+
+    def never_again(self, kind: Any) -> bool:
+        """Blocks of that shape may not be run again. False if that was known."""
+        is_new = kind[0] not in self._not_again
+        self._not_again.add(kind[0])
+        return is_new
+
+    def of(self, kinds: Sequence[Any]) -> list[BlockProfile] | None:
+        """The profiles of blocks of these kinds; None as long as one of them is not measured."""
+        made = {kind: self._profile(kind) for kind in set(kinds)}
+        found = [profile for kind in kinds if (profile := made[kind]) is not None]
+        return found if kinds and len(found) == len(kinds) else None
+
+    def _profile(self, kind: Any) -> BlockProfile | None:
+        known = self._known.get(kind)
+        if known is None or len(known.passes) < ROUNDS:
+            return None
+        return known.profile(self.is_repeatable(kind))

@@ -1,0 +1,254 @@
+"""One call of a block in a forward, and how backward gets what autograd saved in it.
+
+Torch's own checkpointing decides before a block runs that it will run again. Here the decision comes afterwards, when
+it is known what the block has saved and whether a second run would go unnoticed. Each saved tensor is, as
+`Saved.value` says:
+
+    Held      on the device
+    Note      in RAM, or on its way
+    None      dropped: backward runs the block again, and takes what it saves then
+
+Dropping is always possible after the block has run, and costs nothing then. So a block that turns out to change a
+buffer is simply not dropped, a block that RAM has no room for is, and no pass is needed to find out first.
+
+**The second run.** When backward first asks for a dropped tensor, the block is called again with its inputs, under the
+conditions of the first call (conditions.py). The tensors that it saves are counted, in the same order as the first
+time; those that backward still wants are handed out as it asks for them. When the last of them is there, an exception
+ends the run: the rest of the block is not computed. A second run that saves other tensors than the first one
+is an error, never a wrong gradient.
+
+The road not taken: ``torch.utils.checkpoint``. It drops before it knows, so that blocks had to be measured in a pass of
+their own, kept on the device or in RAM for that; and a block that began to change its buffers later was an error."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...core.errors import StaleGraph
+from ...memory.cuda.stopwatch import Reading, timed
+from ..bridge.torch_private import (
+    VersionProbe,
+    at_end_of_backward,
+    has_plain_storage,
+    in_backward,
+    never_traced,
+    sequence_number,
+)
+from .blocks import Anatomy, filled, leaves_of, tensors_in
+from .conditions import Conditions
+from .held import Held, stale
+from .stream import ActivationStream, Note
+
+
+class Saved:
+    """What autograd keeps of a tensor that a block has saved; see the table above."""
+
+    __slots__ = ("__weakref__", "dtype", "number", "probe", "run", "shape", "value")
+
+    def __init__(self, run: BlockRun, number: int, tensor: torch.Tensor, value: Held | Note) -> None:
+        self.run, self.number = run, number
+        self.value: Held | Note | None = value
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.probe: VersionProbe | None = None  # of a dropped one that user code may still write to
+
+
+class _Enough(Exception):
+    """Ends a second run: all that backward wants has been saved."""
+
+
+class BlockRun:
+    """A call of a block. Lives as long as autograd keeps one of its saved tensors."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        anatomy: Anatomy,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        stream: ActivationStream,
+        device: torch.device,
+        is_streamed: Callable[[torch.Tensor], bool],
+        sends: bool,
+        may_drop: bool,
+    ) -> None:
+        """``is_streamed``: whether a tensor is a streamed weight, which autograd finds again by itself. ``sends``:
+        whether saved tensors leave for RAM at once. ``may_drop``: whether ``drop`` may be called."""
+        self._block, self._original, self._stream, self._device = block, original, stream, device
+        self._is_streamed, self.sends, self.repeats = is_streamed, sends, False
+        self._count, self._names = len(args), list(kwargs)
+        given = (*args, *kwargs.values())
+        self._inputs: list[Any] = leaves_of(given)  # as they were given; after `drop`, in the forms of `_Input`
+        self._form = filled(given, iter([None] * len(self._inputs)))
+        self._conditions = Conditions(anatomy, device) if may_drop else None
+        watched = (*block.buffers(), *tensors_in(args, kwargs)) if may_drop else ()
+        self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
+        self._saved: list[weakref.ref[Saved]] = []
+        self._outputs: set[int] = set()  # storages
+        self._again: dict[int, Held] = {}  # by number: made by a second run, not asked for yet
+        self.tell_time: Callable[[Reading], None] | None = None  # gets how long the second run takes
+
+    # --- forward
+
+    def save(self, tensor: torch.Tensor) -> Saved:
+        """For autograd: what it keeps of ``tensor``."""
+        value: Held | Note = self._stream.pack(tensor) if self.sends else Held(tensor)
+        saved = Saved(self, len(self._saved), tensor, value)
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def end(self, result: Any) -> bool:
+        """The block has run, and returned ``result``. Whether a second run would give the same."""
+        self.repeats = self._conditions is not None and self.has_its_inputs() and self._conditions.can_be_set_again()
+        self._outputs = {
+            leaf.untyped_storage()._cdata
+            for leaf in leaves_of(result)
+            if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)
+        }
+        return self.repeats
+
+    def has_its_inputs(self) -> bool:
+        """Whether what the block was given, and its buffers, have not been written to since."""
+        return not any(
+            (tensor := reference()) is not None and tensor._version != at for reference, at in self._versions
+        )
+
+    def saved_bytes(self) -> int:
+        """What all saved tensors take, each storage once, without weights that are on the device for good."""
+        sizes: dict[Any, int] = {}
+        for saved in filter(None, (reference() for reference in self._saved)):
+            value = saved.value
+            if isinstance(value, Note):
+                sizes[value.parcel] = value.parcel.size
+            elif (
+                isinstance(value, Held) and has_plain_storage(value.tensor) and not self._stream.is_weight(value.tensor)
+            ):
+                storage = value.tensor.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+        return sum(sizes.values())
+
+    def drop(self, *, inputs_away: bool) -> None:
+        """Let go of what was saved; backward will run the block again. Its inputs stay, or leave for RAM."""
+        for saved in filter(None, (reference() for reference in self._saved)):
+            value = saved.value
+            if isinstance(value, Held):
+                if value.changed:
+                    continue  # written over since: backward must say so
+                if has_plain_storage(value.tensor) and value.tensor.untyped_storage()._cdata in self._outputs:
+                    saved.probe = VersionProbe(value.tensor)
+            saved.value = None
+        kept: dict[int, Any] = {}  # what is given twice is the same thing twice
+        for leaf in self._inputs:
+            if id(leaf) not in kept:
+                kept[id(leaf)] = _Input(leaf, self._stream, inputs_away) if type(leaf) is torch.Tensor else leaf
+        self._inputs = [kept[id(leaf)] for leaf in self._inputs]
+
+    def stay(self) -> None:
+        """Nothing is dropped: what a second run would need is let go."""
+        self._inputs, self._versions, self._conditions = [], [], None
+
+    def send(self) -> None:
+        """Let what is on the device leave for RAM, as far as there is room."""
+        for saved in filter(None, (reference() for reference in self._saved)):
+            value = saved.value
+            if isinstance(value, Held) and not value.changed:
+                saved.value = self._stream.pack(value.get(), made=True)
+
+    # --- backward
+
+    def get(self, saved: Saved) -> torch.Tensor:
+        """The tensor, for autograd."""
+        if saved.value is not None:
+            return self._stream.unpack(saved.value)
+        if saved.probe is not None and saved.probe.changed:
+            raise stale(saved.shape, saved.dtype)
+        if saved.number not in self._again:
+            self._run_again()
+        made = self._again.pop(saved.number)
+        if not in_backward():
+            self._again.clear()
+        return made.get()
+
+    def _run_again(self) -> None:
+        wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.value is None}
+        last, count, has_all, unmade = max(wanted), 0, False, -1
+
+        @never_traced
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal count, has_all, unmade
+            if has_all:
+                raise _Enough
+            if self._is_streamed(tensor):
+                return tensor.detach()
+            number, count = count, count + 1
+            saved = wanted.get(number)
+            if saved is not None:
+                if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+                    raise self._other(
+                        f"tensor {number} that it saves is {tuple(tensor.shape)}, {tensor.dtype}; in forward it was "
+                        f"{tuple(saved.shape)}, {saved.dtype}"
+                    )
+                self._again[number] = Held(tensor)
+            if tensor.grad_fn is None and not tensor.requires_grad:
+                unmade = sequence_number()  # the operation may be about to write it, as ``rrelu`` does with its noise
+            if number == last:
+                if unmade != sequence_number():
+                    raise _Enough
+                has_all = True  # when that operation has run
+            return tensor.detach()
+
+        made: dict[int, Any] = {}
+        for leaf in self._inputs:
+            if id(leaf) not in made:
+                made[id(leaf)] = leaf.get() if isinstance(leaf, _Input) else leaf
+        values = filled(self._form, iter([made[id(leaf)] for leaf in self._inputs]))
+        if in_backward():
+            at_end_of_backward(self._again.clear)  # what backward has not asked for by then it does not want
+        args, names = values[: self._count], dict(zip(self._names, values[self._count :], strict=True))
+
+        def call() -> bool:
+            try:
+                self._original(*args, **names)
+            except _Enough:
+                return True
+            return has_all
+
+        # The graph of this run is never run; a block that asks for gradients itself needs what it saves, though.
+        assert self._conditions is not None
+        with saved_tensors_hooks(pack, lambda tensor: tensor), self._conditions.again():
+            if self.tell_time is None:
+                is_enough = call()
+            else:
+                is_enough, reading = timed(self._device, call)
+                self.tell_time(reading)
+        if not is_enough:
+            raise self._other(f"it saves {count} tensors; in forward there were {last + 1} or more")
+
+    def _other(self, what: str) -> StaleGraph:
+        self._again.clear()
+        return StaleGraph(
+            f"Cannot recompute a {type(self._block).__name__}: {what}. It must run alike both times. Make it, or set "
+            'activations="offload".'
+        )
+
+
+class _Input:
+    """A tensor that a block was given, until it is run again."""
+
+    __slots__ = ("_stream", "_trained", "_value")
+
+    def __init__(self, tensor: torch.Tensor, stream: ActivationStream, away: bool) -> None:
+        # What no operation with a gradient has made is mostly alive anyway: the batch, masks, tables of positions.
+        self._stream, self._trained, away = stream, tensor.requires_grad, away and tensor.grad_fn is not None
+        self._value: Held | Note = stream.pack(tensor, made=True) if away else Held(tensor)
+
+    def get(self) -> torch.Tensor:
+        """Without the graph that it came from."""
+        return self._stream.unpack(self._value).detach().requires_grad_(self._trained)

@@ -1,0 +1,508 @@
+"""How each block's activations survive until backward: kept, offloaded, or recomputed.
+
+Blocks are wrapped as the user's own ``torch.utils.checkpoint`` around them would wrap them, and only while a pass of
+the model runs under our saved-tensor hooks. What happens to a block is decided when it has run (recompute.py).
+
+The first passes recompute every block, and measure; blocks are kept at once only where there is room for all of them
+twice over. Then comes a plan (plan.py): recompute, inputs where there is room. With ``activations="auto"`` a second
+plan, which keeps and offloads what it can, runs in turns with the first one, and stays if steps with it are faster
+(comparison.py). A pass with larger inputs starts all over.
+
+A block is never run twice where that would show: where it changes its buffers, as batch norm does, or where forward
+hooks are listening. It is kept or offloaded.
+
+What is saved outside of blocks is *loose* (outside_blocks.py). What is saved after the last block stays."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.notices import say_once
+from ...memory.cuda.stopwatch import Reading, timed
+from ..bridge.torch_private import (
+    at_end_of_backward,
+    current_pass,
+    has_plain_storage,
+    in_backward,
+    in_functorch,
+    innermost_hooks,
+    never_traced,
+)
+from .block_call import BlockCall, Call
+from .blocks import Anatomy, leaves_of, object_in, shape_of, tensors_in
+from .comparison import Comparison
+from .held import Held
+from .levels import UNCOUNTED, Levels
+from .outside_blocks import Loose
+from .plan import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_FROM_RAM,
+    ActivationPlan,
+    BlockPlan,
+    choose,
+    cost_s,
+    recompute,
+    with_reason,
+)
+from .profiles import ROUNDS, Profiles
+from .recompute import BlockRun, Saved
+from .room import Gauge, Surroundings
+from .stream import ActivationStream
+
+_REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
+_NOTED = 64  # passes after which a comparison that has not begun is not waited for any more: asking the device costs
+_COMPARE_AT = (8, 64, 512)  # passes after which the second plan is tried; the machine may have changed since
+
+
+class Saving:
+    """Decides for a model's blocks, pass by pass, and carries it out."""
+
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        *,
+        mode: str,
+        stream: ActivationStream,
+        levels: Levels,
+        gauge: Gauge,
+        around: Surroundings,
+    ) -> None:
+        self.mode, self._stream, self._levels, self._gauge, self._around = mode, stream, levels, gauge, around
+        self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
+        self._loose = Loose(stream, gauge)
+        self._noted_task = -1  # the last backward whose end will be noted
+        self._blocks = [weakref.ref(block) for block in blocks]
+        self._shapes = [shape_of(block) for block in blocks]
+        self._anatomies = [Anatomy(block) for block in blocks]
+        self._calls: list[tuple[nn.Module, str, Any]] = []
+        self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
+        self._last_sequence: list[Any] = []
+        self._planned: list[Any] = []  # the kinds that the plan is for
+        self._closed = False
+        self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
+        self._sending = False
+        self._run: BlockRun | None = None  # the block that is running
+        self._undropped: tuple[BlockRun, Any, bool] | None = None  # the last one: its kind, and whether inputs leave
+        self._fits: dict[Any, bool] = {}  # of this pass, by shape: whether a second run has room for its weights
+        self._held: list[int] = []  # bytes that each block of this pass has kept
+        self._is_past_blocks = False
+        self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
+        self._simple: ActivationPlan | None = None  # of the two plans that are compared, the one that recomputes
+        self._candidates: list[ActivationPlan] = []  # and those that should be faster, the next one first
+        self._is_better = False  # whether a candidate has won
+        self._comparison: Comparison | None = None
+        self._step_began: tuple[float, int] | None = None  # when, and after how many optimizer steps
+        self._step_bytes = 0  # inputs of the blocks since then
+        self._trim_at = 0  # the pass that gives back what RAM the plan does not need
+        self._comparisons = 0  # so far, with inputs as large as they are
+        self.known = Profiles()
+        self.passes = 0
+        self._passes_before = 0  # inputs were as large as they are
+        self.plan: ActivationPlan | None = None
+
+    # --- passes
+
+    @property
+    def _age(self) -> int:
+        """The number of this pass, of those with inputs as large as they are."""
+        return self.passes - self._passes_before
+
+    @property
+    def _is_noting(self) -> bool:
+        """Whether it is noted how full the device is at each block: as long as a plan may be made from it."""
+        waits = self.mode == "auto" and self._comparisons == 0 and bool(self.known) and self._age <= _NOTED
+        return waits or self._age <= _REPLAN_AT[-1]
+
+    @contextlib.contextmanager
+    def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+        """A pass of the model, under saved-tensor hooks of which ``pack`` is one and which come here."""
+        self._run = self._undropped = None  # of a pass that an exception has ended
+        self._stream.begin_pass()
+        self._levels.begin()
+        self.passes += 1
+        if self._sequence:
+            self._last_sequence = self._sequence
+        self._end_step()
+        self._look_back()
+        if self.passes == self._trim_at:
+            self._stream.trim()
+        self._loose.begin_pass()
+        self._held, self._sequence, self._input_bytes = [], [], 0
+        self._fits.clear()
+        self._is_past_blocks = False
+        self._hooks, self._sending = pack, self.mode == "offload" or self._loose.leaves
+        self._set_ways()
+        try:
+            yield
+        finally:
+            self._drop_last()
+            self._stream.send_all()
+            self._hooks, self._sending = None, False
+            if self._is_noting:
+                ours = self._stream.travelling_bytes() + (0 if self._held else self._loose.kept_bytes)
+                self._levels.reach(len(self._held), ours, self._stream.window_bytes)
+
+    def _set_ways(self) -> None:
+        """Set what may be on its way, to begin with. Nothing, as long as it is not known whether there is room."""
+        unknown = self.plan is None and (self._age <= ROUNDS or bool(self._last_sequence))
+        careful = unknown and self.mode != "offload" and self._gauge.room() < UNCOUNTED
+        way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._loose.way_bytes
+        self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
+        self._stream.is_strict = self.plan is not None or careful or (self.mode == "auto" and self._loose.leaves)
+
+    def rules_here(self) -> bool:
+        """Whether blocks called now are ours to arrange: in a pass, and not in a checkpoint of the user's inside it."""
+        if self._hooks is None or self._closed or self.mode in ("keep", "offload"):
+            return False
+        if in_backward() or in_functorch() or not torch.is_grad_enabled():
+            return False
+        hooks = innermost_hooks()
+        return hooks is not None and hooks[0] == self._hooks
+
+    @never_traced
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For autograd's hooks: what stands for ``tensor`` until backward."""
+        if self._run is not None:
+            return self._run.save(tensor)
+        is_loose = not self._is_past_blocks and self.mode == "auto"
+        if is_loose:
+            settled = self._age > _REPLAN_AT[-1]
+            self._sending = self._loose.see(tensor, leaving=self._sending, measured=self._age > ROUNDS, settled=settled)
+        if self._sending:
+            return self._stream.pack(tensor)
+        return self._loose.hold(tensor) if is_loose else Held(tensor)
+
+    @never_traced
+    def unpack(self, saved: Any) -> torch.Tensor:
+        self.note_end()
+        return saved.run.get(saved) if isinstance(saved, Saved) else self._stream.unpack(saved)
+
+    def note_end(self) -> None:
+        """Backward asks for what was saved: when it ends, the level is noted, before users do as they like with the
+        peak."""
+        task = current_pass() if self._is_noting else -1
+        if task not in (-1, self._noted_task):
+            self._noted_task = task
+            at_end_of_backward(self._levels.end)
+
+    @property
+    def reason(self) -> str:
+        if self.mode in ("keep", "offload"):
+            return f"activations={self.mode!r}"
+        if self.plan is not None:
+            return self.plan.reason
+        if self.passes < 2 or self.known:
+            return "not measured yet"
+        return self._loose.reason or "kept: no blocks were found to arrange"
+
+    @property
+    def wish_bytes(self) -> int:
+        """What has left only because it is not known yet whether there is room for it. Of blocks this is what a
+        checkpoint around each would keep."""
+        if self._last_sequence or self._sequence:
+            return self._input_bytes  # of a pass without a plan
+        return self._loose.away_bytes if self._age <= ROUNDS else 0
+
+    # --- plans
+
+    def _look_back(self) -> None:
+        """Make the plan from what has been measured, or again from a peak that is known better now."""
+        if self._age == _REPLAN_AT[-1] and (over := self._gauge.over()):
+            say_once(over, key="over the budget")
+        if self.mode not in ("auto", "recompute"):
+            return
+        if self._age > ROUNDS and (self.plan is None or self._age in _REPLAN_AT):
+            before = self.plan
+            self._plan_blocks()
+            is_new = self.plan is not before or self._age in (ROUNDS + 1, *_REPLAN_AT)
+            if self.mode == "auto" and is_new and self._age <= _REPLAN_AT[-1]:  # later what is loose is not counted
+                self._plan_loose()
+        if self.mode == "auto" and self.plan is not None:
+            self._compare()
+
+    def _plan_blocks(self) -> None:
+        kinds = self._last_sequence
+        profiles = self.known.of(kinds)
+        if profiles is None:
+            return
+        means = self._gauge.means(kinds, profiles, self._held)
+        plan = recompute(profiles, means)
+        if self.mode == "auto":
+            best = choose(profiles, means)
+            plan = best if all(block == KEEP for block in best.blocks) else plan
+        self._planned, self._simple, self._candidates, self._comparison = kinds, None, [], None
+        self._set_plan(plan)
+        self._stream.stay_bytes = 0  # that was for a pass without blocks
+
+    def _set_plan(self, plan: ActivationPlan) -> None:
+        if self.plan is None or plan.blocks != self.plan.blocks:
+            self._levels.begin_plan()
+            self._trim_at = self.passes + 2  # when what left by the plan before has come back
+        self.plan = plan
+
+    def _plan_loose(self) -> None:
+        is_short = self._loose.leaves or bool(self._gauge.over())
+        if self.plan is not None:
+            self._loose.plan_beside(self.plan, is_short=is_short)
+        elif is_short and not self._last_sequence:  # or there are blocks, and the device is still at what they take
+            self._loose.plan_alone(lambda stayed: self._gauge.means([], [], [stayed]).rooms[-1])
+            self._levels.begin_plan()
+
+    def _compare(self) -> None:
+        """Begin to compare the two plans, go on with it, or end it."""
+        if self._comparison is None:
+            is_due = self._comparisons < len(_COMPARE_AT) and self._age >= _COMPARE_AT[self._comparisons]
+            if is_due and self._around.is_settled():
+                self._begin_comparison()
+            return
+        assert self._simple is not None
+        if not self._comparison.is_over:
+            self.plan = self._candidates[0] if self._comparison.second else self._simple
+            return
+        ratio, candidate = self._comparison.ratio, self._candidates.pop(0)
+        if self._comparison.second_wins:
+            took = f"{ratio:.2f} of the time of {'fewer' if self._is_better else 'no'} blocks so"
+            self._simple, self._is_better = with_reason(candidate, took), True
+        else:
+            self._simple = with_reason(self._simple, f"to have {candidate.reason} took {ratio:.2f} of the time")
+        self._comparison = Comparison() if self._candidates else None
+        self._set_plan(self._simple)
+
+    def _begin_comparison(self) -> None:
+        assert self.plan is not None
+        self._comparisons += 1
+        profiles = self.known.of(self._planned)
+        if profiles is None or self._planned != self._last_sequence or self.plan.blocks[0] == KEEP:
+            return
+        means = self._gauge.means(self._planned, profiles, self._held)
+        simple, found = recompute(profiles, means), list[ActivationPlan]()
+        for better in (choose(profiles, means, offload=False), choose(profiles, means)):
+            if cost_s(profiles, better) < cost_s(profiles, found[-1] if found else simple):
+                found.append(better)
+        self._is_better = False
+        if found:
+            self._simple, self._candidates, self._comparison = simple, found, Comparison()
+            self._set_plan(simple)
+
+    def _end_step(self) -> None:
+        """Note how long the step took that ends where this pass begins, if it does."""
+        now_s = time.perf_counter()
+        steps = self.passes if self._around.steps is None else self._around.steps()
+        if self._step_began is not None and self._step_began[1] == steps:
+            return
+        if self._comparison is not None and self._step_began is not None:
+            self._comparison.end_step(now_s - self._step_began[0], self._step_bytes)
+        self._step_began, self._step_bytes = (now_s, steps), 0
+
+    # --- blocks
+
+    def attach(self) -> None:
+        """Wrap the calls of the blocks; what others have wrapped stays inside."""
+        for index, reference in enumerate(self._blocks):
+            block = reference()
+            assert block is not None
+            for name in ("_call_impl", "_compiled_call_impl"):
+                original = getattr(block, name)
+                if original is not None:
+                    self._calls.append((block, name, vars(block).get(name)))
+                    block.__dict__[name] = BlockCall(self, block, index, original)
+
+    def detach(self) -> None:
+        """Undo ``attach``. Safe to call twice."""
+        self._closed = True
+        while self._calls:
+            block, name, had = self._calls.pop()
+            ours = block.__dict__.get(name)
+            if not isinstance(ours, BlockCall) or not ours.belongs_to(self):
+                continue  # user code has put something over ours, which does nothing any more
+            if had is None:
+                block.__dict__.pop(name, None)
+            else:
+                block.__dict__[name] = had
+
+    def call(self, index: int, block: nn.Module, original: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block, and do with what it saves as the plan says."""
+        if self._run is not None:
+            return original(*args, **kwargs)  # it is part of another one
+        self._stream.send_all()
+        self._drop_last()
+        leaves = tensors_in(args, kwargs)
+        kind = (self._shapes[index], self._anatomies[index].manner(), tuple(leaf.requires_grad for leaf in leaves))
+        sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
+        size, input_bytes = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+        self._forget_if_larger(kind, size)
+        position = len(self._sequence)
+        self._sequence.append(kind)
+        self._step_bytes += size
+        plan, is_measured = self._plan_for(position, kind, input_bytes), self.known.wants(kind, self.passes)
+        may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(index, kind, block, args, kwargs)
+        if plan.kind == "recompute" and not may_drop:
+            plan = OFFLOAD
+        run = BlockRun(
+            block,
+            self._anatomies[index],
+            original,
+            args,
+            kwargs,
+            stream=self._stream,
+            device=self._around.device,
+            is_streamed=self._around.is_streamed,
+            sends=plan.kind == "offload",
+            may_drop=may_drop,
+        )
+        refused, reading = self._stream.refused_bytes, None
+        self._run = run
+        try:
+            if is_measured:
+                result, reading = timed(self._around.device, lambda: original(*args, **kwargs))
+            else:
+                result = original(*args, **kwargs)
+        finally:
+            self._run = None
+        if run.end(result) != may_drop:
+            self._may_not_run_again(kind)
+        if reading is not None:
+            saved_bytes = run.saved_bytes()
+            self.known.learn(kind, self.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading)
+        plan = self._end_block(run, kind, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
+        if self._is_last():
+            self._drop_last()  # the loss needs the room, and comes before the next block
+            self._sending, self._is_past_blocks = False, True  # what comes now is what backward begins with
+        held = plan.held_bytes(input_bytes=input_bytes, saved_bytes=self.known.saved_bytes(kind))
+        self._held.append(held)
+        self._levels.hold(kind, plan.way, held)
+        self._watch(position, result)
+        return result
+
+    def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
+        """The block has run. What becomes of it, which may be something else than ``plan``."""
+        if plan.kind == "offload" and is_refused and run.repeats:
+            plan = RECOMPUTE  # RAM has run out
+        if plan.kind == "recompute" and run.repeats:
+            if self._age <= _REPLAN_AT[-1]:
+                run.tell_time = _telling(self.known, kind)
+            if self.plan is None and plan.inputs_away:
+                self._input_bytes += input_bytes
+            self._undropped = run, kind, plan.inputs_away
+            return plan
+        if plan.kind == "recompute":
+            run.send()
+            plan = OFFLOAD
+        run.stay()
+        return plan
+
+    def _drop_last(self) -> None:
+        """Let go of what the last block has saved. Not before the next one: what it was given may have been written
+        over in between, as ``x.add_(block(x))`` does, and it could not run again."""
+        last, self._undropped = self._undropped, None
+        if last is None:
+            return
+        run, kind, inputs_away = last
+        if run.has_its_inputs():
+            run.drop(inputs_away=inputs_away)
+        else:
+            self._may_not_run_again(kind)
+            run.send()
+            run.stay()
+
+    def _plan_for(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
+        if self.plan is not None and self._planned[position : position + 1] == [kind]:
+            return self.plan.blocks[position]
+        return self._provisional(position, kind, input_bytes)
+
+    def _provisional(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
+        """Before there is a plan: recompute, with inputs on the device if there is room for all that follow. Keep, if
+        there is room for all that follows and for as much again; not before it is known what the loss will take."""
+        room, end = self._gauge.room(), self._levels.rise_at_the_end(kind)
+        if room == UNCOUNTED:
+            return KEEP if self.mode == "auto" else RECOMPUTE
+        is_known, saved = self.known.size(kind) is not None, self.known.saved_bytes(kind)
+        knows_the_end = self._age > 1 or self._levels.knows_the_end
+        count = len(self._last_sequence) or len(self._blocks)
+        ahead = max(1, count - position) + 1  # and one to compute with
+        if self.mode == "auto" and is_known and knows_the_end and 2 * saved * ahead + end <= room:
+            return KEEP
+        is_tight = input_bytes * ahead + 2 * saved + end > room or (not knows_the_end and self._gauge.is_filling())
+        return RECOMPUTE_FROM_RAM if is_tight else RECOMPUTE
+
+    def _is_last(self) -> bool:
+        """Whether the block that is being called should be the last one of the pass."""
+        return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
+
+    def _watch(self, position: int, result: Any) -> None:
+        """Notice when backward comes to the block: when there is a gradient of what it gave."""
+        way = self.plan.way_bytes if self.plan is not None else []
+        ahead = way[position] if position < len(way) - 1 else 0 if self._stream.is_strict else self._way_bytes
+        noting, this, number = self._is_noting, weakref.ref(self), self.passes
+
+        def reached(_gradient: torch.Tensor) -> None:
+            saving = this()
+            if saving is None:
+                return
+            if noting and saving.passes == number:
+                saving._levels.reach(position, saving._stream.travelling_bytes(), ahead)
+                at_end_of_backward(saving._levels.end)
+            if saving.passes == number:
+                saving._stream.look_ahead(ahead)
+            else:
+                saving._stream.ahead_bytes = ahead
+
+        for leaf in leaves_of(result):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(reached)
+                return
+
+    def _may_not_run_again(self, kind: Any) -> None:
+        if self.known.never_again(kind):
+            self.plan = self._comparison = None
+
+    def _may_run_again(
+        self, index: int, kind: Any, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a second run of the block would go unnoticed, as far as can be said before it runs."""
+        if (given := object_in(args, kwargs)) is not None:
+            name, what = type(block).__name__, type(given).__name__
+            hint = "; for models of transformers set model.config.use_cache = False" if "Cache" in what else ""
+            say_once(
+                f"{name} is given a {what}, which running it again would change: its activations are kept or "
+                f"offloaded, never recomputed{hint}.",
+                key=f"{name} is given a {what}",
+            )
+            return False
+        shape = self._shapes[index]
+        if shape not in self._fits:
+            self._fits[shape] = self._around.can_recompute(block)
+        return (
+            self._fits[shape]
+            and self.known.is_repeatable(kind)
+            and not self._anatomies[index].is_listened_to()
+            and self._anatomies[index].has_its_own()
+        )
+
+    def _forget_if_larger(self, kind: Any, size: int) -> None:
+        """What was learned from smaller inputs does not hold."""
+        known = self.known.size(kind)
+        if known is None or size <= known:
+            return
+        growth = size / max(1, known)
+        self.known.forget(kind, growth)
+        self.plan = self._comparison = None
+        self._comparisons = 0
+        self._levels.forget(growth)
+        self._passes_before = self.passes - 1  # this one is the first of them
+        self._set_ways()
+        if self.mode == "auto":
+            self._sending = self._loose.forget(leaving=self._sending)
+
+
+def _telling(known: Profiles, kind: Any) -> Callable[[Reading], None]:
+    return lambda reading: known.learn_again(kind, reading)

@@ -1,0 +1,246 @@
+"""Keeps Python's signal handlers out of our critical sections, so that they may use a streamed model like other code.
+
+Python runs a handler on the main thread, between any two of its instructions: inside our code too, where a lock is held
+or a table is half changed. So, while a session is open, every Python handler is called through a `Deferred`. A signal
+that arrives inside a *section* (`locked` methods and `undisturbed` functions) is kept, and its handler runs when the
+outermost section ends. Outside of sections it runs at once, as ever. A handler that raises therefore cuts no section in
+two, and one that reads a weight finds everything in order.
+
+Two ways lead into a section all the same, because what it waits for may never come: a second Ctrl-C, and a signal that
+has waited for ``PATIENCE_S``. Such a handler may raise or set a flag; what it asks of the session is refused.
+
+Handlers that user code installs later are found when a section begins. Sections cost no system call."""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # of which signal.py is a wrapper
+import _thread
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ...core.errors import InsideStep
+from .torch_private import innermost_hooks, with_torch_function
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Handler = Callable[[int, FrameType | None], Any]
+
+PATIENCE_S = 10.0
+_ALL = tuple(sorted(int(number) for number in signal.valid_signals()))
+_handler_of = _signal.getsignal  # signal.getsignal makes enums, and takes four times as long
+
+
+class State:
+    """What the main thread is in the middle of. Only the main thread writes it."""
+
+    __slots__ = ("cut", "depth", "is_watched", "main", "numbers", "overdue", "running", "seen", "sessions", "waiting")
+
+    def __init__(self) -> None:
+        self.main = threading.main_thread().ident
+        self.depth = 0  # sections inside each other
+        self.cut = False  # a handler runs inside a section
+        self.waiting: dict[int, tuple[Handler, float]] = {}  # by number: signals that came inside a section, and when
+        self.is_watched = False  # a thread looks whether they wait for too long
+        self.overdue: set[int] = set()  # those that do
+        self.running = 0  # the number of the handler that runs; 0 outside of handlers
+        self.numbers = itertools.count(1)
+        self.sessions = 0
+        self.seen: tuple[Any, ...] = ()  # the usual handlers, when they were last looked at
+
+
+state = State()
+
+
+def handler_here() -> int:
+    """The number of the signal handler that the calling thread runs; 0 outside of handlers."""
+    return state.running if state.running and threading.get_ident() == state.main else 0
+
+
+class Deferred:
+    """Stands in for a user's handler, and is as good as it: it may stay installed when no session is open."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not state.depth:
+            _run(self.handler, number, frame)
+        elif number not in state.waiting:
+            state.waiting[number] = self.handler, time.monotonic()
+            _watch()
+        elif number == signal.SIGINT or number in state.overdue:
+            state.overdue.discard(number)
+            del state.waiting[number]
+            before, state.cut = state.cut, True
+            try:
+                self.handler(number, frame)
+            finally:
+                state.cut = before
+
+
+def deliver() -> None:
+    """Run the handlers that have waited for the section that has just ended."""
+    while state.waiting and not state.depth:
+        number = next(iter(state.waiting))
+        came = state.waiting.pop(number, None)
+        state.overdue.discard(number)
+        if came is not None:
+            _run(came[0], number, sys._getframe(1))
+
+
+def _run(handler: Handler, number: int, frame: FrameType | None) -> None:
+    before, state.running = state.running, next(state.numbers)
+    try:
+        with _as_user_code():
+            handler(number, frame)
+    finally:
+        state.running = before
+
+
+@contextlib.contextmanager
+def _as_user_code() -> Iterator[None]:
+    """Undo what our code, or a pass, has set for the calling thread: tensors are watched, and saved as they are."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(with_torch_function())
+        if innermost_hooks() is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+        yield
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _watch() -> None:
+    """Have signals sent once more if they wait for too long: a section may wait for what never comes."""
+    if not state.is_watched:
+        state.is_watched = True
+        try:
+            # The raw call: threading takes a lock to start a thread, and that may be what the signal has interrupted.
+            _thread.start_new_thread(_send_overdue, ())
+        except RuntimeError:  # no thread to be had
+            state.is_watched = False
+
+
+def _send_overdue() -> None:
+    while state.is_watched:
+        time.sleep(PATIENCE_S / 10)
+        for number, (_, came_s) in list(state.waiting.items()):
+            if time.monotonic() - came_s > PATIENCE_S and state.main is not None:
+                state.overdue.add(number)
+                signal.pthread_kill(state.main, number)
+        if not state.waiting:
+            state.is_watched = False
+            if state.waiting:  # it came in between, and counts on this thread
+                state.is_watched = True
+
+
+# --- which handlers there are
+
+
+_USUAL = tuple(
+    int(number)
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGALRM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGHUP,
+        signal.SIGCHLD,
+    )
+)
+
+
+def look() -> None:
+    """Find handlers that user code has installed since, of the usual signals: a section begins."""
+    a, b, c, d, e, f, g = _USUAL
+    of = _handler_of
+    found = (of(a), of(b), of(c), of(d), of(e), of(f), of(g))
+    if found != state.seen:
+        _defer(_USUAL)
+        state.seen = tuple(map(of, _USUAL))
+
+
+def look_at_all() -> None:
+    """The same for every signal, which takes longer: a pass or a step begins."""
+    if state.sessions and threading.get_ident() == state.main:
+        _defer(_ALL)
+
+
+def _defer(numbers: tuple[int, ...]) -> None:
+    for number in numbers:
+        handler = _handler_of(number)
+        if callable(handler) and type(handler) is not Deferred:
+            signal.signal(number, Deferred(handler))
+
+
+def begin() -> Callable[[], None]:
+    """From now on handlers wait for sections; returns what ends that."""
+    state.sessions += 1
+    look_at_all()
+
+    def end() -> None:
+        state.sessions -= 1
+        if not state.sessions and threading.get_ident() == state.main:
+            for number in _ALL:
+                handler = _handler_of(number)
+                if type(handler) is Deferred:
+                    signal.signal(number, handler.handler)
+            deliver()
+
+    return end
+
+
+def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` as a section, which takes no lock."""
+
+    @functools.wraps(function)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if threading.get_ident() != state.main:
+            return function(*args, **kwargs)
+        before = state.depth
+        if state.cut:
+            raise inside_step("use the session")
+        if not before and state.sessions:
+            look()
+        try:
+            state.depth = before + 1
+            return function(*args, **kwargs)
+        finally:
+            state.depth = before
+            if state.waiting and not before:
+                deliver()
+
+    return inside
+
+
+def inside_step(what: str) -> InsideStep:
+    """What a handler is told that asks for what cannot be done where it has interrupted the program."""
+    return InsideStep(
+        f"Cannot {what} from a signal handler that has interrupted a forward, a backward, a step or a save. Set a flag "
+        "in the handler, and act on it in the training loop, after optimizer.step()."
+    )
+
+
+def _begin_in_child() -> None:
+    state.main, state.depth, state.cut = threading.get_ident(), 0, False
+    state.is_watched = False
+    state.waiting.clear()
+    state.overdue.clear()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

@@ -1,0 +1,1 @@
+"""Gradients: from backward on the device to RAM."""

@@ -1,0 +1,71 @@
+"""Where a unit's gradients are gathered on the device, before they go home in one copy.
+
+Buckets have bytes of their own, apart from the pool's other pieces: one of those may be waiting for a load that waits
+for the CPU."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from ...core.tags import Tag
+from ...memory.lanes.build import Lanes
+from ...memory.lanes.lane import Event, Lane
+from ...memory.lanes.waits import WaitMeter
+from ...memory.pools.pool import Piece
+from ..weights.stream import ParameterStream
+
+_COUNT = 2  # one being filled while the other is on its way home
+
+
+class Buckets:
+    """One is lent at a time."""
+
+    def __init__(self, parameters: ParameterStream, lanes: Lanes, waits: WaitMeter, *, poison: Lane | None) -> None:
+        self._parameters, self._lanes, self._waits, self._poison = parameters, lanes, waits, poison
+        self._free: deque[tuple[Piece, Event | None]] = deque()
+        self._large: Piece | None = None  # lent, and to be returned to the pool
+        self.is_lent = False
+
+    def open(self, size: int) -> None:
+        """Take the memory for gradients of up to ``size`` bytes, if it has not been taken yet."""
+        while len(self._free) < _COUNT:
+            self._free.append((self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS), None))
+
+    def lend(self, size: int) -> torch.Tensor:
+        """Bytes for a unit's gradients, with compute waiting for their last use; more than usual, if need be."""
+        self._large = None
+        if size > self._free[0][0].size:
+            self._large = self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS)
+            self.is_lent = True
+            return self._large.bytes
+        self.is_lent = True
+        piece, last_use = self._free[0]
+        if last_use is not None:
+            self._waits.wait(last_use, "buckets")
+        return piece.bytes[:size]
+
+    def take_back(self, last_use: Event) -> None:
+        """What was lent is free behind ``last_use``."""
+        self.is_lent = False
+        if self._large is not None:
+            self._parameters.give(self._large, last_use)
+            return
+        piece, _ = self._free.popleft()
+        if self._poison is not None:
+            self._poison.wait(last_use)
+            self._poison.fill(piece.bytes, 0xFF)
+            last_use = self._poison.record()
+        self._free.append((piece, last_use))
+
+    def close(self) -> None:
+        """Return the memory to the pool, unless it is lent; ``open`` takes it again."""
+        while self._free and not self.is_lent:
+            piece, last_use = self._free.popleft()
+            self._parameters.give(piece, *(() if last_use is None else (last_use,)), self._lanes.compute.record())
+
+    def forget(self) -> None:
+        """Let go of memory."""
+        self._free.clear()
+        self._large = None

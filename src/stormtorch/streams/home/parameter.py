@@ -1,0 +1,544 @@
+"""The registered parameter while its model is streamed, and views of home memory that were handed to the user.
+
+`HomeParameter` is put in the place of ``nn.Parameter`` as the class of the user's own objects, so that every read and
+write of a parameter by user code passes through ``__torch_function__``:
+
+- outside of the model's forward, whatever is pending for the parameter is joined first, so that a value is never stale,
+  and a write tells the streams that the copy on the device is out of date;
+- inside of it, and wherever other tensors of the device are involved, the parameter's twin there takes its place.
+  Modules of a unit hold twins anyway; this serves all other uses, such as a tied weight that is reached through another
+  module. An ``autograd.Function`` has to be told about it: autograd_functions.py. A write goes to home memory here too,
+  and the forward goes on with a new twin.
+
+Tensors that share home memory leave as `HomeView`, which does the same, for as long as they live: ``w = p.data`` taken
+once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` waits for nothing, using it does.
+
+``p.data = x`` cannot give the parameter other memory: it copies ``x``. Views that were taken before are not to see
+that, so they get a copy of what was there; when one of them is put back, they are views of home memory again. Who swaps
+averaged weights in and out by ``p.data`` finds the trained ones again, as ever.
+
+A streamed parameter names the device that computes with it as its ``device``, so that ``x.to(p.device)`` and
+``model.device`` mean what they meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ...core.errors import StormError
+from ..bridge.handlers import undisturbed
+from ..bridge.torch_private import in_backward, never_traced, without_torch_function
+from ..units.unit import Place
+from .mutation import EXPOSING, METADATA, RESHAPING, target_of
+
+
+class Lender(Protocol):
+    """What the streams offer to user code that computes on the device."""
+
+    def of(self, place: Place) -> torch.Tensor:
+        """The tensor on the device that stands in for the parameter."""
+
+    def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, over the device's memory, to user code in forward: what is written there would be lost."""
+
+
+class Access(Protocol):
+    """What the streams offer to user code that touches home memory."""
+
+    device: torch.device
+
+    @property
+    def twins(self) -> Lender:
+        """What is on the device instead."""
+
+    def in_forward(self) -> bool:
+        """Whether the calling thread is inside a streamed module's forward."""
+
+    def is_interrupted(self, *, forward: bool = True) -> bool:
+        """Whether the caller is a signal handler that has interrupted a backward, a step, or with ``forward`` one."""
+
+    def join(self, place: Place, kind: str) -> None:
+        """Block until home memory of this ``kind`` is up to date; kinds are those of `HomeView`."""
+
+    def before_write(self, place: Place, kind: str) -> None:
+        """User code is about to write home memory; joined already."""
+
+    def after_write(self, place: Place, kind: str) -> None:
+        """User code has written it."""
+
+    def grad(self, place: Place) -> torch.Tensor | None:
+        """The gradient, not waited for."""
+
+    def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
+        """Replace the gradient."""
+
+    def held(self, place: Place) -> MutableMapping[int, HomeView]:
+        """The views of the weight that user code holds, by ``id``; they are not kept."""
+
+
+class HomeParameter(nn.Parameter):
+    """A streamed parameter. Its memory is a view of the unit's home image."""
+
+    _storm: tuple[Access, Place]
+
+    @classmethod
+    @never_traced
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _through(func, types, args, kwargs or {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__" and "_storm" in vars(self):  # before anything is exchanged
+            raise StormError(
+                f"torch.utils.swap_tensors cannot exchange the streamed parameter {self._storm[1].name!r}: its memory "
+                "is its unit's. Give it new values by p.data = x or p.copy_(x), or close the session first."
+            )
+        super().__setattr__(name, value)
+
+    def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
+        """Does not pass through ``__torch_function__``. Parametrizations come and go by it: as ``p.data = x``."""
+        if "_storm" not in vars(self):
+            return super().set_(*(() if source is None else (source,)), *rest, **named)
+        if not isinstance(source, torch.Tensor) or rest or named:
+            raise StormError(
+                f"set_ cannot give the streamed parameter {self._storm[1].name!r} other memory. Assign a tensor of its "
+                "shape by p.data = x, or close the session first."
+            )
+        self.data = source
+        return self
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        if not hasattr(self, "_storm"):
+            return super().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+        access, place = self._storm
+        access.join(place, "weight")
+        with without_torch_function():
+            return nn.Parameter(alone(_plain(self.data)), self.requires_grad).__reduce_ex__(proto)
+
+    def __copy__(self) -> torch.Tensor:
+        """Another parameter over the same memory, with a gradient of its own: what is written there is the weight."""
+        if "_storm" not in vars(self):
+            return nn.Parameter(self.data, self.requires_grad)
+        with without_torch_function():
+            view = _made_of(self, torch.Tensor.detach(self))
+            view._is_param = True  # what makes it an nn.Parameter
+            return view.requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_plain(self.data).clone(), self.requires_grad)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
+
+class HomeView(torch.Tensor):
+    """A tensor over home memory that user code holds. ``_storm_kind`` says what of: "weight", "grad" or "state".
+
+    "past" is a weight that ``p.data = x`` has replaced, or a gradient that was dropped: the memory is the views' own.
+    ``_storm_whole``: the very object that torch knows as the gradient or the state, not one made of it.
+    ``_storm_family``: the views of one gradient, by ``id``, those that were made of others too; they are not kept."""
+
+    _storm: tuple[Access, Place]
+    _storm_kind: str
+    _storm_whole: bool = False
+    _storm_family: MutableMapping[int, HomeView] | None = None
+    _is_param: bool
+
+    @classmethod
+    @never_traced
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _through(func, types, args, kwargs or {})
+
+    def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
+        """Does not pass through ``__torch_function__``. As ``p.grad.data = x``."""
+        if not isinstance(source, torch.Tensor) or rest or named or not _has_its_place(self):
+            return super().set_(*(() if source is None else (source,)), *rest, **named)
+        self.data = source
+        return self
+
+    def __copy__(self) -> torch.Tensor:
+        with without_torch_function():
+            return _made_of(self, torch.Tensor.detach(self)).requires_grad_(self.requires_grad)
+
+    def __format__(self, spec: str) -> str:
+        """As torch formats numbers, of its own class only."""
+        if self.dim():
+            return object.__format__(self, spec)
+        return format(_plain(joined(self)).detach(), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = _plain(self.clone())
+        copy: torch.Tensor = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        access, place = self._storm
+        access.join(place, self._storm_kind)
+        return alone(_plain(self)).__reduce_ex__(proto)
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own: ``torch.save`` writes whole storages, and refuses two dtypes in one."""
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    with torch.no_grad(), without_torch_function():
+        own = tensor.detach().contiguous()
+        return torch.from_numpy(own.view(-1).view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
+
+
+def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> HomeView:
+    """``tensor``, which lies in home memory, watched."""
+    with without_torch_function():
+        view = tensor.as_subclass(HomeView)
+    view._storm, view._storm_kind, view._storm_whole = (access, place), kind, True
+    if kind in ("weight", "past"):
+        access.held(place)[id(view)] = view
+    return view
+
+
+def _made_of(home: HomeParameter | HomeView, tensor: torch.Tensor) -> HomeView:
+    """``tensor``, which shares memory with ``home``, watched as that is."""
+    view = home_view(tensor, *home._storm, _kind(home))
+    view._storm_whole = False
+    if isinstance(home, HomeView) and home._storm_family is not None:
+        view._storm_family = home._storm_family
+        home._storm_family[id(view)] = view
+    return view
+
+
+def _has_its_place(view: HomeView) -> bool:
+    """Whether the view is a gradient or a state itself: it cannot get other memory, so values are copied there."""
+    return view._storm_whole and view._storm_kind in ("grad", "state")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    with without_torch_function():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def joined(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``; if it lies in home memory, what is pending for it is done."""
+    if isinstance(tensor, (HomeParameter, HomeView)) and hasattr(tensor, "_storm"):
+        tensor._storm[0].join(tensor._storm[1], _kind(tensor))
+    return tensor
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor without the watching, for code that has done the waiting itself."""
+    return _plain(tensor) if isinstance(tensor, (HomeView, HomeParameter)) else tensor
+
+
+def _homes(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[HomeParameter | HomeView]:
+    """The watched tensors among the arguments; lists and tuples of tensors are looked into."""
+    found: list[HomeParameter | HomeView] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (HomeParameter, HomeView)):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, (HomeParameter, HomeView))]
+    return [home for home in found if hasattr(home, "_storm")]
+
+
+def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
+    name: str = getattr(func, "__name__", "").partition(".")[0]  # torch.ops has "mul_.Tensor"
+    with without_torch_function():
+        if name in ("__get__", "__set__", "__delete__"):
+            attribute: str = getattr(getattr(func, "__self__", None), "__name__", "")
+            special = _ATTRIBUTES.get((attribute, name))
+            if special is not None and hasattr(args[0], "_storm"):
+                return special(func, args)
+            if attribute in METADATA:
+                return func(*args, **kwargs)
+            name = attribute if name == "__get__" else f"{attribute}_"
+        elif name in METADATA or name in ("backward", "grad"):  # the latter name parameters, and do not use them
+            return func(*args, **kwargs)
+        homes = _homes(args, kwargs)
+        itself = args[0] if args else next(iter(kwargs.values()), None)
+        if name in RESHAPING and isinstance(itself, HomeParameter) and homes:
+            raise StormError(
+                f"{name} cannot give the streamed parameter {homes[0]._storm[1].name!r} another shape: its memory "
+                "is its unit's. Close the session first, then stream anew."
+            )
+        if name in _OF_ITSELF and homes and homes[0] is itself:
+            return _OF_ITSELF[name](homes[0])
+        return _with_homes(func, name, homes, args, kwargs) if homes else func(*args, **kwargs)
+
+
+def _detach_(home: HomeParameter | HomeView) -> torch.Tensor:
+    """What it lies in is no concern of user code, to whom it is no view; torch would refuse one."""
+    if isinstance(home, HomeView) and home.grad_fn is not None:
+        return torch.Tensor.detach_(home)
+    return home.requires_grad_(False)
+
+
+def _share_memory_(home: HomeParameter | HomeView) -> torch.Tensor:
+    """For memory of a GPU, which home memory stands for, it does nothing."""
+    access, place = home._storm
+    if _kind(home) == "past":
+        torch.Tensor.share_memory_(home)  # type: ignore[no-untyped-call]
+        return home
+    if access.device.type == "cpu":
+        raise StormError(
+            f"share_memory_ cannot move the streamed parameter {place.name!r}, nor its gradient or state: its memory "
+            "is its unit's. Share a copy (p.detach().clone()), or close the session first."
+        )
+    return home
+
+
+_OF_ITSELF: dict[str, Callable[[HomeParameter | HomeView], torch.Tensor]] = {
+    "detach_": _detach_,
+    "share_memory_": _share_memory_,
+}
+
+
+def _with_homes(
+    func: Any, name: str, homes: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    target = target_of(func, name, args, kwargs)
+    written = [home for home in homes if home is target or _is_in(home, target)]
+    if _in_forward(homes):
+        if not written:
+            return func(*_exchanged(args, _twin), **_exchanged(dict(kwargs), _twin))
+
+        def exchange(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if any(tensor is home for home in written) else _here(_twin(tensor))
+
+        return _on_home(func, name, homes, written, _exchanged(args, exchange), _exchanged(dict(kwargs), exchange))
+    if name in EXPOSING:
+        written = homes
+    if _any_on_device((*args, *kwargs.values())):
+        # User code, for which parameters are on the device. What it computes is computed there, what it writes into
+        # home memory is brought home.
+        if not written:
+            return func(*_exchanged(args, _there), **_exchanged(dict(kwargs), _there))
+        if not _any_on_device([target]):  # of both kinds: torch says what is wrong with that
+            args, kwargs = _exchanged(args, _here), _exchanged(dict(kwargs), _here)
+    return _on_home(func, name, homes, written, args, kwargs)
+
+
+def for_function(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same for the arguments of an ``autograd.Function``, which does not say whether it writes.
+
+    Also where checkpointing runs a part of a forward again, without calling a module. What stays in home memory is
+    watched further: the function's own code sees these very objects."""
+    with without_torch_function():
+        if in_backward() or _in_forward(_homes(args, {})):
+            args = tuple(_twin(arg) for arg in args)
+        return tuple(_there(arg) for arg in args) if _any_on_device(args) else args
+
+
+def _on_home(
+    func: Any,
+    name: str,
+    homes: list[HomeParameter | HomeView],
+    written: list[HomeParameter | HomeView],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    for home in homes:
+        joined(home)
+    result = _written(func, written, args, kwargs) if written else func(*args, **kwargs)
+    if name == "__iter__":
+        return iter([_watched(row, homes) for row in result])
+    return _watched(result, homes)
+
+
+@undisturbed  # or a signal handler could begin to save what is about to change
+def _written(
+    func: Any, written: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    for home in written:
+        home._storm[0].before_write(home._storm[1], _kind(home))
+    try:
+        return func(*args, **kwargs)
+    finally:  # a function that writes several may have written some before it raises
+        for home in written:
+            home._storm[0].after_write(home._storm[1], _kind(home))
+
+
+def _is_in(home: torch.Tensor, value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(home is item for item in value)
+
+
+def _in_forward(homes: list[HomeParameter | HomeView]) -> bool:
+    return any(isinstance(home, HomeParameter) and home._storm[0].in_forward() for home in homes)
+
+
+def _kind(home: HomeParameter | HomeView) -> str:
+    return home._storm_kind if isinstance(home, HomeView) else "weight"
+
+
+def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
+    """Tensors of the result that lie in home memory, as views; everything else as it is."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(_watched(item, homes) for item in result) if type(result) in (list, tuple) else result
+    if type(result) is not torch.Tensor or result.device.type != "cpu" or not result.numel():
+        return result
+    storage = result.untyped_storage().data_ptr()
+    for home in homes:
+        if home.untyped_storage().data_ptr() == storage:
+            return _made_of(home, result)
+    return result
+
+
+def _exchanged(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with every tensor in it exchanged; lists, tuples and dicts are looked into."""
+    if isinstance(value, torch.Tensor):
+        return exchange(value)
+    if type(value) in (list, tuple):
+        return type(value)(_exchanged(item, exchange) for item in value)
+    if type(value) is dict:
+        return {key: _exchanged(item, exchange) for key, item in value.items()}
+    return value
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, HomeParameter) and hasattr(tensor, "_storm"):
+        return tensor._storm[0].twins.of(tensor._storm[1])
+    return tensor
+
+
+def _there(tensor: torch.Tensor) -> torch.Tensor:
+    """On the device, if it is a parameter's."""
+    if isinstance(tensor, HomeView):
+        return _plain(joined(tensor)).to(tensor._storm[0].device)
+    return _twin(tensor)
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.to("cpu")
+
+
+def _any_on_device(values: Iterable[Any]) -> bool:
+    """Whether a tensor among ``values``, or in a list of them, lies elsewhere than in RAM, as home memory does."""
+    return any(
+        value.device.type != "cpu"
+        if isinstance(value, torch.Tensor)
+        else type(value) in (list, tuple) and _any_on_device(value)
+        for value in values
+    )
+
+
+def _get_grad(func: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(args[0], HomeView):
+        return func(*args)
+    access, place = args[0]._storm
+    return access.grad(place)
+
+
+def _set_grad(func: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(args[0], HomeView):
+        return func(*args)
+    access, place = args[0]._storm
+    access.set_grad(place, args[1] if len(args) > 1 else None)
+    return None
+
+
+def _get_device(func: Any, args: tuple[Any, ...]) -> Any:
+    return args[0]._storm[0].device if isinstance(args[0], HomeParameter) else func(*args)
+
+
+def _is_cuda(func: Any, args: tuple[Any, ...]) -> Any:
+    return args[0]._storm[0].device.type == "cuda" if isinstance(args[0], HomeParameter) else func(*args)
+
+
+def _is_cpu(func: Any, args: tuple[Any, ...]) -> Any:
+    return args[0]._storm[0].device.type == "cpu" if isinstance(args[0], HomeParameter) else func(*args)
+
+
+def _get_data(func: Any, args: tuple[Any, ...]) -> Any:
+    home = args[0]
+    if isinstance(home, HomeParameter) and _in_forward([home]):
+        access, place = home._storm
+        return access.twins.lend(place, access.twins.of(place).data)
+    return _with_homes(func, "data", [home], args, {})
+
+
+@undisturbed
+def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
+    """``p.data = x`` copies: the memory of a streamed parameter is its unit's."""
+    home, value = args
+    access, place = home._storm
+    if isinstance(home, HomeView):
+        return _set_values(home, value) if _has_its_place(home) else func(*args)
+    if value.shape != place.shape or value.dtype != place.dtype:
+        raise TypeError(
+            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the streamed parameter "
+            f"{place.name!r} ({place.dtype}, {tuple(place.shape)}). Close the session first, then stream anew."
+        )
+    joined(value)
+    access.join(place, "weight")
+    data = torch.Tensor.data.__get__(home)  # type: ignore[attr-defined]
+    if value.data_ptr() == data.data_ptr() and value.stride() == data.stride():
+        return None
+    flat = data.as_strided((place.count,), (1,))
+    if held := access.held(place):
+        move_views(held, flat, flat.clone(), "past")  # ``value`` may be one of them, seen from another side
+    access.before_write(place, "weight")
+    with torch.no_grad():
+        data.copy_(value)
+    access.after_write(place, "weight")
+    was_here = isinstance(value, HomeView) and _kind(value) == "past" and value._storm[1] is place
+    if was_here and value.stride() == data.stride():
+        move_views(access.held(place), value.detach().as_strided((place.count,), (1,)), flat, "weight")
+    return None
+
+
+@undisturbed
+def _set_values(home: HomeView, value: torch.Tensor) -> None:
+    """``p.grad.data = x`` copies too, and what was made of the gradient before keeps the old values."""
+    access, place = home._storm
+    own = _plain(home)
+    if value.shape != own.shape or value.dtype not in (own.dtype, place.dtype):
+        raise TypeError(
+            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to a {home._storm_kind} of the "
+            f"streamed parameter {place.name!r} ({own.dtype}, {tuple(own.shape)}). Close the session first."
+        )
+    joined(value)
+    access.join(place, home._storm_kind)
+    with torch.no_grad():
+        new = _plain(value).detach()
+        if new.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
+            if new.data_ptr() == own.data_ptr() and new.stride() == own.stride():
+                return
+            new = new.clone()
+        made = {key: view for key, view in (home._storm_family or {}).items() if not view._storm_whole}
+        if made:
+            flat = own.as_strided((place.count,), (1,))
+            move_views(made, flat, flat.clone(), "past")
+        access.before_write(place, home._storm_kind)
+        own.copy_(new)
+    access.after_write(place, home._storm_kind)
+
+
+def move_views(views: Mapping[int, HomeView], source: torch.Tensor, target: torch.Tensor, kind: str) -> None:
+    """Those ``views`` that lie in ``source`` lie in ``target`` from now on: both all of one parameter, flat."""
+    storage, first, end = source.untyped_storage().data_ptr(), source.data_ptr(), source.data_ptr() + source.nbytes
+    distance = (target.storage_offset() - source.storage_offset()) * source.itemsize
+    with torch.no_grad(), without_torch_function():
+        for view in list(views.values()):
+            if view.untyped_storage().data_ptr() == storage and first <= view.data_ptr() < end:
+                at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
+                moved = _plain(view).new_empty(0)  # on the CPU, whatever the default device is
+                view.data = moved.set_(target.untyped_storage(), at, view.shape, view.stride())
+                view._storm_kind, view._storm_family = kind, None
+                view._storm[0].held(view._storm[1])[id(view)] = view
+
+
+_ATTRIBUTES: dict[tuple[str, str], Callable[[Any, tuple[Any, ...]], Any]] = {
+    ("grad", "__get__"): _get_grad,
+    ("grad", "__set__"): _set_grad,
+    ("grad", "__delete__"): _set_grad,
+    ("device", "__get__"): _get_device,
+    ("is_cuda", "__get__"): _is_cuda,
+    ("is_cpu", "__get__"): _is_cpu,
+    ("data", "__get__"): _get_data,
+    ("data", "__set__"): _set_data,
+}

@@ -1,0 +1,132 @@
+"""Serves user code that reads or writes home memory: home/parameter.py notices the access and asks here.
+
+A value is read when whatever was pending for it is done. It is written when nobody reads it any more, and then copies
+on the device are stale, those that modules compute with at the moment too."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+
+from ...core.errors import StormError
+from ..bridge import handlers
+from ..bridge.lock import locked
+from ..bridge.torch_private import in_backward
+from ..gradients.stream import GradientStream
+from ..home.parameter import HomeView, home_view
+from ..optimizer.stream import OptimizerStream
+from ..units.unit import Place, Unit
+from ..weights.stream import ParameterStream
+from .calls import Calls
+from .views import Twins
+
+
+class UserAccess:
+    """Implements `home.Access`. Parameters hold it, and with it everything that streaming them needs."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        parameters: ParameterStream,
+        gradients: GradientStream,
+        twins: Twins,
+        calls: Calls,
+    ) -> None:
+        self.device, self.twins, self.closed = device, twins, False
+        self.lock = parameters.lock
+        self.optimizer: OptimizerStream | None = None
+        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
+        self.durable: Any = None  # what of the session is saved and loaded, for load_weights
+        self._parameters, self._gradients, self._calls = parameters, gradients, calls
+        self._passes = twins.passes
+        self._held: dict[int, weakref.WeakValueDictionary[int, HomeView]] = {}
+
+    def in_forward(self) -> bool:
+        """Not in a signal handler that has interrupted it: that reads home memory, and makes no twins."""
+        if self.closed or self._passes.depth == 0:
+            return False
+        return not handlers.state.running or self._passes.handler == handlers.handler_here()
+
+    def is_interrupted(self, *, forward: bool = True) -> bool:
+        """Whether the caller is a signal handler that has interrupted a backward, a step, or with ``forward`` one."""
+        here = handlers.handler_here()
+        if not here:
+            return False
+        if self.optimizer is not None and self.optimizer.stepping not in (None, here):
+            return True
+        return self._passes.handler != here and (in_backward() or (forward and self._passes.depth > 0))
+
+    @locked
+    def join(self, place: Place, kind: str) -> None:
+        if self.closed or kind == "past":
+            return
+        if kind == "grad":
+            if self.optimizer is not None:
+                self.optimizer.apply_factor()
+            home = self._gradients.homes[place.unit.index]
+            if place.index in home.consumed_places:
+                raise StormError(
+                    f'The gradient of {place.name!r} is gone: step="backward" updates units as their gradients arrive. '
+                    'Use step="forward" (what "auto" takes) to read, clip or change gradients.'
+                )
+            home.join()
+        elif self.optimizer is not None:
+            self.optimizer.join(place.unit, states=kind == "state")
+
+    @locked
+    def before_write(self, place: Place, kind: str) -> None:
+        if self.closed or kind == "past":
+            return
+        if kind != "grad":
+            self.before_change(place.unit)
+        if kind == "weight":
+            last = self._parameters.residences[place.unit.index].last_load
+            if last is not None:
+                last.synchronize()  # a load may still be reading
+            if self.optimizer is not None:
+                self.optimizer.masters.before_rewrite(place)
+        elif kind == "grad" and self.optimizer is not None:
+            self.optimizer.join(place.unit)  # an update may still be reading
+
+    @locked
+    def after_write(self, place: Place, kind: str) -> None:
+        if self.closed:
+            return
+        if kind == "weight":
+            place.written = True
+            self._parameters.changed(place.unit, by_step=False)
+            if self.optimizer is not None:
+                self.optimizer.masters.rewritten(place)
+            self._calls.renew(place.unit)
+        elif kind == "grad":
+            self._gradients.homes[place.unit.index].norms.pop(place.index, None)
+
+    @locked
+    def found_written(self, place: Place) -> None:
+        """A parameter has got its first values by a way that nobody has told of."""
+        place.written = True
+        self._parameters.changed(place.unit, by_step=False)
+        if self.optimizer is not None:
+            self.optimizer.masters.reset(place)
+
+    @locked
+    def grad(self, place: Place) -> torch.Tensor | None:
+        return None if self.closed else self._gradients.grad(place, self._watch)
+
+    @locked
+    def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
+        if value is not None and self.optimizer is not None:
+            self.optimizer.apply_factor()
+        self._gradients.set_grad(place, value)
+        if value is None and self.optimizer is not None and not any(home.present for home in self._gradients.homes):
+            self.optimizer.forget_factor()
+
+    def held(self, place: Place) -> MutableMapping[int, HomeView]:
+        return self._held.setdefault(id(place), weakref.WeakValueDictionary())
+
+    def _watch(self, tensor: torch.Tensor, place: Place, kind: str) -> HomeView:
+        return home_view(tensor, self, place, kind)

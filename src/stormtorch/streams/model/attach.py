@@ -1,0 +1,97 @@
+"""Ties the streams to a model, in place, and makes it ordinary again: its parameters, its calls, its buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..bridge import ranks
+from ..bridge.handlers import undisturbed
+from ..gradients.stream import GradientStream
+from ..home import autograd_functions as functions
+from ..home.parameter import HomeParameter
+from ..home.registration import unwatch, watch
+from ..home.torch_grad import has_sparse_grad
+from ..units.partition import Entry, containers_of
+from ..units.unit import Unit
+from ..weights.stream import ParameterStream
+from .access import UserAccess
+from .calls import Calls
+from .views import Twins
+
+
+class Attachment:
+    """A model and its streams: ``calls`` runs its modules, ``access`` serves user code that uses its parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: list[Entry],
+        units: list[Unit],
+        *,
+        device: torch.device,
+        parameters: ParameterStream,
+        gradients: GradientStream,
+    ) -> None:
+        self._model, self._entries, self._units = model, entries, units
+        self._uses = [use for entry in entries for use in entry.uses]
+        self._device, self._gradients = device, gradients
+        self._moved_buffers: list[tuple[nn.Module, str]] = []
+        twins = Twins(parameters, gradients, device)
+        self.calls = Calls(model, units, device=device, parameters=parameters, gradients=gradients, twins=twins)
+        self.access = UserAccess(
+            device=device, parameters=parameters, gradients=gradients, twins=twins, calls=self.calls
+        )
+
+    def attach(self) -> None:
+        """Make every parameter, which is a view of its home image by now, one of ours, and wrap the calls."""
+        for unit in self._units:
+            for place in unit.places:
+                parameter: Any = place.parameter
+                parameter.__class__ = HomeParameter
+                parameter._storm = (self.access, place)
+        functions.attach(self.access)
+        watch(self._uses)
+        ranks.attach([self._model, *(entry.module for entry in self._entries)])
+        for entry in self._entries:
+            self.calls.wrap(entry.module, entry)
+        for module in containers_of(self._model, self._entries):
+            self.calls.wrap(module, None)
+        if self._device.type != "cpu":
+            for module in self._model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.device != self._device and not buffer.is_meta:
+                        module._buffers[name] = buffer.to(self._device)
+                        self._moved_buffers.append((module, name))
+
+    @undisturbed
+    def detach(self) -> None:
+        """Make the modules and parameters ordinary again."""
+        if self.access.closed:
+            return
+        self.calls.closed = self.access.closed = True  # in one line: no Ctrl-C comes in between
+        self.calls.unwrap()
+        unwatch(self._uses)
+        ranks.detach([self._model, *(entry.module for entry in self._entries)])
+        functions.detach(self.access)
+        for unit in self._units:
+            for place in unit.places:
+                grad = None
+                home = self._gradients.homes[unit.index]
+                if place.trained:
+                    if place.index not in home.consumed_places:
+                        self._gradients.fold(place)
+                    if place.index in home.present:
+                        home.join()
+                        grad = home.view(place).to(place.dtype).clone()
+                parameter: Any = place.parameter
+                vars(parameter).pop("_storm", None)
+                parameter.__class__ = nn.Parameter
+                if place.trained and not (grad is None and has_sparse_grad(place)):  # that is where it belongs
+                    parameter.grad = grad
+        for module, name in self._moved_buffers:
+            buffer = module._buffers.get(name)
+            if buffer is not None:  # else it was deleted meanwhile
+                module._buffers[name] = buffer.to("cpu")

@@ -1,0 +1,344 @@
+"""The call of a module whose parameters are streamed.
+
+The call of an *entry*, a module whose parameters make up units, is wrapped: its units are brought to the device,
+their twins take the parameters' places as attributes of the instances, and go again when the call ends, however it
+ends. User hooks run inside of that, and see the twins. The registered parameters stay registered all the time, unless
+user code puts something else in their place, which then goes before the twins too (home/registration.py).
+
+The outermost such call is a *pass*: inputs on the CPU are moved to the device, and autograd's saved weights are
+replaced by notes (weights/stream.py). The model's own call is wrapped too, be it an entry or not, and so are those of
+the modules that hold entries: user code may call ``model.encoder`` alone, and that is one pass."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from ...core.errors import StormError
+from ..activations.held import Held
+from ..activations.runner import Saving
+from ..bridge import handlers
+from ..bridge.lock import locked
+from ..bridge.ranks import refuse_ranks
+from ..bridge.torch_private import in_backward, in_functorch, never_traced, outside_of_graphs, saved_tensor_hooks_active
+from ..gradients.stream import GradientStream
+from ..home.meta import Unwritten
+from ..home.parameter import HomeParameter, HomeView, joined
+from ..home.registration import take_out
+from ..units.partition import Entry
+from ..units.unit import Place, Unit
+from ..weights.stream import ParameterStream, SavedWeight
+from .views import Twins
+
+
+class Installed:
+    """Twins that stand in one entry's modules at the moment; ``graph``: whether they are part of one."""
+
+    __slots__ = ("entry", "graph", "names", "units", "versions")
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry, self.graph = entry, torch.is_grad_enabled()
+        self.units: list[Unit] = []
+        self.names: list[tuple[nn.Module, str]] = []
+        self.versions: list[int] = []
+
+    def refuse_writes(self) -> None:
+        """A forward that has changed a weight in place has changed the copy on the device, which will be dropped."""
+        for (module, name), version in zip(self.names, self.versions, strict=True):
+            twin = module.__dict__.get(name)
+            if twin is not None and not twin.is_inference() and twin._version != version:
+                raise StormError(
+                    f"The forward of a {type(module).__name__} has changed its parameter {name!r} in place, and the "
+                    "change would be lost. Give that module's name to storm.stream as leave=[...]."
+                )
+
+
+class _Stack(threading.local):
+    """What the calling thread has installed, the innermost last."""
+
+    def __init__(self) -> None:
+        self.installed: list[Installed] = []
+
+
+class Witness(Protocol):
+    """Learns of every call before it takes memory."""
+
+    def begin(self, *, training: bool, whole: bool) -> None:
+        """User code calls the model, or a module of it alone; ``training`` says whether gradients may follow."""
+
+    def enter(self, given: Any) -> None:
+        """A block is about to run, ``given`` these arguments."""
+
+    def end(self) -> None:
+        """The call returns to user code."""
+
+
+class Call:
+    """Stands in for ``module._call_impl``. A copy or pickle of the module gets the ordinary method instead."""
+
+    def __init__(self, calls: Calls, module: nn.Module, entry: Entry | None, original: Callable[..., Any]) -> None:
+        self._calls = weakref.ref(calls)  # whoever has kept this wrapper keeps no session
+        self._module = weakref.ref(module)
+        self._entry, self._original = entry, original
+
+    @never_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a graph that is being made ends here, and another one may begin behind
+            return _run_eagerly(self, args, kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        calls = self._calls()
+        if calls is None or calls.closed:
+            return self._original(*args, **kwargs)
+        return calls.call(self._module(), self._entry, self._original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(nn.Module._call_impl, memo[id(self._module())])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "_call_impl")  # of the class: the instance's is being made
+
+
+_run_eagerly: Any = outside_of_graphs(Call.run)
+
+
+class Calls:
+    """The wrapped calls of one model's modules, and what stands in these at the moment."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        *,
+        device: torch.device,
+        parameters: ParameterStream,
+        gradients: GradientStream,
+        twins: Twins,
+    ) -> None:
+        self.closed = False  # calls of modules pass by
+        self.lock = parameters.lock
+        self.saving: Saving | None = None  # what becomes of activations; None: they are kept
+        self.witness: Witness | None = None
+        self.unwritten: Unwritten | None = None  # parameters that came from the meta device; None: they have values
+        self._model, self._device = model, device
+        self._parameters, self._gradients, self._twins = parameters, gradients, twins
+        self._passes, self._stack = twins.passes, _Stack()
+        self._place = {id(place.parameter): place for unit in units for place in unit.places}
+        self._wrapped: list[tuple[nn.Module, str, Any]] = []
+        self._inside: dict[int, set[int]] = {}  # by id of a wrapped module: the units in it
+        self._caller: int | None = None  # the thread whose pass runs
+
+    def wrap(self, module: nn.Module, entry: Entry | None) -> None:
+        """From now on, calls of ``module`` come by here; an ``entry`` names what they bring to the device."""
+        places = (self._place.get(id(parameter)) for parameter in module.parameters())
+        self._inside[id(module)] = {place.unit.index for place in places if place is not None}
+        for name in ("_call_impl", "_compiled_call_impl"):
+            original = getattr(module, name)
+            if original is None:
+                continue
+            had = vars(module).get(name)
+            self._wrapped.append((module, name, had))
+            module.__dict__[name] = Call(self, module, entry, original)
+
+    def unwrap(self) -> None:
+        """Make the modules' calls ordinary again, and take out what stands in them."""
+        self._clean()
+        for module, name, had in reversed(self._wrapped):
+            if not isinstance(module.__dict__.get(name), Call):
+                continue  # somebody has put something over ours, which does nothing any more
+            if had is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = had
+
+    def call(
+        self, module: nn.Module | None, entry: Entry | None, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        passes, stack = self._passes, self._stack.installed
+        outermost, in_graph = passes.depth == 0, in_backward()
+        if entry is None and not outermost:
+            return original(*args, **kwargs)
+        begins = outermost and not in_graph
+        if begins:
+            handlers.look_at_all()
+            self._take_turn()
+            passes.handler = handlers.handler_here()
+        elif handlers.state.running and handlers.handler_here() != passes.handler:
+            raise handlers.inside_step("call the model")
+        hooks: AbstractContextManager[Any] = nullcontext()
+        installed = Installed(entry) if entry is not None else None
+        depth, kept = passes.depth, 0 if begins else len(stack)
+        try:
+            if begins:
+                self._clean()
+                self._begin(module)
+                if not saved_tensor_hooks_active():
+                    hooks = self._hooks()
+                if self._device.type != "cpu":
+                    args, kwargs = _pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
+            passes.depth = depth + 1
+            with hooks:
+                if installed is not None:
+                    if self.witness is not None:
+                        self.witness.enter((args, kwargs))
+                    stack.append(installed)
+                    self._install(installed, in_graph)
+                result = original(*args, **kwargs)
+                if installed is not None:
+                    installed.refuse_writes()
+                if outermost and passes.lent:
+                    self._twins.refuse_writes()
+                return result
+        finally:
+            self._end_call(depth, kept, begins)
+
+    @contextlib.contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Autograd's saved tensors go through us: weights become notes, activations are arranged."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            if self.saving is None or not torch.is_grad_enabled():
+                yield
+            else:
+                with self.saving.passing(self._pack):
+                    yield
+
+    @never_traced
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        weight = self._parameters.pack(tensor)
+        if weight is not None:
+            return weight
+        return Held(tensor) if self.saving is None else self.saving.pack(tensor)
+
+    @never_traced
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, SavedWeight):
+            return self._parameters.unpack(saved)
+        if isinstance(saved, Held):
+            if self.saving is not None:
+                self.saving.note_end()
+            return saved.get()
+        assert self.saving is not None
+        return self.saving.unpack(saved)
+
+    @locked
+    def _end_call(self, depth: int, kept: int, ends_pass: bool) -> None:
+        self._passes.depth = depth
+        stack = self._stack.installed
+        while len(stack) > kept:
+            self._uninstall(stack.pop())
+        if ends_pass:
+            self._twins.end_pass()
+            self._caller = None
+            if self.witness is not None:
+                self.witness.end()
+
+    @locked
+    def _take_turn(self) -> None:
+        """What stands in modules, and what a pass has begun, is one thread's at a time, of one process."""
+        refuse_ranks()
+        here = threading.get_ident()
+        if self._caller not in (None, here) and any(thread.ident == self._caller for thread in threading.enumerate()):
+            raise StormError(
+                "Another thread is inside of this model, and a streamed model runs one call at a time. Let threads "
+                "take turns (a threading.Lock around calls and backward), or give each a model of its own."
+            )
+        self._caller = here
+
+    def _begin(self, module: nn.Module | None) -> None:
+        if self.unwritten is not None and module is not None and self.unwritten.check(module):
+            self.unwritten = None
+        order = self._parameters.order
+        training = torch.is_grad_enabled()
+        whole = module is self._model or order.starts_with(self._inside.get(id(module), ()))
+        if whole:
+            self._parameters.begin_pass(training)
+        if self.witness is not None:
+            self.witness.begin(training=training, whole=whole)
+
+    def _clean(self) -> None:
+        """Undo what a pass that was cut off has left: a Ctrl-C, or a backward that raised."""
+        stack = self._stack.installed
+        while stack:
+            self._uninstall(stack.pop())
+        self._twins.end_pass()
+        self._gradients.abandon()
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu" or isinstance(tensor, (HomeParameter, HomeView)):
+            return tensor
+        return tensor.to(self._device, non_blocking=not tensor.is_pinned())  # a pinned one may be refilled at once
+
+    @locked
+    def _install(self, installed: Installed, in_graph: bool) -> None:
+        entry = installed.entry
+        tensors: dict[int, torch.Tensor] = {}
+        for unit in entry.units:
+            stay = self._parameters.use(unit)
+            installed.units.append(unit)
+            self._parameters.hold(unit)
+            for index, twin in self._twins.of_unit(unit, stay, in_graph).items():
+                tensors[id(unit.places[index].parameter)] = twin
+        for use in entry.uses:
+            if isinstance(use.module, nn.RNNBase):
+                continue  # they would keep the twins in a list of their own
+            if use.module._parameters.get(use.name) is not use.parameter:
+                # Somebody has put another tensor there: functional_call, or a user's own parameter. A transformation
+                # of torch.func wraps home memory without a word.
+                if in_functorch():
+                    joined(use.parameter)
+                continue
+            twin = use.module.__dict__[use.name] = tensors[id(use.parameter)]
+            installed.names.append((use.module, use.name))
+            installed.versions.append(twin._version)
+
+    @locked
+    def _uninstall(self, installed: Installed) -> None:
+        for module, name in installed.names:
+            take_out(module, name)
+        try:
+            # An outer call may have the same parameters installed: a root with parameters of its own, say.
+            for outer in self._stack.installed:
+                if any(a is b for a in outer.units for b in installed.units):
+                    self._reinstall(outer)
+        finally:
+            self._parameters.release(installed.units)
+
+    def _reinstall(self, outer: Installed) -> None:
+        for use in outer.entry.uses:
+            is_there = use.module._parameters.get(use.name) is use.parameter
+            if is_there and use.name not in use.module.__dict__ and (use.module, use.name) in outer.names:
+                use.module.__dict__[use.name] = self._another_twin(self._place[id(use.parameter)], outer)
+
+    def renew(self, unit: Unit) -> None:
+        """A forward has written the weights of ``unit`` at home, and modules compute with it: with the new ones now."""
+        for installed in self._stack.installed:
+            if unit not in installed.units:
+                continue
+            installed.refuse_writes()  # to twins, before they go
+            numbers = [
+                number
+                for number, (module, name) in enumerate(installed.names)
+                if (place := self._place.get(id(module._parameters.get(name)))) is not None and place.unit is unit
+            ]
+            for number in numbers:
+                module, name = installed.names[number]
+                module.__dict__.pop(name, None)  # all of them, or the old ones keep the room that the new ones need
+            for number in numbers:
+                module, name = installed.names[number]
+                parameter: Any = module._parameters[name]
+                twin = module.__dict__[name] = self._another_twin(self._place[id(parameter)], installed)
+                installed.versions[number] = twin._version
+
+    def _another_twin(self, place: Place, installed: Installed) -> torch.Tensor:
+        with torch.set_grad_enabled(installed.graph):  # whatever the mode is just now
+            return self._twins.of(place)

@@ -1,0 +1,1 @@
+"""The optimizer step: our Adam, torch's own step, and where optimizer states lie."""

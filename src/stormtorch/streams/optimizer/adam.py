@@ -1,0 +1,345 @@
+"""Adam and AdamW over units: one fused pass per unit, on the CPU worker or on the device, with the same bits.
+
+A *run* is a stretch of neighbouring parameters of a unit that share their hyperparameters and their step count;
+usually a unit is one or two. Each run is one job of the worker, gated by flags: it begins when the gradients have
+arrived at home, and the unit's next load waits until all its runs are done. The most urgent unit is the one that
+forward needs first.
+
+Where a unit is updated on the device (device_states.py), the same arithmetic updates weights and states there, and
+the weights are stored home; they are on the device already when they are used next. With step="forward" that happens
+just before the next forward uses the unit; with step="backward" as soon as its gradients exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...core.errors import OutOfBudget
+from ...core.tags import Tag
+from ...memory.lanes.build import Lanes
+from ...memory.lanes.flags import Flags
+from ...memory.lanes.lane import Lane
+from ...memory.lanes.waits import WaitMeter
+from ...native.adamw import adamw_
+from ...native.jobs import Worker
+from ..bridge.torch_private import in_backward
+from ..gradients.home import GradHome
+from ..gradients.stream import GradientStream
+from ..units.chunks import whole_of
+from ..units.unit import Unit
+from ..weights.stream import ParameterStream, Stay
+from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
+from .adam_settings import adam_step
+from .device_states import DeviceStates
+
+
+class AdamStream:
+    """Runs Adam or AdamW for the units of a session."""
+
+    def __init__(
+        self,
+        homes: list[AdamHome],
+        *,
+        images: list[torch.Tensor],
+        worker: Worker,
+        board: Flags,
+        lanes: Lanes,
+        parameters: ParameterStream,
+        gradients: GradientStream,
+        waits: WaitMeter,
+        factors: torch.Tensor,
+        poison: Lane | None,
+    ) -> None:
+        """``factors``: fp32 words in home memory for clip factors, used in turns."""
+        self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
+        self._parameters, self._gradients, self._factors = parameters, gradients, factors
+        self.there = DeviceStates(homes, lanes=lanes, parameters=parameters, waits=waits, gate=self.gate, poison=poison)
+        self._factor_turn = 0
+        self.in_backward_mode = False
+        self._kept: dict[int, torch.Tensor] = {}  # on the device: the store lane reads them some time later
+        self._factor: torch.Tensor | None = None
+        self._device_factor: torch.Tensor | None = None
+
+    # --- clipping
+
+    def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm."""
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        if self._device_factor is not None:
+            total = total * self._device_factor
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).to(torch.float32)
+        if self._device_factor is not None:
+            factor = factor * self._device_factor
+        self._device_factor = factor
+        self._factor = self._factors[self._factor_turn]
+        self._kept[self._factor_turn] = factor
+        self._factor_turn = (self._factor_turn + 1) % len(self._factors)
+        self._lanes.store.wait(self._lanes.compute.record())
+        self._lanes.store.copy(self._factor, factor.reshape(1), Tag.GRADIENTS)
+        return total
+
+    def apply_factor(self) -> None:
+        """Apply a waiting factor now, on the host, because somebody looks at the gradients."""
+        if self._factor is None:
+            return
+        self._lanes.store.synchronize()
+        factor, self._factor, self._device_factor = self._factor, None, None
+        for home in self._gradients.homes:
+            if home.present:
+                home.join()
+                self.join(home.unit)  # an update may still be reading them
+                for index in home.present:
+                    home.view(home.unit.places[index]).mul_(factor)
+                home.norms.clear()
+
+    def forget_factor(self) -> None:
+        """The gradients that it was for are gone."""
+        self._factor = self._device_factor = None
+
+    # --- updating
+
+    def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:
+        """Update the unit's parameters that have a gradient and are in ``hyper`` (by index). Returns at once."""
+        home = self.homes[grads.unit.index]
+        residence = self._parameters.residences[grads.unit.index]
+        if home.waiting is not None:
+            self.finish(home.unit)  # the one before, which nobody has needed yet
+        runs = list(self._runs(home, grads, hyper))
+        if not runs:
+            return
+        source = grads.there if grads.there is not None else grads.wide if grads.is_wide else grads.own
+        assert source is not None
+        if self.there.fits(home, source.nbytes):
+            stays = grads.there is not None
+            home.waiting = Waiting(runs, grads.is_wide, source, stays, grads.stored, grads.ready, self._device_factor)
+            residence.outdated = False
+            residence.updates += 1
+            return
+        if home.kept is not None:
+            self.there.let_go(home)
+        if self._factor is not None or residence.loads != home.loads_seen or grads.arrivals == 0:
+            # The worker must not write weights that a load is still reading, nor begin before the factor is known.
+            if residence.last_load is not None:
+                self._lanes.store.wait(residence.last_load)
+            grads.arrivals += 1
+            self._lanes.store.write_flag(grads.arrived, grads.arrivals)
+            home.loads_seen = residence.loads
+        self.there.unstage(home)  # loaded ahead, when it was to be updated there
+        buffers = self._at_home(home, source)
+        for run in runs:
+            tensors = bind(run, buffers, wide=grads.is_wide, factor=self._factor)
+            if tensors is None:
+                continue  # it has no elements
+            number = home.unit.trained.index(run.first)
+            home.values[number] += 1
+            flag, value = home.flags[number], home.values[number]
+            self._worker.submit(
+                tensors,
+                run.step,
+                priority=home.unit.index,
+                ready=grads.arrived.at(grads.arrivals),
+                done=flag.at(value),
+                abort=self._board.aborted.at(1),
+            )
+            home.pending.append((flag, value))
+        self._parameters.changed(home.unit, by_step=True)
+
+    def _runs(self, home: AdamHome, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> Iterator[Run]:
+        run: Run | None = None
+        key: object = None
+        for number, place in enumerate(home.unit.trained):
+            if place.index not in grads.present or place.index not in hyper:
+                continue
+            home.steps[number] += 1
+            settings = hyper[place.index]
+            new_key = (id(settings), home.steps[number], place.dtype)
+            if run is not None and key == new_key and adjoin(run.last, place, grads.is_wide):
+                run.last = place
+                continue
+            if run is not None:
+                yield run
+            run, key = Run(place, place, adam_step(settings, home.steps[number])), new_key
+        if run is not None:
+            yield run
+
+    # --- waiting
+
+    def gate(self, unit: Unit, lane: Lane) -> None:
+        """Make ``lane`` wait until the unit's home image and states are up to date."""
+        home = self.homes[unit.index]
+        home.pending = [(flag, value) for flag, value in home.pending if not flag.at(value).reached()]
+        for flag, value in home.pending:
+            lane.wait_flag(flag, value)
+        if home.event is not None:
+            lane.wait(home.event)
+
+    def pending(self, unit: Unit) -> bool:
+        """Whether an update of the unit has been asked for and is not done."""
+        home = self.homes[unit.index]
+        return home.waiting is not None or any(not flag.at(value).reached() for flag, value in home.pending)
+
+    def join(self, unit: Unit) -> None:
+        """Block until they are."""
+        self.finish(unit)
+        home = self.homes[unit.index]
+        self.there.unstage(home)  # user code may be about to change what was loaded ahead
+        for flag, value in home.pending:
+            flag.wait(value)
+        home.pending = []
+        if home.event is not None:
+            home.event.synchronize()
+            home.event = None
+
+    def join_states(self, unit: Unit) -> None:
+        """Block until the unit's states at home are up to date too; they may then be changed there."""
+        self.join(unit)
+        self.there.write_back(self.homes[unit.index])
+
+    # --- on the device
+
+    def prepare(self, unit: Unit, in_pass: bool) -> bool:
+        """Load ahead what an update on the device will need; False if there is no room yet."""
+        home = self.homes[unit.index]
+        if home.on_device and (home.waiting is not None or (self.in_backward_mode and in_pass and in_backward())):
+            return self.there.stage(home)
+        return True
+
+    def prepare_early(self) -> None:
+        """In backward the link has time for states that an update will need once it has been asked for."""
+        if not self.in_backward_mode:
+            self.there.stage_early()
+
+    def before_use(self, unit: Unit, stay: Stay) -> bool:
+        """With the unit's weights on the device, a waiting update happens. False if ``stay`` is stale then."""
+        home = self.homes[unit.index]
+        waiting = home.waiting
+        if waiting is None:
+            return True
+        there = self.there.can_stage(home)
+        if there:
+            if waiting.ready is not None:
+                self._lanes.compute.wait(waiting.ready)  # backward may have run on another stream
+            self._update_there(home, stay, waiting)
+        else:
+            self._update_at_home(home, waiting)
+        home.waiting = None  # not before: an update that was interrupted before it began is still to be done
+        return there
+
+    def update_here(self, grads: GradHome, bucket: torch.Tensor, hyper: dict[int, dict[str, Any]]) -> bool:
+        """For step="backward": update the unit on the device from gradients that are in ``bucket`` there.
+
+        False if there is no room for that.
+        """
+        home = self.homes[grads.unit.index]
+        if not self.there.can_stage(home):
+            return False
+        self._parameters.hold(home.unit)  # its weights stay until they are updated
+        try:
+            stay = self._parameters.use(home.unit)
+            if not self.there.can_stage(home):
+                return False  # states gave way to the weights
+            steps = list(home.steps)
+            runs = list(self._runs(home, grads, hyper))
+            waiting = Waiting(runs, grads.is_wide, bucket, there=True, stored=None, ready=None, factor=None)
+            try:
+                self._update_there(home, stay, waiting)
+            except BaseException:
+                if waiting.done:  # half an update is one
+                    self._parameters.residences[home.unit.index].updates += 1
+                else:
+                    home.steps = steps
+                raise
+        finally:
+            self._parameters.release([home.unit])
+        self._parameters.residences[home.unit.index].updates += 1
+        return True
+
+    def _at_home(self, home: AdamHome, grads: torch.Tensor) -> Buffers:
+        return Buffers(
+            chunk=whole_of(home.unit),
+            image=self._images[home.unit.index],
+            exp_avg=home.exp_avg,
+            exp_avg_sq=home.exp_avg_sq,
+            masters=home.masters,
+            grads=grads,
+        )
+
+    def _update_at_home(self, home: AdamHome, waiting: Waiting) -> None:
+        """Do on the CPU, and wait for, what there was no room for on the device."""
+        residence = self._parameters.residences[home.unit.index]
+        for event in (waiting.stored, waiting.ready, residence.last_load, home.event):
+            if event is not None:
+                event.synchronize()
+        factor = None if waiting.factor is None else waiting.factor.to("cpu")
+        buffers = self._at_home(home, waiting.grads.to("cpu"))
+        self._parameters.changed(home.unit, by_step=False)  # first: an interrupt may leave some of it done
+        for run in waiting.runs:
+            tensors = bind(run, buffers, wide=waiting.wide, factor=factor, done=waiting.done)
+            if tensors is not None:
+                adamw_(tensors, run.step)
+                waiting.done = run.first.state_at + run.count
+
+    @torch.no_grad()
+    def _update_there(self, home: AdamHome, stay: Stay, waiting: Waiting) -> None:
+        """Update weights and states on the device. After an error between two calls, what was done is done, and goes
+        home; ``waiting.done`` says what is left to do."""
+        try:
+            for staged in self.there.staged(home, waiting.done):
+                try:
+                    self._update_chunk(stay, staged, waiting)
+                finally:
+                    self.there.updated(home, staged)
+        finally:
+            self._send_home(home, stay)
+
+    def _update_chunk(self, stay: Stay, staged: Staged, waiting: Waiting) -> None:
+        moments, chunk = [part.view(torch.float32) for part in staged.parts[:2]], staged.chunk
+        grads, grads_at = waiting.grads, 0
+        if not waiting.there:
+            grads, grads_at = staged.parts[3], chunk.gradients(wide=waiting.wide).start
+        buffers = Buffers(
+            chunk=chunk,
+            image=stay.base,
+            exp_avg=moments[0],
+            exp_avg_sq=moments[1],
+            masters=staged.parts[2],
+            grads=grads,
+            grads_at=grads_at,
+        )
+        for run in waiting.runs:
+            tensors = bind(run, buffers, wide=waiting.wide, factor=waiting.factor, done=waiting.done)
+            if tensors is not None:
+                adamw_(tensors, run.step)
+                waiting.done = min(run.first.state_at + run.count, chunk.states.stop)
+
+    def _send_home(self, home: AdamHome, stay: Stay) -> None:
+        """The weights that were updated there go home, behind their states."""
+        lanes = self._lanes
+        lanes.store.wait(lanes.compute.record())
+        lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER)
+        home.event = lanes.store.record()
+        stay.uses[:] = [*(event for event in stay.uses if not event.done()), home.event]
+        self._parameters.updated_in_place(home.unit, stay)
+
+    def forget(self) -> None:
+        """Let go of memory: graphs that outlive the session keep this object."""
+        self.homes, self._images = [], []
+        self._kept.clear()
+        self.there.forget()
+
+    def finish(self, unit: Unit) -> None:
+        """Do a waiting update now: on the device, or at home where that has no room left for the weights, as when a
+        graph that somebody keeps holds others."""
+        home = self.homes[unit.index]
+        if home.waiting is None:
+            return
+        try:
+            self._parameters.use(unit)
+        except OutOfBudget:
+            if home.waiting is not None:
+                self.there.unstage(home)  # loaded ahead, and about to be out of date
+                self.there.write_back(home)
+                self._update_at_home(home, home.waiting)
+                home.waiting = None

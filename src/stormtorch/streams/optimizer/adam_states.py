@@ -1,0 +1,178 @@
+"""What ``optimizer.state`` shows of the states that our own Adam keeps in home memory.
+
+Entries have torch's names and shapes, and are views of that memory; reading one waits for the update under way. What
+user code does to the entries (it clears them, or puts other tensors or step counts there) is followed before the next
+update. Who still holds an entry that is no parameter's any more, or another's, has a copy of what it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..bridge.torch_private import without_torch_function
+from ..gradients.stream import GradientStream
+from ..home.parameter import Access, HomeView, home_view, joined, plain
+from ..units.unit import Place, Unit
+from .adam import AdamStream
+from .adam_home import MOMENTS
+from .param_groups import ParamGroups
+
+
+class AdamStates:
+    """``optimizer.state`` of the parameters that our own kernels update."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        adam: AdamStream,
+        gradients: GradientStream,
+        groups: ParamGroups,
+        access: Access,
+        before_change: Callable[[Unit], None],
+    ) -> None:
+        """``before_change`` is called before states are replaced: somebody may still be saving them."""
+        self._optimizer, self._adam, self._gradients = optimizer, adam, gradients
+        self._groups, self._access, self._before_change = groups, access, before_change
+        self._place = {id(place.parameter): place for home in adam.homes for place in home.unit.places}
+        self._taken: dict[int, dict[str, Any]] = {}  # while torch loads the others, by number
+        self._shown: dict[int, dict[str, Any]] = {}  # what we have put into optimizer.state, by parameter
+
+    def take_all(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Take over states that were made by torch, or by an earlier session; a parameter without one begins anew."""
+        self._take(
+            [(place, states.get(place.parameter) or {}) for home in self._adam.homes for place in home.unit.trained]
+        )
+
+    def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep what ``load_state_dict`` is not to see: torch would cast it to the parameters' dtype and device."""
+        mine = {number for number, parameter in enumerate(self._groups.parameters()) if id(parameter) in self._place}
+        states = state_dict["state"]
+        self._taken = {number: state for number, state in states.items() if number in mine}
+        return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
+
+    def after_loading(self) -> list[Place]:
+        """Install what was kept. Returns the places whose masters were in it."""
+        numbered = self._groups.parameters()
+        states = {numbered[key]: dict(value) for key, value in self._taken.items()}
+        self._taken = {}
+        for parameter, state in states.items():
+            if not self._place[id(parameter)].trained:
+                self._optimizer.state[parameter] = state
+        self.take_all(states)
+        brought = (p for p, state in states.items() if "master" in state and not self._is_live(state["master"]))
+        return [self._place[id(parameter)] for parameter in brought]
+
+    def heed(self, unit: Unit | None = None) -> None:
+        """Follow what user code did to the state, of one unit or of all."""
+        changed: list[tuple[Place, dict[str, Any]]] = []
+        for home in self._adam.homes if unit is None else [self._adam.homes[unit.index]]:
+            if self._gradients.homes[home.unit.index].consumed:
+                continue  # updated already, and not yet counted there
+            for number, place in enumerate(home.unit.trained):
+                state, shown = self._optimizer.state.get(place.parameter), self._shown.get(id(place.parameter))
+                if not state and not shown:
+                    continue
+                if state and shown and all(state.get(name) is shown[name] for name in MOMENTS):
+                    home.steps[number] = int(state["step"])
+                    continue
+                self._adam.join_states(home.unit)
+                self._before_change(home.unit)
+                changed.append((place, state or {}))
+        self._take(changed)
+
+    def count(self) -> None:
+        """After an update: an entry for parameters that have none yet, and the number of steps for all."""
+        for home in self._adam.homes:
+            for number, place in enumerate(home.unit.trained):
+                if home.steps[number]:
+                    if "step" not in self._optimizer.state[place.parameter]:
+                        self._show(place)
+                    self._optimizer.state[place.parameter]["step"].fill_(home.steps[number])
+
+    def replace(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Take the step counts of ``states``, and remove them there; moments and masters are in home memory already."""
+        self._shown.clear()  # who holds one of these sees what was loaded: it is written already
+        for home in self._adam.homes:
+            for number, place in enumerate(home.unit.trained):
+                state = states.pop(place.parameter, None)
+                if state is None:
+                    self._take([(place, {})])
+                else:
+                    home.steps[number] = int(state["step"])
+                    self._show(place, state)
+
+    def make_ordinary(self) -> None:
+        """Ordinary tensors of the parameters' dtypes in place of the views."""
+        for home in self._adam.homes:
+            for place in home.unit.trained:
+                state = self._optimizer.state.get(place.parameter)
+                if state and "exp_avg" in state:
+                    state.pop("master", None)
+                    for name in MOMENTS:
+                        state[name] = home.narrow(name, place)
+
+    def _show(self, place: Place, before: Mapping[str, Any] | None = None) -> None:
+        """An entry of our own; what ``before`` has beyond it stays in it."""
+        home = self._adam.homes[place.unit.index]
+        state: dict[str, Any] = {"step": torch.tensor(float(home.steps[home.unit.trained.index(place)]))}
+        for name in MOMENTS:
+            state[name] = home_view(home.moment(name, place), self._access, place, "state")
+        master = home.master(place)
+        if master is not None:
+            state["master"] = home_view(master, self._access, place, "state")
+        more = {key: value for key, value in (before or {}).items() if key not in ("step", "master", *MOMENTS)}
+        self._optimizer.state[place.parameter] = {**state, **more}
+        self._shown[id(place.parameter)] = state
+
+    def _take(self, states: list[tuple[Place, dict[str, Any]]]) -> None:
+        """Make these the states. They may be views of each other's home memory: all is read before one is written."""
+        for place, state in states:
+            shown = self._shown.get(id(place.parameter))
+            if shown is None or any(state.get(name) is not shown[name] for name in MOMENTS):
+                self._let_go(place)
+        sources = [self._sources(place, state) if "exp_avg" in state else {} for place, state in states]
+        for (place, state), source in zip(states, sources, strict=True):
+            home = self._adam.homes[place.unit.index]
+            home.steps[place.index] = int(state["step"]) if "exp_avg" in state else 0
+            if "exp_avg" not in state:
+                self._optimizer.state.pop(place.parameter, None)
+                for name in MOMENTS:
+                    home.moment(name, place).zero_()
+                continue
+            for name, value in source.items():
+                target = home.master(place) if name == "master" else home.moment(name, place)
+                if target is not None:
+                    target.copy_(value)
+            self._show(place, state)
+
+    def _sources(self, place: Place, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What is to be written, by name: not what is there already, nor the master of a state that was another's."""
+        sources, shown = {}, self._shown.get(id(place.parameter), {})
+        for name in MOMENTS:
+            value = plain(joined(state[name]))
+            if state[name] is not shown.get(name):
+                sources[name] = value.clone() if self._is_live(state[name]) else value
+        if "master" in state and not self._is_live(state["master"]):
+            sources["master"] = plain(joined(state["master"]))
+        return sources
+
+    def _is_live(self, value: torch.Tensor) -> bool:
+        """Whether it lies in our home memory: an update changes it."""
+        return isinstance(value, HomeView) and value._storm[0] is self._access and value._storm_kind == "state"
+
+    def _let_go(self, place: Place) -> None:
+        """The moments are about to change: views of them that others hold keep what they have."""
+        shown = self._shown.pop(id(place.parameter), {})
+        held = {name: weakref.ref(shown[name]) for name in MOMENTS if name in shown}
+        shown.clear()
+        home = self._adam.homes[place.unit.index]
+        for name, reference in held.items():
+            view = reference()
+            if view is not None:
+                with without_torch_function():
+                    view.data = home.moment(name, place).clone()
+                view._storm_kind = "past"

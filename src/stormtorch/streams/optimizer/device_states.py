@@ -1,0 +1,353 @@
+"""Adam's states on the device: passing through, or kept there.
+
+Where a unit is updated on the device, its states have to be there. Most pass through in chunks, each in one of a few
+*sets* of room: loaded next to the unit's weights, updated, stored home. With VRAM to spare, a unit's states are *kept*:
+they are loaded once and stay, as do its gradients from backward to the update, and home memory gets them when somebody
+looks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from ...core.tags import Tag
+from ...memory.lanes.build import Lanes
+from ...memory.lanes.lane import Event, Lane
+from ...memory.lanes.waits import WaitMeter
+from ...memory.pools.pool import GRAIN, Piece
+from ..units.chunks import Chunk, chunks_of, whole_of
+from ..units.unit import Unit
+from ..weights.stream import ParameterStream
+from .adam_home import AdamHome, Staged, Waiting, states_of
+
+_SETS = 8  # one being updated, some on their way in, some on their way home
+_FEW_SETS = 3
+_CHUNK = 8 << 20  # elements: copies of 16 MB and more have the link's full rate
+_LEAST_CHUNK = 1 << 20
+
+
+def kept_bytes(unit: Unit, *, wide: bool) -> int:
+    """What of the device's pool it takes to keep a unit's states and gradients there."""
+    return sum(states_of(unit, wide=wide)) + 4 * GRAIN
+
+
+class DeviceStates:
+    """Decides nothing: which units are updated on the device, and which are kept, it is told."""
+
+    def __init__(
+        self,
+        homes: list[AdamHome],
+        *,
+        lanes: Lanes,
+        parameters: ParameterStream,
+        waits: WaitMeter,
+        gate: Callable[[Unit, Lane], None],
+        poison: Lane | None,
+    ) -> None:
+        """``gate`` makes a lane wait until a unit's states at home are up to date."""
+        self.homes, self._lanes, self._parameters, self._waits = homes, lanes, parameters, waits
+        self._gate, self._poison = gate, poison
+        self.share_now = 0.0
+        self.gave_way = False  # for good
+        self._sets: deque[tuple[list[Piece], Event]] = deque()
+        self._sets_out = 0
+        self._set_sizes = [0, 0, 0, 0]
+        self._chunks: list[list[Chunk]] = []  # of each unit
+        self._updated: list[AdamHome] = []  # passing through, since the last backward
+        self._expected: list[AdamHome] = []  # the same of the step before
+
+    # --- what goes where
+
+    def share(self, part: float, room_bytes: int, *, early: bool) -> None:
+        """Let ``part`` of the units that are not kept, evenly spread, be updated on the device from the next step on.
+
+        States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
+        for a store of states. ``room_bytes``: what the pool can spare for them. ``early``: whether sets are filled
+        before the step is asked for (`stage_early`); then the first unit is one of those, and forward can begin."""
+        passing = [home for home in self.homes if home.kept is None and home.unit.trained]
+        for home in passing:
+            self.unstage(home)  # the CPU may be the next to change these states, and chunks may be cut otherwise
+        self._close_sets()
+        if part and passing:
+            self._open_sets(room_bytes)
+        some = bool(self._sets)
+        self.share_now = part if some else 0.0
+        due = 1 - part if early else 0.0
+        for home in passing:
+            due += part
+            home.on_device = some and due >= 1 - 1e-9
+            due -= home.on_device
+
+    def _open_sets(self, room_bytes: int) -> None:
+        self._cut(room_bytes)
+        while len(self._sets) < min(_SETS, room_bytes // self._set_bytes):
+            pieces = self._room(self._set_sizes)
+            if pieces is None:
+                return
+            self._sets.append((pieces, self._lanes.aside.record()))
+
+    def _cut(self, room_bytes: int) -> None:
+        """Decide on the chunks: large ones, but so that several have room."""
+        elements = min(_CHUNK, -(-max(home.unit.state_count for home in self.homes) // 4))
+        while True:
+            self._chunks = [chunks_of(home.unit, elements) for home in self.homes]
+            every = [chunk.sizes for chunks in self._chunks for chunk in chunks]
+            self._set_sizes = [max(sizes) for sizes in zip(*every, strict=True)]
+            if elements <= _LEAST_CHUNK or room_bytes // self._set_bytes >= _FEW_SETS:
+                return
+            elements //= 2
+
+    @property
+    def _set_bytes(self) -> int:
+        return sum(self._set_sizes) + 4 * GRAIN
+
+    def _close_sets(self) -> None:
+        """Return the sets to the pool; none is in use."""
+        while self._sets:
+            pieces, last_use = self._sets.popleft()
+            for piece in pieces:
+                self._parameters.give(piece, last_use)
+
+    def give_way(self) -> bool:
+        """The pool has no room left for what must be there: states pass through it no longer. False if none did.
+
+        Where an update was to happen on the device, the CPU does it."""
+        passing = [home for home in self.homes if home.kept is None]
+        for home in passing:
+            self.unstage(home)
+            home.on_device = False
+        had_sets = bool(self._sets)
+        self.share_now, self.gave_way = 0.0, self.gave_way or had_sets
+        self._close_sets()
+        return had_sets
+
+    def keep(self, indices: Iterable[int], *, wide: bool) -> None:
+        """Keep the states of these units on the device, as far as there is room, and update them there.
+
+        ``wide``: with room for gradients of several micro-batches."""
+        for index in indices:
+            home = self.homes[index]
+            sizes = states_of(home.unit, wide=wide)
+            if home.kept is not None or (home.waiting is not None and home.waiting.grads.nbytes > sizes[3]):
+                continue
+            pieces = self._room(sizes)
+            if pieces is not None:
+                self.unstage(home)
+                parts = [piece.bytes for piece in pieces]
+                home.kept = Staged(whole_of(home.unit), pieces, parts, self._lanes.aside.record())
+                home.on_device, home.fresh, home.dirty = True, False, False
+
+    @property
+    def sets_bytes(self) -> int:
+        """What of the pool states pass through."""
+        return (len(self._sets) + self._sets_out) * self._set_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What of the pool is taken for good."""
+        return sum(piece.size + GRAIN for home in self.homes if home.kept is not None for piece in home.kept.pieces)
+
+    def let_go(self, home: AdamHome) -> None:
+        """Keep a unit's states no longer. Blocks."""
+        self.write_back(home)
+        kept, home.kept, home.on_device = home.kept, None, False
+        home.staged.clear()
+        if kept is not None:
+            event = self._lanes.compute.record()
+            for piece in kept.pieces:
+                self._parameters.give(piece, kept.loaded, event)
+
+    def _room(self, sizes: list[int]) -> list[Piece] | None:
+        lane = self._lanes.aside
+        found = [self._parameters.try_room(size, lane, 0) for size in sizes]
+        pieces = [piece for piece in found if piece is not None]
+        if len(pieces) == len(sizes):
+            return pieces
+        for piece in pieces:
+            self._parameters.give(piece, lane.record())
+        return None
+
+    # --- there
+
+    def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
+        """The bytes on the device where ``size`` bytes of the unit's gradients stay until the update, if it is kept."""
+        kept = self.homes[unit.index].kept
+        if kept is None or size > kept.parts[3].nbytes:
+            return None
+        self._lanes.compute.wait(kept.loaded)  # and so for whoever had these bytes before
+        return kept.parts[3][:size]
+
+    def fits(self, home: AdamHome, grad_bytes: int) -> bool:
+        """Whether the unit is updated on the device, and has room there for that much of gradients."""
+        if home.kept is not None:
+            return grad_bytes <= home.kept.parts[3].nbytes
+        return home.on_device
+
+    def stage(self, home: AdamHome) -> bool:
+        """Load what an update there will need, as far as there is room ahead of it; False if there is none at all."""
+        if home.kept is not None:
+            if not home.staged:
+                self._load(home, home.kept.chunk, home.kept.pieces, self._lanes.compute.record())
+            return True
+        chunks = self._chunks[home.unit.index]
+        if home.waiting is not None:
+            for staged in home.staged:
+                self._add_gradients(staged, home.waiting)
+            if not self._sets and not home.staged:
+                self._recall()
+        while self._sets and len(home.staged) < len(chunks):
+            self._stage_next(home, chunks[len(home.staged)])
+        return bool(home.staged) or not chunks
+
+    def stage_early(self) -> None:
+        """Before the step is asked for: load states into a set that nobody needs until then. For those units that were
+        updated last time, in that order: they should be again. One set a call, of which there are many in a backward:
+        all at once they would be in the way of the weights that it needs first."""
+        if self._updated:
+            self._expected, self._updated = self._updated, []
+        if not self._sets:
+            return
+        for home in self._expected:
+            chunks = self._chunks[home.unit.index]
+            if home.on_device and home.kept is None and len(home.staged) < len(chunks):
+                self._stage_next(home, chunks[len(home.staged)])
+                return
+
+    def _recall(self) -> None:
+        """Free the sets that were filled early for units which are not updated after all, as far as is known."""
+        for home in self._expected:
+            if home.waiting is None and home.kept is None:
+                self.unstage(home)
+
+    def can_stage(self, home: AdamHome) -> bool:
+        """Whether ``staged`` has room to work with."""
+        staged = (other.staged for other in self.homes if other.kept is None)
+        return home.kept is not None or bool(self._sets) or any(staged)
+
+    def staged(self, home: AdamHome, done: int = 0) -> Iterator[Staged]:
+        """The unit's states on the device, chunk by chunk, with compute waiting for each; from the state ``done`` on.
+        Each is to be given to ``updated`` or ``give_back`` before the next is asked for."""
+        if home.kept is not None:
+            self.stage(home)
+        chunks = [home.kept.chunk] if home.kept is not None else self._chunks[home.unit.index]
+        for chunk in chunks:
+            if home.staged and home.staged[0].chunk is not chunk:
+                self.unstage(home)
+            if chunk.states.stop <= done:
+                continue
+            if not home.staged:
+                if not self._sets:
+                    self._give_up_staged()
+                self._stage_next(home, chunk)
+            if home.waiting is not None:
+                self._add_gradients(home.staged[0], home.waiting)
+            self._waits.wait(home.staged[0].loaded, "states")  # where Ctrl-C ends the wait, it is still staged
+            yield home.staged.popleft()
+
+    def _stage_next(self, home: AdamHome, chunk: Chunk) -> None:
+        pieces, last_use = self._sets.popleft()
+        self._sets_out += 1
+        self._load(home, chunk, pieces, last_use)
+
+    def _load(self, home: AdamHome, chunk: Chunk, pieces: list[Piece], last_use: Event) -> None:
+        """Load a chunk's states into ``pieces``, and its gradients if they are known and not there."""
+        lane, waiting = self._lanes.aside, home.waiting  # not behind weights that wait for the CPU
+        parts = home.states(chunk)
+        if waiting is not None:
+            which = chunk.gradients(wide=waiting.wide)
+            parts.append(waiting.grads if waiting.there else waiting.grads[which.start : which.stop])
+        there = [piece.bytes[: part.nbytes] for piece, part in zip(pieces, parts, strict=False)]
+        wanted = [False] * 3 if home.fresh else [True] * 3
+        wanted += [not waiting.there] if waiting is not None else []
+        copies = [pair for pair, is_wanted in zip(zip(there, parts, strict=True), wanted, strict=True) if is_wanted]
+        if not copies:  # all of it has stayed
+            assert home.kept is not None
+            home.staged.append(Staged(chunk, pieces, there, home.kept.loaded))
+            return
+        try:
+            lane.wait(last_use)
+            self._gate(home.unit, lane)
+            if waiting is not None and waiting.stored is not None:
+                lane.wait(waiting.stored)
+            for target, source in copies:
+                if source.nbytes:
+                    lane.copy(target, source, Tag.OPTIMIZER)
+        except BaseException:
+            self._no_longer_staged(home, Staged(chunk, pieces, there, lane.record()))
+            raise
+        home.staged.append(Staged(chunk, pieces, there, lane.record()))
+
+    def _add_gradients(self, staged: Staged, waiting: Waiting) -> None:
+        """Load them behind states that were loaded before they were known."""
+        if len(staged.parts) > 3 or waiting.there:
+            return
+        lane, which = self._lanes.aside, staged.chunk.gradients(wide=waiting.wide)
+        source = waiting.grads[which.start : which.stop]
+        there = staged.pieces[3].bytes[: source.nbytes]
+        try:
+            if waiting.stored is not None:
+                lane.wait(waiting.stored)
+            if source.nbytes:
+                lane.copy(there, source, Tag.OPTIMIZER)
+        finally:
+            staged.loaded = lane.record()
+        staged.parts.append(there)
+
+    def updated(self, home: AdamHome, staged: Staged) -> None:
+        """Compute has been told to update them. What passes through goes home."""
+        if home.kept is not None:
+            home.fresh = home.dirty = True
+            return
+        if home not in self._updated:
+            self._updated.append(home)
+        store = self._lanes.store
+        store.wait(self._lanes.compute.record())
+        for target, part in zip(home.states(staged.chunk), staged.parts, strict=False):
+            if target.nbytes:
+                store.copy(target, part, Tag.OPTIMIZER)
+        self.give_back(home, staged, store.record())
+
+    def give_back(self, home: AdamHome, staged: Staged, last_use: Event) -> None:
+        """The set may serve another unit behind ``last_use``."""
+        if home.kept is not None:
+            return
+        if self._poison is not None:
+            self._poison.wait(last_use)
+            for piece in staged.pieces:
+                self._poison.fill(piece.bytes, 0xFF)
+            last_use = self._poison.record()
+        self._sets.append((staged.pieces, last_use))
+        self._sets_out -= 1
+
+    def unstage(self, home: AdamHome) -> None:
+        """Forget what was loaded ahead."""
+        while home.staged:
+            self._no_longer_staged(home, home.staged.pop())
+
+    def _no_longer_staged(self, home: AdamHome, staged: Staged) -> None:
+        if home.kept is not None:
+            home.kept.loaded = staged.loaded
+        self.give_back(home, staged, staged.loaded)
+
+    def write_back(self, home: AdamHome) -> None:
+        """Block until home memory has the kept states; user code may change them there."""
+        if home.kept is not None and home.dirty:
+            store = self._lanes.store
+            store.wait(self._lanes.compute.record())
+            for target, part in zip(home.states(home.kept.chunk), home.kept.parts, strict=False):
+                if target.nbytes:
+                    store.copy(target, part[: target.nbytes], Tag.OPTIMIZER)
+            store.record().synchronize()
+        home.fresh = home.dirty = False
+
+    def _give_up_staged(self) -> None:
+        """Free a set by forgetting a chunk that was loaded ahead of one that is needed now."""
+        home = next(home for home in reversed(self.homes) if home.staged and home.kept is None)
+        self._no_longer_staged(home, home.staged.pop())
+
+    def forget(self) -> None:
+        """Let go of memory."""
+        self.homes, self._updated, self._expected = [], [], []
+        self._sets.clear()

@@ -1,0 +1,33 @@
+"""The parameter groups of the user's optimizer, as they are now: user code adds groups, and parameters, at any time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..units.unit import Unit
+
+
+class ParamGroups:
+    """Which parameters an optimizer holds, and in which group each is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._group: dict[int, dict[str, Any]] = {}  # by parameter
+        self._key: tuple[int, ...] = ()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, in the order of their numbers in a state dict."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def of(self, unit: Unit) -> dict[int, dict[str, Any]]:
+        """The groups of a unit's parameters, by place; a parameter that the optimizer has not is not there."""
+        groups = self._optimizer.param_groups
+        key = tuple(id(item) for group in groups for item in (group, *group["params"]))
+        if key != self._key:  # once, unless user code changes the groups: this runs for every unit of a backward
+            self._group = {id(parameter): group for group in groups for parameter in group["params"]}
+            self._key = key
+        found = ((place.index, self._group.get(id(place.parameter))) for place in unit.places)
+        return {index: group for index, group in found if group is not None}

@@ -1,0 +1,133 @@
+"""What is put on the user's optimizer object, and taken off again: ``step``, ``zero_grad``, and hooks of state dicts.
+
+The object stays the user's; ``step`` and ``zero_grad`` are set on the instance, as bound methods, because a scheduler
+that was built before has done the same, and one that is built later will wrap what it finds. After `end` they fall
+through to what was there. Meanwhile they call what stream.py gives them. Around a step stands torch's own wrapper: it
+calls hooks, and makes the range in a profile."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..bridge.torch_private import INSIDE_OF_WRAPPERS
+
+PUT_ON = ("step", "zero_grad", "_step_supports_amp_scaling")  # attributes that the instance has meanwhile
+_HOOKS_AROUND = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in torch's wrapper, which calls hooks. A user's step that has ``functools.wraps`` looks alike,
+    ``hooked`` and ``__wrapped__`` and all, but has code of its own, which is to run."""
+    return step.__wrapped__ if has_hooks_around(step) else step  # type: ignore[attr-defined]
+
+
+def has_hooks_around(step: Callable[..., Any]) -> bool:
+    return getattr(step, "__code__", None) is _HOOKS_AROUND
+
+
+def users_own(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any] | None:
+    """The method that user code has set on the instance, as others have wrapped it since; None if it is the class's."""
+    found = vars(optimizer).get(name)
+    inner = found
+    while inner is not None:
+        inner = getattr(inner, "__func__", inner)
+        ours = getattr(inner, "_takeover", None)  # which functools.wraps hands on to functions of others
+        if isinstance(ours, Takeover) and inner in ours.methods:
+            inner = ours.previous.get(name)
+            continue
+        inside = INSIDE_OF_WRAPPERS.get(getattr(inner, "__globals__", {}).get("__name__", ""))
+        if inside is None:
+            return None if inner is getattr(type(optimizer), name) else found
+        inner = getattr(inner, inside, None)
+    return None
+
+
+class Takeover:
+    """The user's optimizer object, whose calls go elsewhere from `begin` to `end`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        step: Callable[[Callable[[], Any] | None], Any],
+        zero_grad: Callable[..., None],
+        before_saving: Callable[[], None],
+        after_saving: Callable[[dict[str, Any]], None] | None,
+        before_loading: Callable[[dict[str, Any]], dict[str, Any] | None],
+        after_loading: Callable[[], None],
+    ) -> None:
+        """The last four are called around ``state_dict`` and ``load_state_dict``, with the dict that torch has made, or
+        was given; ``before_loading`` may return another one for torch to load."""
+        self._optimizer, self._zero_grad = optimizer, zero_grad
+
+        def hooked(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return step(closure)
+
+        calls_hooks = users_own(optimizer, "step") is None and has_hooks_around(type(optimizer).step)
+        self._hooked_step = torch.optim.Optimizer.profile_hook_step(hooked) if calls_hooks else hooked
+        self._before_saving, self._after_saving = before_saving, after_saving
+        self._before_loading, self._after_loading = before_loading, after_loading
+        self.previous = {name: vars(optimizer)[name] for name in PUT_ON if name in vars(optimizer)}
+        self._hooks: list[Any] = []
+        self.methods: list[Callable[..., Any]] = []
+        self.ended = False
+
+    def begin(self) -> None:
+        """Put everything on. Where this fails half-way, `end` takes off what is there."""
+        optimizer = self._optimizer
+        target: Any = optimizer
+        target.step = types.MethodType(self._method("step", self._step_with_hooks), optimizer)
+        target.zero_grad = types.MethodType(self._method("zero_grad", self._zero_grad), optimizer)
+        target._step_supports_amp_scaling = False  # a GradScaler then unscales the gradients itself
+        self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _optimizer: self._before_saving()))
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._load_pre_hook))
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(self._load_post_hook))
+        after_saving = self._after_saving
+        if after_saving is not None:
+            self._hooks.append(optimizer.register_state_dict_post_hook(lambda _optimizer, saved: after_saving(saved)))
+
+    def end(self) -> None:
+        """The object is as it was, but for what others have put on it since. Once."""
+        self.ended = True
+        for hook in self._hooks:
+            hook.remove()
+        for name in PUT_ON:
+            value = vars(self._optimizer).get(name)
+            if name != "_step_supports_amp_scaling" and getattr(value, "__func__", None) not in self.methods:
+                continue  # a wrapper that others made stays, and falls through
+            if name in self.previous:
+                setattr(self._optimizer, name, self.previous[name])
+            elif name in vars(self._optimizer):
+                delattr(self._optimizer, name)
+
+    def _method(self, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+        def method(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self.ended:
+                before = self.previous.get(name) or types.MethodType(getattr(type(optimizer), name), optimizer)
+                return before(*args, **kwargs)
+            return ours(*args, **kwargs)
+
+        method = torch.compiler.disable(method)  # queues and waits: nothing that could be compiled
+        method.__name__ = name
+        if hasattr(vars(self._optimizer).get(name), "_wrapped_by_lr_sched"):
+            method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or the scheduler warns of a foreign step
+        method.__doc__ = getattr(type(self._optimizer), name).__doc__
+        method._takeover = self  # type: ignore[attr-defined]
+        self.methods.append(method)
+        return method
+
+    def _step_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer: Any = self._optimizer
+        optimizer._opt_called = True  # what a scheduler that was built before looks for
+        return self._hooked_step(optimizer, *args, **kwargs)
+
+    def _load_pre_hook(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        return None if self.ended else self._before_loading(state_dict)
+
+    def _load_post_hook(self, _optimizer: torch.optim.Optimizer) -> None:
+        if not self.ended:
+            self._after_loading()

@@ -1,0 +1,208 @@
+"""Finds the units of a model from its own structure; no model-specific code.
+
+A *block* is an element of a list of modules (``ModuleList``, ``Sequential``, ``ModuleDict``): the repetition that
+nearly every large model has. Everything outside the lists is taken child by child. What is too large for the budget
+is taken apart again, neighbours that are small are put together. A parameter that several modules share belongs to
+the unit that comes first; the others use it as guests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ...core.errors import SettingError
+from ...core.sizes import MiB
+from ..bridge.torch_private import has_plain_storage
+from .unit import Unit, is_dense
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(eq=False)
+class Use:
+    """A place where a module holds a parameter: ``module.name``."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+@dataclass(eq=False)
+class Entry:
+    """A module whose call brings its parameters to the device: all in its subtree, or only its own."""
+
+    module: nn.Module
+    uses: list[Use]
+    units: list[Unit] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    units: list[Unit]
+    entries: list[Entry]
+    left: list[nn.Parameter]  # parameters that stay on the device, as ordinary ones
+
+
+@dataclass(eq=False)
+class _Candidate:
+    name: str
+    module: nn.Module
+    deep: bool  # whether the whole subtree belongs to it
+
+    def uses(self) -> list[Use]:
+        modules = self.module.modules() if self.deep else [self.module]
+        found = []
+        for module in modules:
+            found += [Use(module, name, p) for name, p in module._parameters.items() if p is not None]
+        return found
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.nbytes for p in {id(use.parameter): use.parameter for use in self.uses()}.values())
+
+
+def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None, leave: list[str]) -> Partition:
+    """Units in the order in which the model holds them. Those over ``unit_limit_bytes`` are taken apart."""
+    names = dict(model.named_modules())
+    for name in [*(only or []), *leave]:
+        if name not in names:
+            near = sorted(known for known in names if known.split(".")[0] == name.split(".")[0])[:8]
+            raise SettingError(
+                f"The model has no module {name!r}. Accepted: names such as {near or sorted(names)[:8]}."
+            )
+    left_modules = {id(inner) for name in leave for inner in names[name].modules()}
+    if only is not None:
+        chosen = {id(inner) for name in only for inner in names[name].modules()}
+        left_modules |= {id(module) for module in model.modules() if id(module) not in chosen}
+    left_modules |= {id(module) for module in model.modules() if isinstance(module, torch.jit.ScriptModule)}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise SettingError(f"The parameter {name!r} has no shape yet. Run one forward first.")
+    _refuse_shared_memory(model)
+    candidates = [c for c in _candidates("", model, unit_limit_bytes) if c.bytes]
+    parameter_names = {id(p): name for name, p in model.named_parameters()}
+    units: list[Unit] = []
+    entries: list[Entry] = []
+    left: dict[int, nn.Parameter] = {}
+    owner: dict[int, Unit] = {}
+    for group in _merged(candidates, unit_limit_bytes):
+        made = [Entry(c.module, c.uses()) for c in group]
+        for entry in made:
+            for use in list(entry.uses):
+                renormed = getattr(use.module, "max_norm", None) is not None  # changes its weight in forward
+                if id(use.module) in left_modules or type(use.parameter) is not nn.Parameter or renormed:
+                    left[id(use.parameter)] = use.parameter
+                    entry.uses.remove(use)
+        fresh = {
+            id(use.parameter): use.parameter
+            for entry in made
+            for use in entry.uses
+            if id(use.parameter) not in owner and id(use.parameter) not in left
+        }
+        if fresh:
+            unit = Unit(len(units), group[0].name or "root", [(parameter_names[key], p) for key, p in fresh.items()])
+            units.append(unit)
+            owner.update(dict.fromkeys(fresh, unit))
+        entries += made
+    for entry in entries:
+        entry.uses = [use for use in entry.uses if id(use.parameter) not in left]
+        entry.units = list({owner[id(use.parameter)].index: owner[id(use.parameter)] for use in entry.uses}.values())
+    return Partition(units, [entry for entry in entries if entry.uses], list(left.values()))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The elements of the model's lists of modules, outermost lists first; those inside of blocks are not looked at."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(model, _LISTS) and _has_lists(model) and not isinstance(child, _LISTS):
+            found.append(child)
+        else:
+            found += blocks_of(child)
+    return list({id(block): block for block in found if any(True for _ in block.parameters())}.values())
+
+
+def containers_of(model: nn.Module, entries: list[Entry]) -> list[nn.Module]:
+    """The model, and the modules in it that hold entries and are none themselves: user code may call them alone."""
+    inner = {id(entry.module) for entry in entries}
+    return [
+        module
+        for module in model.modules()
+        if id(module) not in inner
+        and not isinstance(module, (nn.ModuleList, nn.ModuleDict))  # these cannot be called
+        and (module is model or any(id(below) in inner for below in module.modules()))
+    ]
+
+
+def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate]:
+    """In the order of the model; together they cover every parameter of ``module`` once."""
+    if any(p is not None for p in module._parameters.values()):
+        yield _Candidate(name, module, deep=False)
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        whole = _Candidate(path, child, deep=True)
+        opaque = isinstance(child, (nn.MultiheadAttention, nn.RNNBase))  # one operation uses all that is below
+        block = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
+        inside = any(True for _ in child.children())
+        if opaque or not inside or ((block or not _has_lists(child)) and whole.bytes <= limit):
+            yield whole
+        else:
+            yield from _candidates(path, child, limit)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Two parameters over the same memory would become two: each gets a home of its own. So would a buffer that is a
+    view of a parameter; buffers among themselves may share what they like."""
+    spans = sorted(
+        (str(tensor.device), *_span(tensor), is_parameter, name)
+        for is_parameter, named in ((True, model.named_parameters()), (False, model.named_buffers()))
+        for name, tensor in named
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.nbytes
+        if (is_dense(tensor) if is_parameter else has_plain_storage(tensor))
+    )
+    last: dict[tuple[str, bool], tuple[int, str]] = {}  # how far parameters, or buffers, reach so far
+    for device, start, end, is_parameter, name in spans:
+        for other_is_parameter in (True, False) if is_parameter else (True,):
+            reach, other = last.get((device, other_is_parameter), (0, ""))
+            if reach > start and other_is_parameter == is_parameter:
+                raise SettingError(
+                    f"The parameters {other!r} and {name!r} share memory. Make them one nn.Parameter, or clone one."
+                )
+            if reach > start:
+                buffer, parameter = (other, name) if is_parameter else (name, other)
+                raise SettingError(
+                    f"The buffer {buffer!r} shares memory with the parameter {parameter!r}, which gets other memory "
+                    "when it is streamed. Clone the buffer, or make it of the parameter in each forward."
+                )
+        last[device, is_parameter] = max(last.get((device, is_parameter), (0, "")), (end, name))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """From where to where its elements lie, gaps included."""
+    length = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.itemsize
+
+
+def _has_lists(module: nn.Module) -> bool:
+    """Whether there is a list of at least two modules with parameters below ``module`` (or it is one)."""
+    return any(
+        isinstance(inner, _LISTS) and sum(any(True for _ in child.parameters()) for child in inner.children()) >= 2
+        for inner in module.modules()
+    )
+
+
+def _merged(candidates: list[_Candidate], limit: int) -> Iterator[list[_Candidate]]:
+    """Neighbours that are small beside the largest, put together up to half its size."""
+    target = max(max((c.bytes for c in candidates), default=0) // 2, min(4 * MiB, limit // 4))
+    group: list[_Candidate] = []
+    size = 0
+    for candidate in candidates:
+        if group and size + candidate.bytes > target:
+            yield group
+            group, size = [], 0
+        group.append(candidate)
+        size += candidate.bytes
+    if group:
+        yield group

@@ -1,0 +1,131 @@
+"""Where things go, decided in one place, as data with its reason. A simple rule for now; a planner may replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...core.errors import OutOfBudget
+from ...core.sizes import GiB, KiB, MiB, as_setting, format_bytes, round_down
+from ...core.tags import Tier
+from ...memory.books.ledger import Ledger
+from .partition import Partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What lies where. ``pool_bytes``: the device's share for weights, gradient buckets and states on their way."""
+
+    pool_bytes: int
+    least_bytes: int  # the smallest pool that works
+    whole_bytes: int  # the pool that would hold everything
+    fixed_bytes: int  # what is not for weights
+    adding_bytes: int = 0  # of that, what only those need who accumulate
+    reason: str
+
+
+def least_pool_bytes(partition: Partition, *, training: bool) -> int:
+    """The smallest pool that works: a block and the largest unit after it, with gradients on their way."""
+    largest = max((unit.image_bytes for unit in partition.units), default=0)
+    entry = max((sum(unit.image_bytes + 512 for unit in entry.units) for entry in partition.entries), default=0)
+    bucket = max((unit.grad_bytes for unit in partition.units), default=0) + 512 if training else 0
+    return entry + largest + 2 * bucket + 512
+
+
+def place(
+    partition: Partition,
+    ledger: Ledger,
+    *,
+    training: bool,
+    measured: bool,
+    reserve_bytes: int = 0,
+    enough: Callable[[], int],
+) -> Placement:
+    """The placement to begin with; see `growth` for what it becomes once activations have been ``measured``, where the
+    device tells how much they take. ``enough`` says which limit would do where this one does not."""
+    units = partition.units
+    images = sum(unit.image_bytes + 512 for unit in units)
+    largest = max((unit.image_bytes for unit in units), default=0)
+    bucket = max((unit.grad_bytes for unit in units), default=0) + 512 if training else 0
+    wide = max((unit.wide_bytes for unit in units if unit.has_wide_form), default=0) if training else 0
+    adding = 2 * (wide + 512) if wide else bucket  # to add a gradient to an earlier one
+    free = round_down(ledger.free_bytes(Tier.DEVICE) - reserve_bytes, 512)
+    budget = ledger.budgets[Tier.DEVICE]
+    fixed = 2 * bucket + 512
+    least = least_pool_bytes(partition, training=training)
+    if least + adding > free * 3 // 4:
+        adding = 0  # whoever accumulates finds it among the weights, or what activations leave
+    fixed += adding
+    least += adding
+    whole = images + fixed
+    if least > free:
+        raise OutOfBudget(
+            f"Cannot stream this model through {format_bytes(budget.limit_bytes)} of device memory for PARAMETERS",
+            f"the largest block and the one after it, with their gradients, need {format_bytes(least)}",
+            f"The limit is {budget.given}.{_meant(budget.limit_bytes)}",
+            f"Raise it to at least {as_setting(enough())}; activations come on top."
+            + (" An adapter (LoRA) needs about half of that." if 6 * bucket > least else ""),
+        )
+    if not measured or whole <= free // 8:
+        pool = min(whole, free)
+        why = (
+            "all of it fits"
+            if pool == whole
+            else f"all that {budget.given} allows; the whole needs {format_bytes(whole)}"
+        )
+    else:
+        pool = min(whole, max(least, min(5 * largest + 3 * bucket, free // 4)))
+        why = f"{format_bytes(pool)} until activations have been measured; the whole needs {format_bytes(whole)}"
+    return Placement(
+        pool_bytes=pool, least_bytes=least, whole_bytes=whole, fixed_bytes=fixed, adding_bytes=adding, reason=why
+    )
+
+
+def _meant(limit_bytes: int) -> str:
+    """A number without a unit is one of bytes, which hardly anybody means who writes 8."""
+    return f" Did you mean '{limit_bytes}GiB'?" if 0 < limit_bytes < KiB else ""
+
+
+def headroom(limit_bytes: int) -> int:
+    """What is left alone of a budget when the rest is given away: steps are not all alike."""
+    return max(256 * MiB, min(limit_bytes // 50, GiB))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """What is done with device memory that activations have turned out to leave.
+
+    ``keep``: units, by index, whose optimizer states go there for good; ``pool_bytes`` has room for them.
+    """
+
+    pool_bytes: int
+    keep: list[int]
+
+
+def growth(
+    placement: Placement,
+    *,
+    pool_bytes: int,
+    limit_bytes: int,
+    peak_bytes: int,
+    free_bytes: int,
+    lost_bytes: int = 0,
+    step_bytes: int,
+    state_bytes: dict[int, int],
+) -> Growth:
+    """How the pool grows, given the peak of what torch has allocated, what the device has free and what holes take.
+
+    First room for weights, in steps worth the trouble; when all of them fit, for optimizer states, unit by unit:
+    ``state_bytes`` has what each one takes that is not there yet.
+    """
+    left = headroom(limit_bytes)
+    spare = min(limit_bytes - peak_bytes - max(left, lost_bytes), free_bytes - left)  # what the device lacks is in both
+    missing = max(0, placement.whole_bytes - pool_bytes)
+    if spare < missing:
+        return Growth(pool_bytes=spare if spare >= step_bytes else 0, keep=[])
+    more, keep = missing, []
+    for index, size in state_bytes.items():
+        if more + size <= spare:
+            keep.append(index)
+            more += size
+    return Growth(pool_bytes=more, keep=keep)

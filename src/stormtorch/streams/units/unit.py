@@ -1,0 +1,139 @@
+"""A unit: the parameters that move together, usually one block of the model.
+
+The tensors of a unit, by the names that all code here uses:
+
+    home image   all parameters of the unit in their compute dtype, flat, in pinned RAM. The registered ``nn.Parameter``
+                 of each is a view of it: the optimizer, ``state_dict`` and checkpoints see ordinary tensors.
+    home grads   gradients, flat, in RAM; *own* in the parameters' dtypes, or *wide* in fp32 once micro-batches have
+    been
+                 added up.
+    states       what the optimizer keeps: for AdamW two fp32 moments, and the *masters*, which are what the image lacks
+                 to be the fp32 weight.
+    stay         one copy of the image on the device, from its load until nothing refers to it any more.
+    twin         the tensor that stands in for a parameter while a module computes: a view of the unit's present stay.
+
+A unit's parameters lie in the image with those that are trained first. Every tensor starts at a multiple of 64 bytes,
+so that kernels see the alignment that they would see in tensors of their own."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...core.sizes import round_up
+
+ALIGNMENT = 64
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """One parameter: where it lies in each of its unit's buffers. Offsets in bytes, ``state_at`` in elements."""
+
+    parameter: torch.nn.Parameter
+    name: str
+    unit: Unit
+    index: int  # within the unit
+    trained: bool
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    count: int
+    at: int = 0
+    grad_at: int = 0
+    wide_at: int = 0
+    state_at: int = 0
+    master_at: int = 0
+    written: bool = True  # False: it came from the meta device, and nobody has given it values yet
+
+    def view(self, flat: torch.Tensor, at: int, dtype: torch.dtype) -> torch.Tensor:
+        """This parameter's part of the byte tensor ``flat``, in the parameter's shape and strides."""
+        piece = flat[at : at + self.count * dtype.itemsize].view(dtype)
+        return piece.as_strided(self.shape, self.stride)
+
+    def in_image(self, flat: torch.Tensor) -> torch.Tensor:
+        return self.view(flat, self.at, self.dtype)
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """What gradients of several micro-batches are added up in."""
+        return torch.float32 if self.dtype.itemsize < 4 else self.dtype
+
+    @property
+    def is_split(self) -> bool:
+        """Whether fp32 masters are kept beside a smaller image."""
+        return self.dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def master_bytes(self) -> int:
+        return {torch.bfloat16: 2, torch.float16: 4}.get(self.dtype, 0) * self.count
+
+
+class Unit:
+    """Parameters that move together. Knows sizes and offsets; what happens to them is the streams' business."""
+
+    def __init__(self, index: int, name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self.index, self.name = index, name
+        ordered = sorted(parameters, key=lambda item: (not item[1].requires_grad, item[1].element_size()))
+        self.places: list[Place] = []
+        for number, (parameter_name, parameter) in enumerate(ordered):
+            stride = tuple(parameter.stride()) if is_dense(parameter) else _contiguous(parameter.shape)
+            self.places.append(
+                Place(
+                    parameter,
+                    parameter_name,
+                    self,
+                    number,
+                    parameter.requires_grad,
+                    parameter.shape,
+                    stride,
+                    parameter.dtype,
+                    parameter.numel(),
+                )
+            )
+        self.trained = [place for place in self.places if place.trained]
+        self.image_bytes = _lay_out(self.places, "at", lambda place: place.count * place.dtype.itemsize)
+        self.grad_bytes = _lay_out(self.trained, "grad_at", lambda place: place.count * place.dtype.itemsize)
+        self.wide_bytes = _lay_out(self.trained, "wide_at", lambda place: place.count * place.wide_dtype.itemsize)
+        self.state_count = _lay_out(self.trained, "state_at", lambda place: place.count * 4) // 4
+        for place in self.trained:
+            place.state_at //= 4
+        self.master_bytes = _lay_out(self.trained, "master_at", lambda place: place.master_bytes)
+        self.has_wide_form = any(place.dtype.itemsize < 4 for place in self.trained)
+
+    def place_at(self, offset: int) -> Place:
+        """The parameter that the byte ``offset`` of the image belongs to."""
+        return self.places[bisect.bisect_right(self.places, offset, key=lambda place: place.at) - 1]
+
+    def __repr__(self) -> str:
+        return f"Unit({self.index}, {self.name!r}, {len(self.places)} parameters, {self.image_bytes} bytes)"
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one run of memory without gaps or overlaps, in whatever order."""
+    expected = 1
+    for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * max(length, 1))
+    return tuple(reversed(strides))[: len(shape)]
+
+
+def _lay_out(places: Sequence[Place], field: str, size_of: object) -> int:
+    """Set ``field`` of each place to its offset; returns the bytes of all."""
+    assert callable(size_of)
+    end = 0
+    for place in places:
+        start = round_up(end, ALIGNMENT)
+        setattr(place, field, start)
+        end = start + size_of(place)
+    return round_up(end, ALIGNMENT)

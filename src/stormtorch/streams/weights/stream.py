@@ -1,0 +1,417 @@
+"""Brings units to the device before they are used, and drops them when something nearer needs the room.
+
+All of the device's share for parameters is one pool. A unit stays there until another one that will be used sooner
+needs the bytes: farthest next use goes first. That single rule gives everything that a larger budget should give: the
+last units of forward stay for backward, the first units of backward stay for the next forward, and when all fit,
+nothing is ever loaded twice.
+
+A stay ends in two moments. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*: nothing refers to
+its bytes any more, and they return to the pool behind the last use. Between the two, views that autograd or
+checkpointing hold remain valid (memory/alias.py). Weights that autograd saves for backward are recognised by their
+storage and replaced by a note of which unit they belong to, so that they hold nothing; they are found again, wherever
+the unit then lies, when backward asks for them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from ...core.errors import OutOfBudget, StaleGraph
+from ...core.sizes import format_bytes
+from ...core.tags import Tag, Tier
+from ...memory.books.ledger import Ledger
+from ...memory.lanes.build import Lanes
+from ...memory.lanes.lane import Event, Lane
+from ...memory.lanes.waits import WaitMeter
+from ...memory.pools.pool import DevicePool, Piece
+from ..bridge.lock import locked
+from ..bridge.torch_private import has_plain_storage, in_backward, outside_functorch, without_torch_function
+from ..units.order import Order
+from ..units.unit import Place, Unit
+
+T = TypeVar("T")
+
+
+class Stay:
+    """A unit's copy on the device.
+
+    ``loaded``: when its bytes are there. ``uses`` and ``places``: what must have ended before they may be overwritten,
+    and where compute has used them. ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay.
+    ``views`` and ``idle``: the tensors that model/views.py has made over the bytes, by place; the latter where no graph
+    was recorded, with the parameters that required a gradient then.
+    """
+
+    __slots__ = ("base", "idle", "loaded", "memory", "places", "uses", "version", "views")
+
+    def __init__(
+        self,
+        base: torch.Tensor,
+        memory: torch.Tensor,
+        uses: list[Event],
+        places: set[Hashable],
+        loaded: Event,
+        version: int,
+    ) -> None:
+        self.base, self.memory, self.uses, self.places = base, memory, uses, places
+        self.loaded, self.version = loaded, version
+        self.views: dict[int, torch.Tensor] = {}
+        self.idle: tuple[list[Place], dict[int, torch.Tensor]] | None = None
+
+
+@dataclass(eq=False)
+class Residence:
+    """What the stream knows of one unit."""
+
+    unit: Unit
+    image: torch.Tensor  # home
+    stay: Stay | None = None
+    version: int = 0  # of the home image; a stay of an older one is stale
+    updates: int = 0  # optimizer steps, which a graph made before must not span
+    installed: int = 0  # modules that are computing with it right now
+    outdated: bool = False  # its gradients wait for a step that will make the stay stale
+    last_load: Event | None = None
+    loads: int = 0
+
+
+class SavedWeight:
+    """What autograd keeps instead of a weight: which parameter, and where in its unit's image.
+
+    ``updates`` and ``version`` are autograd's check for changes that would falsify a backward, which hooks bypass: how
+    often an optimizer step has changed the unit, and user code the parameter.
+    """
+
+    __slots__ = ("dtype", "offset", "place", "shape", "stride", "updates", "version")
+
+    def __init__(self, place: Place, tensor: torch.Tensor, updates: int) -> None:
+        self.place, self.updates, self.version = place, updates, _version(place)
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset = tensor.storage_offset()
+
+
+class ParameterStream:
+    """Loads, evicts, and finds again. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        residences: list[Residence],
+        *,
+        lanes: Lanes,
+        pool: DevicePool,
+        ledger: Ledger,
+        waits: WaitMeter,
+        enlarge: Callable[[int], bool],
+        serial: bool,
+    ) -> None:
+        """``enlarge`` is the last resort where the pool is full: it adds to it, if the budget has that much left at the
+        moment."""
+        self.residences, self._lanes, self._pool, self._ledger = residences, lanes, pool, ledger
+        self._waits, self._enlarge, self._serial = waits, enlarge, serial
+        self.lock = threading.RLock()
+        self.order = Order(len(residences))
+        self._by_storage: dict[int, Residence] = {}
+        self._current: Residence | None = None
+        self._loads_before = 0
+        self._passes, self._passes_per_step = 0, 1
+        self.on_drop: Callable[[Unit], None] = lambda _unit: None
+        # Set by whoever updates weights: makes a lane wait until the home image of a unit is up to date.
+        self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None
+        # Set by whoever updates weights on the device: what must happen with the weights there before they are used
+        # (False: the stay is stale now); and what has to be loaded ahead beside them (False: there is no room yet).
+        self.before_use: Callable[[Unit, Stay], bool] | None = None
+        self.prepare: Callable[[Unit, bool], bool] | None = None
+        self.give_way: Callable[[], bool] = lambda: False  # return what of the pool is not needed (False: nothing is)
+        self.prepare_early: Callable[[], None] = lambda: None  # in backward: load ahead for the step that will follow
+        self.pending: Callable[[Unit], bool] = lambda _unit: False  # whether an update is under way
+        self.kept: frozenset[int] = frozenset()  # units that no load ahead drops; see ``keep``
+        self.misses = 0  # uses that found nothing on the way
+
+    @locked
+    @outside_functorch
+    def use(self, unit: Unit) -> Stay:
+        """The unit's weights on the device, with compute waiting for them; what comes next is loaded ahead."""
+        residence = self.residences[unit.index]
+        self.order.visit(unit.index, backward=in_backward())
+        self._current = residence
+        cause = "updates" if self.pending(unit) else "weights"
+        stay = self._present(residence)
+        self._waits.wait(stay.loaded, cause)
+        stay.places.add(self._lanes.compute.place())
+        if self.before_use is not None and not self.before_use(unit, stay):
+            stay = self._present(residence)
+            self._waits.wait(stay.loaded, "weights")
+            stay.places.add(self._lanes.compute.place())
+        self.load_ahead()
+        return stay
+
+    @property
+    def loads(self) -> int:
+        """How often a unit was loaded so far."""
+        return self._loads_before + sum(residence.loads for residence in self.residences)
+
+    @locked
+    def begin_pass(self, training: bool) -> None:
+        """The model is being called anew; ``training`` says whether gradients may follow."""
+        self.order.begin(training)
+        self._passes += training
+
+    @locked
+    def end_step(self) -> None:
+        """An optimizer step was asked for."""
+        self._passes_per_step, self._passes = max(1, self._passes), 0
+
+    @property
+    def _step_comes(self) -> bool:
+        """Whether, by the last step's count of passes, a step should follow this one."""
+        return self._passes >= self._passes_per_step
+
+    @locked
+    def hold(self, unit: Unit) -> None:
+        """Forbid eviction until ``release``."""
+        self.residences[unit.index].installed += 1
+
+    @locked
+    def release(self, units: Sequence[Unit]) -> None:
+        """Allow it again; these were held once each."""
+        for unit in units:
+            self.residences[unit.index].installed -= 1
+        for unit in units:
+            self.leave(unit)
+
+    @locked
+    def leave(self, unit: Unit) -> None:
+        """The unit is not being computed with any more; its room may serve the next."""
+        if self._current is self.residences[unit.index]:
+            self._current = None
+        self.load_ahead()
+
+    @locked
+    def changed(self, unit: Unit, *, by_step: bool) -> None:
+        """The home image is about to change, or has: copies on the device are stale."""
+        residence = self.residences[unit.index]
+        residence.version += 1
+        residence.updates += by_step
+        residence.outdated = False
+
+    def updated_in_place(self, unit: Unit, stay: Stay) -> None:
+        """``stay`` has been given the new weights on the device itself; they follow to the home image."""
+        residence = self.residences[unit.index]
+        residence.version += 1
+        stay.version = residence.version
+
+    @locked
+    @outside_functorch
+    def load_ahead(self) -> None:
+        """Enqueue loads of what should be used next, as far as there is room that nothing sooner needs."""
+        if self._serial:
+            return
+        self._load_units_ahead()
+        if in_backward():
+            self.prepare_early()
+
+    def _load_units_ahead(self) -> None:
+        for index, distance, in_pass in self.order.upcoming():
+            residence = self.residences[index]
+            if residence.outdated and self._step_comes:
+                continue  # it will change the weights first
+            if not in_pass and in_backward() and self.pending(residence.unit):
+                return  # the lane would wait for the CPU here, and everything behind it too
+            if not self._is_current(residence):
+                if residence.stay is not None:
+                    if residence.installed:
+                        continue
+                    self._drop(residence)
+                if self._load(residence, distance) is None:
+                    return
+            if self.prepare is not None and not self.prepare(residence.unit, in_pass):
+                return
+
+    @locked
+    @outside_functorch
+    def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
+        """``size`` bytes of the pool for something else than weights; evicts what it must."""
+        piece = self._insist(lambda: self._take(size, lane, 0), size)
+        if piece is None:
+            raise self.no_room(size, tag)
+        return piece
+
+    @locked
+    @outside_functorch
+    def try_room(self, size: int, lane: Lane, distance: float) -> Piece | None:
+        """The same, but nothing that is used sooner than ``distance`` gives way for it."""
+        return self._take(size, lane, distance)
+
+    def give(self, piece: Piece, *last_uses: Event) -> None:
+        """Return what ``room`` gave, behind its last uses."""
+        self._pool.give(piece, *last_uses)
+
+    @locked
+    @outside_functorch
+    def keep(self, units: Sequence[int]) -> None:
+        """Load these now, in this order, and drop none of them for a load ahead.
+
+        Farthest next use first is not enough where passes repeat one order and the link is the limit: each load ahead
+        drops the unit that was used last, which is loaded again a pass later, and so every unit in every pass. With a
+        fixed set that stays, a pass loads the others, once each."""
+        self.kept = frozenset(units)
+        for index in units:
+            residence = self.residences[index]
+            if residence.stay is None and self._load(residence, float("inf")) is None:
+                return  # memory that user code holds is in the way
+
+    def has(self, index: int) -> bool:
+        """Whether the unit's weights are on the device, or on their way there."""
+        return self._is_current(self.residences[index])
+
+    @locked
+    def drop_at(self, address: int) -> int | None:
+        """Drop the copy that lies at ``address`` of the device; its unit's index. None if it is in use, or none is."""
+        for residence in self.residences:
+            if residence.stay is not None and residence.stay.memory.data_ptr() == address and not residence.installed:
+                self._drop(residence)
+                return residence.unit.index
+        return None
+
+    @locked
+    def drop_all(self) -> None:
+        """Forget every copy on the device."""
+        self._current = None
+        for residence in self.residences:
+            if residence.stay is not None:
+                self._drop(residence)
+
+    def forget(self) -> None:
+        """Let go of home memory: graphs that outlive the session keep this object."""
+        self.drop_all()
+        self._loads_before = self.loads
+        self.residences = []
+
+    def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """For autograd's saved-tensor hooks: a note of which weight ``tensor`` is, if it is one."""
+        if tensor.device != self._lanes.device or not has_plain_storage(tensor):
+            return None
+        if tensor.is_conj() or tensor.is_neg():  # lazy views; they keep the stay
+            return None
+        residence = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        if residence is None or tensor.numel() == 0:
+            return None
+        place = residence.unit.place_at(int(tensor.storage_offset()) * tensor.itemsize)
+        return SavedWeight(place, tensor, residence.updates)
+
+    @locked
+    def unpack(self, saved: SavedWeight) -> torch.Tensor:
+        """The weight, wherever its unit lies now."""
+        if not self.residences:
+            raise StaleGraph("Cannot run backward: the session that this forward ran in was closed.")
+        place = saved.place
+        residence = self.residences[place.unit.index]
+        if (place.trained and saved.updates != residence.updates) or saved.version != _version(place):
+            raise StaleGraph(
+                f"Cannot run backward: {place.name!r} has been modified by an optimizer step or an in-place operation "
+                "after this forward. Call backward before step, or run the forward again."
+            )
+        stay = self.use(residence.unit)
+        return stay.base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+
+    def _is_current(self, residence: Residence) -> bool:
+        return residence.stay is not None and residence.stay.version == residence.version
+
+    def _present(self, residence: Residence) -> Stay:
+        if residence.stay is not None and not self._is_current(residence):
+            self._drop(residence)
+        if residence.stay is None:
+            self.misses += 1
+            size = residence.unit.image_bytes
+            if self._insist(lambda: self._load(residence, 0), size) is None:
+                raise self.no_room(size, Tag.PARAMETERS)
+        assert residence.stay is not None
+        return residence.stay
+
+    def _load(self, residence: Residence, distance: float) -> Stay | None:
+        unit = residence.unit
+        lane = self._lanes.load
+        piece = self._take(unit.image_bytes, lane, distance)
+        if piece is None:
+            return None
+        uses: list[Event] = []
+        places: set[Hashable] = set()
+        base = self._pool.lend(piece, uses, places)
+        self.gate(unit, lane)
+        lane.copy(piece.bytes, residence.image, Tag.PARAMETERS)
+        loaded = lane.record()
+        uses.append(loaded)  # compute may never wait for it
+        residence.stay = Stay(base, piece.bytes, uses, places, loaded, residence.version)
+        residence.last_load = loaded
+        residence.loads += 1
+        self._by_storage[base.data_ptr()] = residence
+        if self._serial:
+            loaded.synchronize()
+        return residence.stay
+
+    def _take(self, size: int, lane: Lane, distance: float) -> Piece | None:
+        """Room for ``size`` bytes, if need be from stays whose next use is farther than ``distance``."""
+        while (piece := self._pool.take(size, lane)) is None:
+            victims = [
+                (not self._keeps(residence), self._distance(residence), residence.unit.index)
+                for residence in self.residences
+                if residence.stay is not None and not residence.installed and residence is not self._current
+            ]
+            victims = [victim for victim in victims if victim[1] > distance and (victim[0] or distance == 0)]
+            if not victims:
+                if distance == 0 and self._current is not None and self._current.stay and not self._current.installed:
+                    self._drop(self._current)
+                    continue
+                return None
+            self._drop(self.residences[max(victims)[2]])
+        return piece
+
+    def _insist(self, attempt: Callable[[], T | None], size: int) -> T | None:
+        """What ``attempt`` gives, if need be after more has been done for the ``size`` bytes that it wants."""
+        result = attempt()
+        if result is None:
+            gc.collect()  # graphs and tracebacks that refer to themselves, after an exception say, keep stays
+            result = attempt()
+        if result is None and self._enlarge(size):
+            result = attempt()
+        if result is None and self.give_way():
+            result = attempt()
+        return result
+
+    def _distance(self, residence: Residence) -> float:
+        if (residence.outdated and self._step_comes) or not self._is_current(residence):
+            return float("inf")
+        return self.order.distance(residence.unit.index)
+
+    def _keeps(self, residence: Residence) -> bool:
+        return residence.unit.index in self.kept and self._is_current(residence)
+
+    def _drop(self, residence: Residence) -> None:
+        stay, residence.stay = residence.stay, None
+        assert stay is not None
+        self._by_storage.pop(stay.base.data_ptr(), None)
+        self.on_drop(residence.unit)
+        stay.views.clear()
+        stay.idle = None
+        del stay
+
+    def no_room(self, size: int, tag: Tag) -> OutOfBudget:
+        budget = self._ledger.budgets[Tier.DEVICE]
+        held = sum(r.unit.image_bytes for r in self.residences if r.stay is not None and r.installed)
+        return OutOfBudget(
+            f"Cannot find {format_bytes(size)} on the device for {tag.name}",
+            f"{format_bytes(self._pool.taken_bytes)} of the pool's {format_bytes(self._pool.capacity_bytes)} in use, "
+            f"{format_bytes(held)} of them by modules that are computing",
+            f"The limit is {budget.given}.",
+            "Raise it, or do not accumulate: one backward for each step needs less."
+            if tag is Tag.GRADIENTS
+            else "Raise it. If a checkpoint of yours spans several blocks, make it one for each block.",
+        )
+
+
+def _version(place: Place) -> int:
+    with without_torch_function():
+        return place.parameter._version
