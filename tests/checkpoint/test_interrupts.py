@@ -23,7 +23,7 @@ from stormtorch.core.tags import Tag, Tier
 from ..keyboard import Keyboard
 from .made import Run
 
-OURS = ("/checkpoint/saver.py", "/checkpoint/writing.py", "/checkpoint/folder.py", "/streams/still.py")
+OURS = ("/checkpoint/saver.py", "/checkpoint/writing.py", "/checkpoint/folder.py", "/checkpoint/snapshot.py")
 
 
 def unfinished(folder: Path) -> list[str]:

@@ -257,8 +257,8 @@ def test_what_is_locked_behind_is_touched_there_if_nobody_is_in_danger(
         touched.append((threading.current_thread().name.partition("_")[0], bool(lock.locked)))
 
     monkeypatch.setattr("stormtorch.memory.host.pinned.can_touch_beside_writers", lambda: native)
-    for module in ("hold", "host"):
-        monkeypatch.setattr(f"stormtorch.memory.{module}.first_touch", touch)
+    for module in ("pinned", "arena"):
+        monkeypatch.setattr(f"stormtorch.memory.host.{module}.first_touch", touch)
     lock = RecordingLock()
     arena = behind(lock, ledger, monkeypatch)
     arena.settle()

@@ -23,9 +23,9 @@ def opening(kind: str, native: Library) -> tuple[Callable[[], object], str]:
     """What starts threads, and the file of its code."""
     return {
         "native rows": (lambda: NativeRows(native, 2), "native/rows.py"),
-        "rows": (lambda: ThreadRows(2), "native/row_threads.py"),
-        "native worker": (lambda: PoolWorker(native, threads=2, cores=[0]), "native/pool.py"),
-        "worker": (lambda: ThreadWorker(threads=1, cores=[0]), "native/thread.py"),
+        "rows": (lambda: ThreadRows(2), "native/python_rows.py"),
+        "native worker": (lambda: PoolWorker(native, threads=2, cores=[0]), "native/c_worker.py"),
+        "worker": (lambda: ThreadWorker(threads=1, cores=[0]), "native/python_worker.py"),
     }[kind]
 
 

@@ -3,8 +3,8 @@
 What torch computes passes through ``__torch_function__``, where parameter.py puts the device view of a parameter in its
 place. ``Function.apply`` does not, and a fused loss that is given ``lm_head.weight`` would get the weight in home
 memory. So, while a session is open, the same exchange stands on the way from ``Function.apply`` to torch's C++: as
-``apply`` of the class between the two, which has none of its own. ``Function`` itself stays as it is, and ``mul = Mul.apply``, taken
-before, comes by here too.
+``apply`` of the class between the two, which has none of its own. ``Function`` itself stays as it is, and
+``mul = Mul.apply``, taken before, comes by here too.
 
 The road not taken: modules whose attributes are twins, while a forward runs, for whoever reads a weight without calling
 its module. That brings a unit to the device for a mere ``weight.dtype``, and whoever swaps parameters, as
