@@ -17,7 +17,7 @@ from stormtorch.memory.host.arena import HostArena
 from stormtorch.memory.host.pinning import page_lock_for
 from stormtorch.memory.lanes.build import open_lanes
 from stormtorch.memory.lanes.flags import Flags
-from stormtorch.memory.pools.device import SlotRing
+from stormtorch.memory.pools.pool import DevicePool
 from stormtorch.native.worker import open_worker
 
 from ..resident import resident_bytes
@@ -27,18 +27,19 @@ def session(device: torch.device, ledger: Ledger, directory: Path) -> None:
     lock = page_lock_for(device)
     arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, page_lock=lock)
     lanes = open_lanes(device)
-    ring = SlotRing(device, count=2, slot_bytes=MiB, ledger=ledger, tag=Tag.PARAMETERS, compute=lanes.compute)
+    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes)
+    pool.grow(2 * MiB)
     flags = Flags(4, ledger=ledger, device=device, page_lock=lock)
     home = arena.tensor((MiB,), torch.uint8, alignment=4096)
-    slot = ring.acquire(lanes.load)
-    assert slot is not None
-    lanes.load.copy(slot.bytes, home, Tag.PARAMETERS)
-    slot.release(lanes.load.record())
+    piece = pool.take(MiB, lanes.load)
+    assert piece is not None
+    lanes.load.copy(piece.bytes, home, Tag.PARAMETERS)
+    pool.give(piece, lanes.load.record())
     with open_worker(threads=1), create_scratch(directory, MiB, ledger=ledger, tag=Tag.OPTIMIZER) as file:
         extent = file.take(MiB)
         extent.write(home)
         extent.read(home)
-    ring.close()
+    pool.close()
     lanes.close()
     flags.close()
     arena.close()

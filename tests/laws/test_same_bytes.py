@@ -1,6 +1,6 @@
 """Law: whatever the timing, data that streams through tiers smaller than itself comes back with the right numbers.
 
-Every lane is delayed at random and every released slot is overwritten with NaN, so that a missing wait, on the lane's
+Every lane is delayed at random and every released piece is overwritten with NaN, so that a missing wait, on the lane's
 side or on compute's, is a wrong number in every run and not in one of a thousand.
 """
 
@@ -19,7 +19,7 @@ from stormtorch.memory.host.pinning import page_lock_for
 from stormtorch.memory.lanes.build import open_lanes
 from stormtorch.memory.lanes.flags import Flags
 from stormtorch.memory.lanes.lane import Delay
-from stormtorch.memory.pools.device import SlotRing
+from stormtorch.memory.pools.pool import DevicePool
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import open_worker
@@ -53,32 +53,25 @@ def test_a_training_step_in_miniature_is_the_same_as_in_place(device: torch.devi
     plain = [{name: tensor.clone() for name, tensor in home.items()} for home in homes]
 
     lanes = open_lanes(device, delay=jitter(device, seed))
-    ring = SlotRing(
-        device,
-        count=2,
-        slot_bytes=ELEMENTS * 4,
-        ledger=ledger,
-        tag=Tag.PARAMETERS,
-        compute=lanes.compute,
-        poison=lanes.load,
-    )
+    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, poison=lanes.load)
+    pool.grow(2 * 12288)
     arrived = Flags(UNITS, ledger=ledger, device=device, page_lock=lock)
     updated = Flags(UNITS, ledger=ledger, device=device, page_lock=lock)
     with open_worker() as worker:
         for step in range(1, STEPS + 1):
             numbers = AdamStep(lr=0.1, step=step)
             for index, home in enumerate(homes):
-                slot = ring.acquire(lanes.load)
-                assert slot is not None
+                piece = pool.take(ELEMENTS * 4, lanes.load)
+                assert piece is not None
                 lanes.load.wait_flag(updated[index], step - 1)
-                there = slot.tensor(torch.float32, (ELEMENTS,))
+                there = piece.tensor(torch.float32, ELEMENTS)
                 lanes.load.copy(there, home["weight"], Tag.PARAMETERS)
                 lanes.compute.wait(lanes.load.record())
-                there.mul_(2).add_(index)  # a gradient, in place in its slot
+                there.mul_(2).add_(index)  # a gradient, in place
                 lanes.store.wait(lanes.compute.record())
                 lanes.store.copy(home["grad"], there, Tag.GRADIENTS)
                 lanes.store.write_flag(arrived[index], step)
-                slot.release(lanes.store.record())
+                pool.give(piece, lanes.store.record())
                 worker.submit(
                     AdamTensors(**home),
                     numbers,
@@ -96,7 +89,7 @@ def test_a_training_step_in_miniature_is_the_same_as_in_place(device: torch.devi
         for name, tensor in home.items():
             assert torch.equal(tensor, reference[name]), f"{name} differs"
     assert ledger.peak_bytes(Tier.DEVICE) == 2 * 12288
-    ring.close()
+    pool.close()
     lanes.close()
     arrived.close()
     updated.close()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import random
 import signal
@@ -26,7 +25,7 @@ from stormtorch.memory.host.arena import HostArena
 from stormtorch.memory.host.pinning import page_lock_for
 from stormtorch.memory.lanes.build import Lanes, open_lanes
 from stormtorch.memory.lanes.flags import Flags
-from stormtorch.memory.lanes.lane import Delay, coalesce
+from stormtorch.memory.lanes.lane import Delay
 
 OpenLanes = Callable[..., Lanes]
 
@@ -186,31 +185,6 @@ def test_records_say_what_was_copied(opened: OpenLanes, lane_device: torch.devic
     lanes.synchronize()
     assert [(r.lane, r.tag, r.bytes) for r in records if isinstance(r, Copied)] == [("load", Tag.OPTIMIZER, 4000)] * 3
     assert all(isinstance(r, Copied) and r.seconds >= 0 and r.start_s >= 0 for r in records)
-
-
-def test_neighbours_travel_together(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
-    lanes = opened()
-    home, there = at_home(kind, torch.randn(1000)), torch.zeros(1000, device=lane_device)
-    lanes.load.wait(lanes.compute.record())  # which makes the zeros
-    cuts = [0, 10, 10, 300, 999, 1000]
-    pairs = [(there[a:b], home[a:b]) for a, b in itertools.pairwise(cuts)]
-    assert lanes.load.copy_all(pairs, Tag.PARAMETERS) == 1
-    lanes.synchronize()
-    assert torch.equal(there.cpu(), home)
-
-
-def test_coalescing_stops_at_gaps_and_other_storages() -> None:
-    a, b = torch.arange(100.0), torch.zeros(100)
-    other = torch.zeros(10)
-    pairs = [(b[0:10], a[0:10]), (b[10:20], a[10:20]), (b[30:40], a[20:30]), (other, a[40:50]), (b[50:60], a[50:60])]
-    merged = coalesce(pairs)
-    assert [target.numel() for target, _ in merged] == [80, 40, 40, 40]
-    for target, source in merged:
-        target.copy_(source)
-    assert torch.equal(b[0:20], a[0:20])
-    assert torch.equal(b[30:40], a[20:30])
-    assert torch.equal(other, a[40:50])
-    assert float(b[40:50].sum()) == 0
 
 
 def test_wrong_copies_are_refused_when_they_are_asked_for(opened: OpenLanes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from unittest.mock import Mock
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormtorch.core.errors import OutOfBudget
+from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.books.ledger import Ledger
 from stormtorch.memory.lanes.build import Lanes, open_lanes
+from stormtorch.memory.lanes.lane import Delay
 from stormtorch.memory.lanes.thread import CpuEvent, Failure
 from stormtorch.memory.pools.pool import DevicePool, Piece
 
@@ -226,5 +229,61 @@ def test_what_is_given_back_is_behind_the_last_use_by_any_lane(ledger: Ledger) -
     del piece
     assert pool.give_back() == 512
     assert event in waited
+    pool.close()
+    lanes.close()
+
+
+def test_data_larger_than_the_pool_streams_through_it_with_delays(device: torch.device, ledger: Ledger) -> None:
+    chance = random.Random(5)
+    delay: Delay = (
+        (lambda: time.sleep(chance.random() * 1e-3))
+        if device.type == "cpu"
+        else (lambda: torch.cuda._sleep(int(chance.random() * 1e6)))
+    )
+    lanes = open_lanes(device, delay=delay)
+    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, poison=lanes.store)
+    pool.grow(3 * 4096)
+    gpu = device.type == "cuda"
+    homes = [torch.full((1000,), float(i), pin_memory=gpu) for i in range(40)]
+    results = [torch.zeros(1000, pin_memory=gpu) for _ in homes]
+    for home, result in zip(homes, results, strict=True):
+        piece = pool.take(4000, lanes.load)
+        assert piece is not None
+        data = piece.tensor(torch.float32, 1000)
+        lanes.load.copy(data, home, Tag.PARAMETERS)
+        lanes.compute.wait(lanes.load.record())
+        data.add_(0.5)
+        lanes.store.wait(lanes.compute.record())
+        lanes.store.copy(result, data, Tag.PARAMETERS)
+        pool.give(piece, lanes.store.record())
+        pool.check()
+    lanes.synchronize()
+    assert all(bool((result == number + 0.5).all()) for number, result in enumerate(results))
+    assert ledger.used_bytes(Tier.DEVICE) == 3 * 4096
+    pool.close()
+    lanes.close()
+
+
+def test_the_host_may_run_ahead_but_the_bytes_do_not_grow(device: torch.device, ledger: Ledger) -> None:
+    slow: Delay = (lambda: time.sleep(2e-3)) if device.type == "cpu" else (lambda: torch.cuda._sleep(4_000_000))
+    lanes = open_lanes(device, delay=slow)
+    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes)
+    pool.grow(2 * MiB)
+    home = torch.ones(MiB, dtype=torch.uint8)
+    home = home if device.type == "cpu" else home.pin_memory()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start_bytes = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    for _ in range(50):
+        piece = pool.take(MiB, lanes.load)
+        assert piece is not None, "the host is never refused for running ahead"
+        lanes.load.copy(piece.bytes, home, Tag.PARAMETERS)
+        pool.give(piece, lanes.load.record())
+    assert not lanes.load.record().done(), "the host was not ahead: this test tested nothing"
+    assert ledger.peak_bytes(Tier.DEVICE) == 2 * MiB
+    if device.type == "cuda":
+        assert torch.cuda.max_memory_allocated() == start_bytes
+    lanes.synchronize()
     pool.close()
     lanes.close()

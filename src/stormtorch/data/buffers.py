@@ -6,7 +6,7 @@ memory would cost a page fault for every 4 KiB, which is as much as the copy its
 which does the same.
 
 Whether anybody still uses a buffer is what reference counting knows: every tensor gets a storage of its own over the
-buffer's pages, and each such storage holds the one object that stands for them. ``memory/pools/alias.py`` is told when a
+buffer's pages, and each such storage holds the one object that stands for them. ``pools/alias.py`` is told when a
 storage goes; this asks, which costs a fifth, and here the moment to ask is always the same.
 
 Buffers that the user holds are the user's memory; those that are being filled, or wait, are charged to the ledger by

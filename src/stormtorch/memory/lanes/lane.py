@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -75,13 +75,6 @@ class Lane(ABC):
     def close(self) -> None:
         """Finish what is queued, then end the lane. Safe to call twice; does not raise for work that failed."""
 
-    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], tag: Tag) -> int:
-        """Copy every (target, source) pair, neighbours in one go; returns the number of copies that took."""
-        merged = coalesce(pairs)
-        for target, source in merged:
-            self.copy(target, source, tag)
-        return len(merged)
-
 
 def check_copy(target: torch.Tensor, source: torch.Tensor) -> int:
     """Refuse what a lane cannot copy; returns the bytes.
@@ -98,33 +91,6 @@ def check_copy(target: torch.Tensor, source: torch.Tensor) -> int:
     return source.nbytes
 
 
-def coalesce(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The same copies in as few pieces as adjacency allows: neighbours on both sides become one pair of byte tensors.
-
-    Pairs are merged with their predecessor only, which suffices because units lay their tensors out in one order.
-    """
-    merged: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for target, source in pairs:
-        if check_copy(target, source) == 0:
-            continue
-        pair = (as_bytes(target), as_bytes(source))
-        if merged and all(_follows(last, new) for last, new in zip(merged[-1], pair, strict=True)):
-            grown = [_grow(last, new.numel()) for last, new in zip(merged[-1], pair, strict=True)]
-            merged[-1] = (grown[0], grown[1])
-        else:
-            merged.append(pair)
-    return merged
-
-
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous ``tensor``, flat."""
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _follows(last: torch.Tensor, new: torch.Tensor) -> bool:
-    same_storage = last.untyped_storage().data_ptr() == new.untyped_storage().data_ptr()
-    return same_storage and last.data_ptr() + last.numel() == new.data_ptr()
-
-
-def _grow(last: torch.Tensor, extra: int) -> torch.Tensor:
-    return last.as_strided((last.numel() + extra,), (1,))

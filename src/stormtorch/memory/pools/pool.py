@@ -6,8 +6,8 @@ them in its own lane, never on the host. Pieces may be given back by finalizers,
 any call, so `give` only puts them aside and `take` sorts them in. A piece of the device's pool that is dropped without
 having been given back, because Ctrl-C came between two lines of its holder, returns by itself.
 
-Why not a ring of equal slots (`SlotRing`): an embedding can be five times as large as a block, and every slot would
-have to be as large as the largest unit."""
+Why not a ring of equal slots: an embedding can be five times as large as a block, and every slot would have to be as
+large as the largest unit."""
 
 from __future__ import annotations
 

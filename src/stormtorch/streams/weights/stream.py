@@ -7,7 +7,7 @@ nothing is ever loaded twice.
 
 A stay ends in two moments. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*: nothing refers to
 its bytes any more, and they return to the pool behind the last use. Between the two, views that autograd or
-checkpointing hold remain valid (memory/pools/alias.py). Weights that autograd saves for backward are recognised by their
+checkpointing hold remain valid (pools/alias.py). Weights that autograd saves for backward are recognised by their
 storage and replaced by a note of which unit they belong to, so that they hold nothing; they are found again, wherever
 the unit then lies, when backward asks for them."""
 
