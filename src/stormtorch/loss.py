@@ -69,9 +69,9 @@ def linear_cross_entropy(
     # home/parameter.py has waited for it, and there is nothing to watch in backward.
     weight, bias = plain(weight), None if bias is None else plain(bias)
     if reduction not in ("mean", "sum", "none"):
-        raise SettingError(f"reduction={reduction!r} cannot be meant. Accepted: 'mean', 'sum' or 'none'.")
+        raise SettingError(f"reduction={reduction!r} is not valid. Accepted: 'mean', 'sum' or 'none'.")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise SettingError(f"label_smoothing={label_smoothing!r} cannot be meant. Accepted: a number from 0 to 1.")
+        raise SettingError(f"label_smoothing={label_smoothing!r} is not valid. Accepted: a number from 0 to 1.")
     _check_shapes(hidden, weight, target, bias)
     tiles = _tiles(hidden, weight, bias, target.numel(), parse_bytes(chunk_bytes, setting="chunk_bytes"))
     ignored = (target == ignore_index).flatten()

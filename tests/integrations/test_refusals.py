@@ -26,8 +26,8 @@ from .small import Rows, arguments, llama
     ("storm", "message"),
     [
         ({"vrm": "8GiB"}, r"'vrm'.*not known. Accepted: vram, ram, "),
-        ("8GiB", r"storm='8GiB' cannot be meant. Accepted: a dict"),
-        ({"step": "later"}, r"step='later' cannot be meant"),
+        ("8GiB", r"storm='8GiB' is not valid. Accepted: a dict"),
+        ({"step": "later"}, r"step='later' is not valid"),
         ({"device": "cuda"}, r"the trainer's device is cpu"),
         ({"step": "backward"}, r"max_grad_norm is 1.0 and gradient_accumulation_steps is 4"),
     ],

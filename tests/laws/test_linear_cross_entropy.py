@@ -455,8 +455,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bias-shape": ({"bias": torch.zeros(4)}, "bias (4,) does not fit weight. Accepted: (5,)."),
     "bias-dtype": ({"bias": torch.zeros(5).double()}, "differ in dtype: torch.float32, torch.float32, torch.float64."),
     "device": ({"weight": torch.zeros(5, 4, device="meta")}, "on different devices (cpu, meta, cpu, cpu). Move them"),
-    "reduction": ({"reduction": "avg"}, "reduction='avg' cannot be meant. Accepted: 'mean', 'sum' or 'none'."),
-    "smoothing": ({"label_smoothing": 1.5}, "label_smoothing=1.5 cannot be meant. Accepted: a number from 0 to 1."),
+    "reduction": ({"reduction": "avg"}, "reduction='avg' is not valid. Accepted: 'mean', 'sum' or 'none'."),
+    "smoothing": ({"label_smoothing": 1.5}, "label_smoothing=1.5 is not valid. Accepted: a number from 0 to 1."),
     "chunk": ({"chunk_bytes": "8G"}, "chunk_bytes='8G' is not a byte size."),
 }
 

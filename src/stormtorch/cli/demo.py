@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from ..core.errors import SettingError
 
     if options.steps < 2:
-        raise SettingError(f"--steps {options.steps} cannot be meant. Accepted: 2 or more.")
+        raise SettingError(f"--steps {options.steps} is not valid. Accepted: 2 or more.")
     missing = [name for name in ("transformers", "tokenizers") if importlib.util.find_spec(name) is None]
     if missing:
         from . import demo_module

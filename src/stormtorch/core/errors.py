@@ -11,7 +11,7 @@ class StormError(Exception):
 
 
 class SettingError(StormError, ValueError):
-    """A value given by the user that cannot be meant; the message lists what is accepted."""
+    """A value given by the user that is not valid; the message lists what is accepted."""
 
 
 class OutOfBudget(StormError, MemoryError):

@@ -34,7 +34,7 @@ def adamw_(tensors: AdamTensors, step: AdamStep, *, threads: int | None = None, 
     ``threads`` and ``isa`` have no meaning there.
     """
     if threads is not None and threads < 1:
-        raise SettingError(f"threads={threads!r} cannot be meant. Accepted: a whole number of at least 1, or None.")
+        raise SettingError(f"threads={threads!r} is not valid. Accepted: a whole number of at least 1, or None.")
     if tensors.device.type != "cpu":
         _update_on_device(tensors, step)
         return

@@ -58,7 +58,7 @@ def check_job(tensors: AdamTensors, priority: int) -> None:
             f"A worker cannot update tensors on {tensors.device}. Accepted: CPU tensors; adamw_ takes those of a GPU."
         )
     if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
-        raise SettingError(f"priority={priority!r} cannot be meant. Accepted: a whole number of 32 bits.")
+        raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
 
 
 class Worker(abc.ABC):

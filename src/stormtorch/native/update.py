@@ -72,7 +72,7 @@ class AdamStep:
         }
         if bad := [f"{name}={getattr(self, name)!r}" for name, fine in good.items() if not fine]:
             raise SettingError(
-                f"{', '.join(bad)} cannot be meant. Accepted: lr, eps and weight_decay of at least 0, "
+                f"{', '.join(bad)} is not valid. Accepted: lr, eps and weight_decay of at least 0, "
                 "both betas in [0, 1), step of at least 1."
             )
 

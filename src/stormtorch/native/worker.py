@@ -31,7 +31,7 @@ def open_worker(threads: int | None = None, cores: Sequence[int] | None = None) 
                 f"cores={list(cores)!r} are not ours. Accepted: one or more of {sorted(os.sched_getaffinity(0))}."
             )
     if threads is not None and threads < 1:
-        raise SettingError(f"threads={threads!r} cannot be meant. Accepted: a whole number of at least 1, or None.")
+        raise SettingError(f"threads={threads!r} is not valid. Accepted: a whole number of at least 1, or None.")
     native = library()
     if native is None:
         say_once(describe())

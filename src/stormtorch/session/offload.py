@@ -69,7 +69,7 @@ class OffloadedActivations:
             mode = "offload"
         if mode not in ACTIVATIONS or (model is None and mode == "recompute"):
             needs = ' ("recompute" needs the model)' if model is None else ""
-            raise SettingError(f"mode={mode!r} cannot be meant{needs}. Accepted: {', '.join(map(repr, ACTIVATIONS))}.")
+            raise SettingError(f"mode={mode!r} is not valid{needs}. Accepted: {', '.join(map(repr, ACTIVATIONS))}.")
         _refuse_meta(model)
         self._closed = False
         self._context: contextlib.ExitStack | None = None

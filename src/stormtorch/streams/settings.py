@@ -31,15 +31,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.step not in STEPS:
-            raise SettingError(f"step={self.step!r} cannot be meant. Accepted: {_listed(STEPS)}.")
+            raise SettingError(f"step={self.step!r} is not valid. Accepted: {_listed(STEPS)}.")
         if self.activations not in ACTIVATIONS:
-            raise SettingError(f"activations={self.activations!r} cannot be meant. Accepted: {_listed(ACTIVATIONS)}.")
+            raise SettingError(f"activations={self.activations!r} is not valid. Accepted: {_listed(ACTIVATIONS)}.")
         if self.master_dtype not in (None, torch.float32):
-            raise SettingError(f"master_dtype={self.master_dtype!r} cannot be meant. Accepted: torch.float32 or None.")
+            raise SettingError(f"master_dtype={self.master_dtype!r} is not valid. Accepted: torch.float32 or None.")
         check_one_device(self.device)
         for name, value in (("only", self.only), ("leave", self.leave)):
             if isinstance(value, str):
-                raise SettingError(f"{name}={value!r} cannot be meant. Accepted: a list of module names.")
+                raise SettingError(f"{name}={value!r} is not valid. Accepted: a list of module names.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ def checked(storm: object) -> dict[str, Any]:
         return {}
     names = [field.name for field in dataclasses.fields(Settings)]
     if not isinstance(storm, Mapping):
-        raise SettingError(f"storm={storm!r} cannot be meant. Accepted: a dict, as in storm={{'vram': '8GiB'}}.")
+        raise SettingError(f"storm={storm!r} is not valid. Accepted: a dict, as in storm={{'vram': '8GiB'}}.")
     unknown = [key for key in storm if key not in names]
     if unknown:
         raise SettingError(f"storm={{{unknown[0]!r}: ...}} is not known. Accepted: {', '.join(names)}.")

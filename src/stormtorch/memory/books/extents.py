@@ -39,7 +39,7 @@ class Extents:
         if size == 0:
             return 0
         if alignment < 1:
-            raise SettingError(f"alignment={alignment} cannot be meant. Accepted: 1 or more.")
+            raise SettingError(f"alignment={alignment} is not valid. Accepted: 1 or more.")
         start = self._find(size, alignment)
         if start is None:
             return None
