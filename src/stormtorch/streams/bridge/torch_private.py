@@ -154,6 +154,12 @@ def has_user_modes() -> bool:
     )
 
 
+def has_modes() -> bool:
+    """Whether a mode of any kind is active on this thread, and would see operations of ours."""
+    private: Any = torch._C
+    return bool(private._len_torch_dispatch_stack()) or bool(private._len_torch_function_stack())
+
+
 def default_device() -> torch.device | None:
     """Where torch makes new tensors on this thread; None where user code has set nothing. ``get_default_device`` makes
     a tensor to find out, which takes longer than many an operation."""

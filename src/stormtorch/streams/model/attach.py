@@ -20,6 +20,7 @@ from ..weights.stream import ParameterStream
 from .access import UserAccess
 from .calls import Calls
 from .views import Twins
+from .write_guard import WriteGuard
 
 
 class Attachment:
@@ -40,7 +41,15 @@ class Attachment:
         self._device, self._gradients = device, gradients
         self._moved_buffers: list[tuple[nn.Module, str]] = []
         twins = Twins(parameters, gradients, device)
-        self.calls = Calls(model, units, device=device, parameters=parameters, gradients=gradients, twins=twins)
+        self.calls = Calls(
+            model,
+            units,
+            device=device,
+            parameters=parameters,
+            gradients=gradients,
+            twins=twins,
+            guard=WriteGuard(entries, parameters, device),
+        )
         self.access = UserAccess(
             device=device, parameters=parameters, gradients=gradients, twins=twins, calls=self.calls
         )

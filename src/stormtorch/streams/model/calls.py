@@ -38,6 +38,7 @@ from ..units.partition import Entry
 from ..units.unit import Place, Unit
 from ..weights.stream import ParameterStream, SavedWeight
 from .views import Twins
+from .write_guard import WriteGuard
 
 
 class Installed:
@@ -124,6 +125,7 @@ class Calls:
         parameters: ParameterStream,
         gradients: GradientStream,
         twins: Twins,
+        guard: WriteGuard,
     ) -> None:
         self.closed = False  # calls of modules pass by
         self.lock = parameters.lock
@@ -131,7 +133,7 @@ class Calls:
         self.witness: Witness | None = None
         self.unwritten: Unwritten | None = None  # parameters that came from the meta device; None: they have values
         self._model, self._device = model, device
-        self._parameters, self._gradients, self._twins = parameters, gradients, twins
+        self._parameters, self._gradients, self._twins, self._guard = parameters, gradients, twins, guard
         self._passes, self._stack = twins.passes, _Stack()
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
@@ -182,6 +184,7 @@ class Calls:
             if begins:
                 self._clean()
                 self._begin(module)
+                self._guard.begin_pass()
                 if not saved_tensor_hooks_active():
                     hooks = self._hooks()
                 if self._device.type != "cpu":
@@ -193,14 +196,27 @@ class Calls:
                         self.witness.enter((args, kwargs))
                     stack.append(installed)
                     self._install(installed, in_graph)
-                result = original(*args, **kwargs)
-                if installed is not None:
-                    installed.refuse_writes()
+                result = self._run(installed, in_graph, original, args, kwargs)
                 if outermost and passes.lent:
                     self._twins.refuse_writes()
+                if begins:
+                    self._guard.end_pass()
                 return result
         finally:
             self._end_call(depth, kept, begins)
+
+    def _run(
+        self, installed: Installed | None, in_graph: bool, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a module's own call; raise where it has written its weights on the device."""
+        if installed is None:
+            return original(*args, **kwargs)
+        sums = None if in_graph else self._guard.before(installed.entry)
+        result = original(*args, **kwargs)
+        installed.refuse_writes()
+        if sums is not None:
+            self._guard.after(installed.entry, sums)
+        return result
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:

@@ -1,0 +1,95 @@
+"""Notices writes to weights on the device that leave no trace, as ``self.weight.data.clamp_(-1, 1)`` in a forward does.
+
+A write to a weight in place raises its version, and is refused (calls.py). ``.data`` has a version of its own: such a
+write changes the copy on the device, and is lost with it. So the bytes of an entry are added up before and after its
+forward. In the first passes this is done for every entry, and the call that has written raises. Later one entry of a
+pass is looked at, in turn: a module that begins to write in every step is noticed as many passes later as there are
+entries, at the most. On a GPU the host does not wait then: the sums are compared when the next pass begins."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from ...core.errors import StormError
+from ..bridge.torch_private import has_modes, in_functorch
+from ..units.partition import Entry
+from ..weights.stream import ParameterStream, Stay
+
+_ALL = 2  # passes in which every entry is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The bytes of one unit's copy on the device, added up."""
+
+    stay: Stay
+    version: int
+    value: torch.Tensor
+
+
+class WriteGuard:
+    """``before`` and ``after`` enclose the forward of an entry; ``begin_pass`` and ``end_pass`` raise."""
+
+    def __init__(self, entries: list[Entry], parameters: ParameterStream, device: torch.device) -> None:
+        self._parameters, self._device = parameters, device
+        self._number = {id(entry): number for number, entry in enumerate(entries)}
+        self._passes = 0
+        self._compared: deque[tuple[str, torch.Tensor, torch.cuda.Event | None]] = deque()  # class, whether it differs
+
+    def begin_pass(self) -> None:
+        """User code calls the model, or a part of it."""
+        self._passes += 1
+        self._raise_if_changed(wait=False)
+
+    def end_pass(self) -> None:
+        """That call is about to return."""
+        if self._passes <= _ALL:
+            self._raise_if_changed(wait=True)
+
+    def before(self, entry: Entry) -> list[Sum] | None:
+        """Sums of the entry's weights; None if it is not its turn, or where user code would see our operations."""
+        if self._passes > _ALL and self._number.get(id(entry)) != self._passes % len(self._number):
+            return None
+        if has_modes() or in_functorch() or _is_capturing(self._device):
+            return None
+        return [self._sum(unit.index) for unit in entry.units]
+
+    def after(self, entry: Entry, sums: list[Sum]) -> None:
+        """Compare the sums with those of now."""
+        for unit, before in zip(entry.units, sums, strict=True):
+            residence = self._parameters.residences[unit.index]
+            if residence.stay is not before.stay or residence.version != before.version:
+                continue  # user code has written the weight in a way that is seen: the forward has a new copy
+            differs, event = self._sum(unit.index).value != before.value, None
+            if self._device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(self._device))
+            self._compared.append((type(entry.module).__name__, differs, event))
+
+    def _sum(self, unit: int) -> Sum:
+        residence = self._parameters.residences[unit]
+        assert residence.stay is not None
+        words = residence.stay.memory
+        with torch.inference_mode(False), torch.no_grad():
+            value = words[: words.numel() // 8 * 8].view(torch.int64).sum()
+        return Sum(residence.stay, residence.version, value)
+
+    def _raise_if_changed(self, *, wait: bool) -> None:
+        while self._compared:
+            name, differs, event = self._compared[0]
+            if event is not None and not wait and not event.query():
+                return
+            self._compared.popleft()
+            if bool(differs):
+                self._compared.clear()
+                raise StormError(
+                    f"The forward of a {name} has changed its parameters on the device, through .data or a tensor made "
+                    "from it, and the change is lost. Give that module's name to storm.stream as leave=[...]."
+                )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
