@@ -4,7 +4,10 @@ A write to a weight in place raises its version, and is refused (calls.py). ``.d
 write changes the copy on the device, and is lost with it. So the bytes of an entry are added up before and after its
 forward. In the first passes this is done for every entry, and the call that has written raises. Later one entry of a
 pass is looked at, in turn: a module that begins to write in every step is noticed as many passes later as there are
-entries, at the most. On a GPU the host does not wait then: the sums are compared when the next pass begins."""
+entries, at the most.
+
+On a GPU the host does not wait for that: what was found is copied beside compute, and looked at when the next pass
+begins. On compute's own stream the copy would wait for the copy engine, and compute with it."""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from ...core.errors import StormError
+from ...memory.cuda.driver import device_index, driver
+from ...memory.cuda.streams import OwnStream
 from ..bridge.torch_private import has_modes, in_functorch
 from ..units.partition import Entry
 from ..weights.stream import ParameterStream, Stay
@@ -30,6 +35,39 @@ class Sum:
     value: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Of an entry of a class ``name``: whether its sums differ, there and, once ``done``, here."""
+
+    name: str
+    differs: torch.Tensor
+    answer: torch.Tensor
+    done: torch.cuda.Event | None
+
+
+class _Beside:
+    """Copies small answers from a GPU on a stream of its own."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        """``count`` of them may be on their way."""
+        cuda = driver()
+        self._device, self._next = device, 0
+        self._own = None if cuda is None else OwnStream(cuda, device_index(device))
+        self._stream = torch.cuda.Stream(device) if self._own is None else self._own.stream
+        self._answers = torch.zeros(max(64, count), dtype=torch.bool, pin_memory=True)
+
+    def copy(self, answer: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Where ``answer`` will be in RAM, and when. The caller keeps it until then."""
+        self._next = (self._next + 1) % len(self._answers)
+        here, made, done = self._answers[self._next], torch.cuda.Event(), torch.cuda.Event()
+        made.record(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            self._stream.wait_event(made)
+            here.copy_(answer, non_blocking=True)
+            done.record(self._stream)
+        return here, done
+
+
 class WriteGuard:
     """``before`` and ``after`` enclose the forward of an entry; ``begin_pass`` and ``end_pass`` raise."""
 
@@ -37,7 +75,10 @@ class WriteGuard:
         self._parameters, self._device = parameters, device
         self._number = {id(entry): number for number, entry in enumerate(entries)}
         self._passes = 0
-        self._compared: deque[tuple[str, torch.Tensor, torch.cuda.Event | None]] = deque()  # class, whether it differs
+        self._compared: deque[_Compared] = deque()
+        self._beside = (
+            _Beside(device, 2 * sum(len(entry.units) for entry in entries)) if device.type == "cuda" else None
+        )
 
     def begin_pass(self) -> None:
         """User code calls the model, or a part of it."""
@@ -63,11 +104,9 @@ class WriteGuard:
             residence = self._parameters.residences[unit.index]
             if residence.stay is not before.stay or residence.version != before.version:
                 continue  # user code has written the weight in a way that is seen: the forward has a new copy
-            differs, event = self._sum(unit.index).value != before.value, None
-            if self._device.type == "cuda":
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(self._device))
-            self._compared.append((type(entry.module).__name__, differs, event))
+            differs = self._sum(unit.index).value != before.value
+            answer, done = (differs, None) if self._beside is None else self._beside.copy(differs)
+            self._compared.append(_Compared(type(entry.module).__name__, differs, answer, done))
 
     def _sum(self, unit: int) -> Sum:
         residence = self._parameters.residences[unit]
@@ -79,15 +118,19 @@ class WriteGuard:
 
     def _raise_if_changed(self, *, wait: bool) -> None:
         while self._compared:
-            name, differs, event = self._compared[0]
-            if event is not None and not wait and not event.query():
-                return
+            first = self._compared[0]
+            if first.done is not None:
+                if wait:
+                    first.done.synchronize()
+                elif not first.done.query():
+                    return
             self._compared.popleft()
-            if bool(differs):
+            if bool(first.answer):
                 self._compared.clear()
                 raise StormError(
-                    f"The forward of a {name} has changed its parameters on the device, through .data or a tensor made "
-                    "from it, and the change is lost. Give that module's name to storm.stream as leave=[...]."
+                    f"The forward of a {first.name} has changed its parameters on the device, through .data or a "
+                    "tensor made from it, and the change is lost. Give that module's name to storm.stream as "
+                    "leave=[...]."
                 )
 
 
