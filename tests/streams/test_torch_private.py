@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -339,3 +340,49 @@ def test_torch_function_comes_back_where_it_was_switched_off() -> None:
             tensor.sum()
         tensor.mean()
     assert seen == ["sum"]
+
+
+def test_the_sequence_number_grows_with_every_node() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = torch_private.sequence_number()
+    x.mul(2)
+    once = torch_private.sequence_number()
+    assert once > before
+    with torch.no_grad():
+        x.mul(2)
+    assert torch_private.sequence_number() == once
+
+
+def test_modes_are_seen() -> None:
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert not torch_private.has_modes()
+    assert not torch_private.has_user_modes()
+    dispatch: Any = Dispatch
+    for mode in (dispatch(), Function()):
+        with mode:
+            assert torch_private.has_modes()
+            assert torch_private.has_user_modes()
+    with torch.device("meta"):
+        assert torch_private.has_modes()
+        assert not torch_private.has_user_modes()
+        assert torch_private.default_device() == torch.device("meta")
+    assert torch_private.default_device() is None
+
+
+def test_dynamo_leaves_marked_functions_alone() -> None:
+    @torch_private.never_traced
+    def double(x: torch.Tensor) -> torch.Tensor:
+        seen.append(type(x))
+        return 2 * x
+
+    seen: list[type] = []
+    compiled = torch.compile(lambda x: double(x) + 1, backend="eager")
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
+    assert seen == [torch.Tensor], "it was traced with a stand-in, or twice"
