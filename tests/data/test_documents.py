@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stormtorch import SettingError, StorageError
-from stormtorch.data.documents import Document, DocumentReader, document_files
+from stormtorch.data.packing.documents import Document, DocumentReader, document_files
 
 
 def contents(path: Path, **options: Any) -> list[Any]:
@@ -84,7 +84,7 @@ def test_which_files_of_a_directory_are_documents(tmp_path: Path) -> None:
 
 
 def test_lines_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormtorch.data.documents.LINE_LIMIT", 100)
+    monkeypatch.setattr("stormtorch.data.packing.documents.LINE_LIMIT", 100)
     (tmp_path / "a.txt").write_bytes(b"x" * 100 + b"\n" + b"y" * 200)
     with pytest.raises(StorageError, match=r"a\.txt, line 1: longer than 100 B"):
         contents(tmp_path / "a.txt")

@@ -13,7 +13,7 @@ import torch
 
 from stormtorch.cli.main import main
 from stormtorch.core.errors import StormError
-from stormtorch.data.text_tokens import TextTokenizer
+from stormtorch.data.packing.text_tokenizer import TextTokenizer
 from stormtorch.training import hf_model
 from stormtorch.training.build import build
 from stormtorch.training.model_folder import without_code

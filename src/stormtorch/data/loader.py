@@ -25,19 +25,19 @@ import torch
 from ..core.errors import SettingError, StormError
 from ..core.sizes import parse_bytes
 from ..memory.limits import usable_device
-from .choice import Reading, choose
-from .content import content_of
-from .engine import open_engine
-from .engine_base import Engine
-from .item_engine import apply_to_items, check_item_transform
-from .items import ItemSource
-from .open import Source, open_source
-from .order import WINDOW_BYTES, Order, OrderSettings, Shuffle
-from .report import LoaderReport
-from .run import Counts, Run, Span
+from .delivery.content import content_of
+from .delivery.engine_base import Engine
+from .delivery.item_engine import apply_to_items, check_item_transform
+from .delivery.report import LoaderReport
+from .delivery.row_engine import open_engine
+from .delivery.run import Counts, Run, Span
+from .delivery.state import VERSION, check_state, fingerprint
+from .delivery.transforms import Transform, apply, check_transform
+from .formats.items import ItemSource
+from .formats.open import Source, open_source
+from .readers.choice import Reading, choose
+from .readers.order import WINDOW_BYTES, Order, OrderSettings, Shuffle
 from .source import DecodedSource, FileSource
-from .state import VERSION, check_state, fingerprint
-from .transforms import Transform, apply, check_transform
 
 
 class DataLoader:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..core.errors import SettingError
+from ..data.delivery.transforms import Cast
 from ..data.loader import DataLoader
-from ..data.transforms import Cast
 from . import hf_model
 from .settings import TrainSettings, is_callable_name
 from .text import Prepared, input_bytes, prepare

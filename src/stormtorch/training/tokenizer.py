@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import SettingError, StormError
-from ..data.text_tokens import TextTokenizer
+from ..data.packing.text_tokenizer import TextTokenizer
 from .extras import require
 from .model_folder import check_model_folder
 from .reason import reason

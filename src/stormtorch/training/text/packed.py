@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import SettingError, StorageError
-from ...data.dtypes import INTEGERS, name_of
-from ...data.packed import Index, PackedFile, is_packed, read_index
+from ...data.formats.dtypes import INTEGERS, name_of
+from ...data.formats.packed import Index, PackedFile, is_packed, read_index
 from ...data.source import Field
 from ...memory.contained import inside, opened
 from ...memory.file_calls import storage_error

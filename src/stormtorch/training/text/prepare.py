@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError, StorageError, StormError
-from ...data.packed import read_index
-from ...data.paths import file_size, whole_number
+from ...data.formats.packed import read_index
+from ...data.formats.paths import file_size, whole_number
 from ...memory.contained import check_no_link, inside, parse_json, read_small
 from ...memory.file_calls import storage_error
 from ..reason import reason

@@ -14,8 +14,8 @@ from typing import Any
 
 from ...core.errors import SettingError, StorageError, StormError
 from ...core.sizes import MiB, format_bytes
-from ...data.documents import json_problem
-from ...data.paths import file_size, natural_order
+from ...data.formats.paths import file_size, natural_order
+from ...data.packing.documents import json_problem
 from ...memory.file_calls import storage_error
 
 _TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # as `datasets` calls them
