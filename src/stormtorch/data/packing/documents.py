@@ -1,32 +1,27 @@
 """Documents in files: a text in each line, a JSON object in each line, or a column of Arrow or Parquet.
 
-A document is a text, or the numbers of its tokens if somebody has tokenised it before. Files are read piece by piece;
+A document is a text, or the numbers of its tokens where the file holds those. Files are read piece by piece;
 no more than one line, or one record batch, is in memory.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError, StorageError, StormError
-from ...core.sizes import MiB, format_bytes
-from ...memory.file_calls import storage_error
 from ..formats.arrow import batches_of
 from ..formats.arrow_columns import pyarrow
 from ..formats.hf_datasets import saved_files
 from ..formats.paths import file_size, files_meant, read_at
+from ..formats.text_lines import JSON_LINES, decode, lines, parse_json
 
-LINE_LIMIT = 256 * MiB
 _BATCH_ROWS = 1024
 Content = str | Sequence[int]
 _TABLES = frozenset({".parquet", ".arrow"})
-TEXTS = frozenset({".txt", ".text", ".jsonl", ".ndjson", ".json", ".gz"})
-_JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
+TEXTS = JSON_LINES | {".txt", ".text", ".gz"}
 _ARCHIVES = {b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
@@ -50,13 +45,6 @@ def document_files(path: Path) -> list[Path]:
         f"{path} holds no documents ({len(files)} other files, such as {files[0].name}). Accepted: Arrow, Parquet, "
         f"{', '.join(sorted(TEXTS))}."
     )
-
-
-def json_problem(error: Exception) -> str:
-    """What is wrong with a line, and in which column: the number of the line is the file's, which json cannot know."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
-    return str(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +80,13 @@ class DocumentReader:
             if head.startswith(magic):
                 raise SettingError(f"{path} is compressed by {name}. Decompress it first; gzip is read as it is.")
         suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
-        as_json = bool(suffixes) and suffixes[-1] in _JSON_LINES
+        as_json = bool(suffixes) and suffixes[-1] in JSON_LINES
         if self.prompt_field is not None and not as_json:
             raise SettingError(f"{path} is plain text and has no field {self.prompt_field!r}. Give JSON lines.")
-        for number, line in self._lines(path, compressed=head.startswith(b"\x1f\x8b")):
+        for number, line in lines(path, self.progress, gzipped=head.startswith(b"\x1f\x8b")):
             try:
                 document = self._parse(line, as_json=as_json)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 if not self.skip_bad_lines:
                     raise StorageError(
                         f"{path}, line {number}: {error}. Correct it, or leave such lines out with --skip-bad-lines."
@@ -108,43 +96,14 @@ class DocumentReader:
             if document is not None:
                 yield document
 
-    def _lines(self, path: Path, *, compressed: bool) -> Iterator[tuple[int, bytes]]:
-        try:
-            with path.open("rb", buffering=MiB) as file:
-                lines = gzip.GzipFile(fileobj=file) if compressed else file
-                number, seen = 0, 0
-                while line := lines.readline(LINE_LIMIT + 1):
-                    number += 1
-                    if len(line) > LINE_LIMIT:
-                        raise StorageError(
-                            f"{path}, line {number}: longer than {format_bytes(LINE_LIMIT)}, the most that a "
-                            "document may have. Break it into lines."
-                        )
-                    yield number, line
-                    place = file.tell() if compressed else seen + len(line)
-                    self.progress(place - seen)
-                    seen = place
-        except (OSError, EOFError) as error:  # gzip says EOFError for a truncated file, BadGzipFile for a damaged one
-            if isinstance(error, StormError):
-                raise
-            if isinstance(error, EOFError | gzip.BadGzipFile):
-                raise StorageError(f"{path}, after line {number}: {error}. Write or copy it again.") from error
-            raise storage_error(f"read {path}", error) from error
-
     def _parse(self, line: bytes, *, as_json: bool) -> Document | None:
         """Raises ValueError with the reason in words."""
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
+        text = decode(line)
         if not text.strip():
             return None
         if not as_json:
             return Document(content=text.rstrip("\r\n"))
-        try:
-            found = json.loads(text.rstrip("\r\n"))  # a quote that is not closed is then said to be one
-        except ValueError as error:
-            raise ValueError(f"no JSON ({json_problem(error)})") from error
+        found = parse_json(text)
         if not isinstance(found, dict):
             raise ValueError(f"a JSON {type(found).__name__} and no object")
         return self._document(found)
