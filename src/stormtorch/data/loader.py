@@ -1,7 +1,7 @@
 """``storm.DataLoader``: batches of a dataset of any size, on the device, at constant memory.
 
 A loader is settings, a place (epoch and batch), and an *engine*, made when the first batch is asked for: threads, files
-and memory, which serve one iteration after the other until ``close``. See run.py for what an iteration does.
+and memory, which serve one iteration after the other until ``close``. See delivery/engine.py.
 
 Epochs. Every ``for`` loop over the loader is a run of ``epochs`` epochs. The first begins at epoch 0, the next where
 the last ended, so that each pass is shuffled anew. A loop that was left by ``break`` or an exception is over: the next
@@ -26,11 +26,10 @@ from ..core.errors import SettingError, StormError
 from ..core.sizes import parse_bytes
 from ..memory.limits import usable_device
 from .delivery.content import content_of
-from .delivery.engine_base import Engine
+from .delivery.engine import Counts, Engine, Run, Span
 from .delivery.item_engine import apply_to_items, check_item_transform
 from .delivery.report import LoaderReport
 from .delivery.row_engine import open_engine
-from .delivery.run import Counts, Run, Span
 from .delivery.state import VERSION, check_state, fingerprint
 from .delivery.transforms import Transform, apply, check_transform
 from .formats.items import ItemSource

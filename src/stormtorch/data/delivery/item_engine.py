@@ -19,9 +19,8 @@ from ...core.errors import SettingError, StorageError
 from ...native.cores import usable_count
 from ..formats.items import ItemSource
 from ..readers.order import Order
-from .engine_base import Engine
+from .engine import Counts, Engine, Run, Span
 from .nan import first_nan_row
-from .run import Counts, Run, Span
 from .transforms import Transform
 
 

@@ -18,12 +18,11 @@ from ..readers.descriptors import open_limit
 from ..readers.order import Order
 from ..source import DecodedSource, FileSource
 from .depth import Depth
-from .engine_base import Engine
+from .engine import Counts, Engine, Run, Span
 from .groups import batches_at_once
 from .item_engine import ItemEngine
 from .nan import NanCheck
 from .row_run import RowsRun
-from .run import Counts, Run, Span
 from .to_device import open_delivery
 
 

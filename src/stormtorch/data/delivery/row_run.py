@@ -15,8 +15,8 @@ import torch
 from ...core.errors import StormError
 from ..readers.reader import Read, Reader
 from .depth import Depth
+from .engine import Counts, Run, Span
 from .nan import NanCheck
-from .run import Counts, Run, Span
 from .to_device import Delivery, HostGroup
 
 

@@ -1,4 +1,4 @@
-"""One iteration over a loader: the batches from a place in one epoch to the end of another, given in order."""
+"""Interfaces: an engine lives as long as its loader; a run is one iteration, its batches given in order."""
 
 from __future__ import annotations
 
@@ -41,3 +41,27 @@ class Run(ABC):
     @abstractmethod
     def close(self) -> None:
         """Drop what is on its way. When it returns nothing is written any more. Safe to call twice."""
+
+
+class Engine(ABC):
+    """What a loader keeps from one loop to the next. Belongs to the process ``pid`` that made it."""
+
+    pid: int
+
+    @abstractmethod
+    def run(self, span: Span) -> Run:
+        """Begin to read what ``span`` says. One run at a time: close the last one first."""
+
+    @property
+    @abstractmethod
+    def depth_batches(self) -> int:
+        """Batches that are read ahead."""
+
+    @property
+    @abstractmethod
+    def ring_bytes(self) -> int:
+        """Host memory that is charged."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the threads, return everything. Safe to call twice; does nothing in a forked child."""
