@@ -459,7 +459,7 @@ def test_a_signal_in_an_evaluation_is_heard_at_once(tmp_path: Path, when: str, m
     assert run(whole) == 0
     calls: list[int] = []
     place = (
-        "stormtorch.training.run.evaluation.trained_tokens"
+        "stormtorch.training.run.losses.trained_tokens"
         if when == "evaluation"
         else "stormtorch.training.run.loop.sample"
     )

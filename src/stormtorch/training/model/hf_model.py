@@ -25,8 +25,7 @@ from ...core.errors import SettingError, StorageError, WrongModel
 from ...core.sizes import MiB
 from ...memory.contained import inside, opened, parse_json, read_small
 from ...memory.file_calls import storage_error
-from ..extras import require
-from ..reason import reason
+from ..errors import reason, require
 from .model_folder import CONFIG_LIMIT_BYTES, check_model_folder, has_value, read_plain, weight_map
 from .own_model import Batch
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ...core.errors import SettingError
-from ..extras import require
-from ..reason import reason
+from ..errors import reason, require
 from ..settings.train_settings import TrainSettings
 from .hf_model import hub_name
 

@@ -14,7 +14,7 @@ from ...core.notices import say_once
 from ...core.sizes import MiB
 from ...memory.contained import inside, parse_json, read_small
 from ...memory.file_calls import storage_error
-from ..reason import reason
+from ..errors import reason
 
 CONFIG_LIMIT_BYTES = 64 * MiB
 _READ_FOLDERS = ("additional_chat_templates",)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...core.errors import SettingError
-from ..reason import reason
+from ..errors import reason
 from ..settings.train_settings import TrainSettings
 
 _UNUSABLE = {"lbfgs": "it calls the model several times in a step", "sparseadam": "gradients here are not sparse"}

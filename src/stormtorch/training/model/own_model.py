@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...core.errors import SettingError, StormError
-from ..reason import reason_and_place
+from ..errors import reason_and_place
 
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[nn.Module, Batch], torch.Tensor]

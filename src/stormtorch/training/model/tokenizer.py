@@ -7,8 +7,7 @@ from typing import Any
 
 from ...core.errors import SettingError, StormError
 from ...data.packing.text_tokenizer import TextTokenizer
-from ..extras import require
-from ..reason import reason
+from ..errors import reason, require
 from ..settings.train_settings import TrainSettings
 from .model_folder import check_model_folder
 

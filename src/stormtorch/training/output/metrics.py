@@ -18,7 +18,7 @@ from ...core.errors import StorageError
 from ...core.sizes import MiB
 from ...memory.contained import check_no_link, open_to_write, opened, parse_json
 from ...memory.file_calls import storage_error
-from ..extras import require
+from ..errors import require
 from ..settings.train_settings import TrainSettings
 from .run_folder import RunFolder
 

@@ -29,11 +29,10 @@ from ..reporting.usage import peaks
 from ..reporting.watcher import Status, Watcher
 from ..settings.schedule import learning_rate
 from ..settings.train_settings import TrainSettings
-from .evaluation import evaluate
 from .finite import NotFinite, problem_in_weights
+from .losses import evaluate, forward_backward
 from .readings import Reading, Readings
 from .sampling import sample
-from .step import forward_backward
 from .stopping import Stopping
 
 _AHEAD = 2  # steps that the host may be ahead of the device

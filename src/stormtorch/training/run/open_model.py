@@ -18,10 +18,10 @@ from ...checkpoint.saver import write_configs
 from ...core.errors import SettingError
 from ...parts import check_budgets
 from ...streams.settings import Settings
+from ..errors import reason
 from ..model.build import Built, build, build_outline, check_base
 from ..model.optimizer import make_optimizer, optimizer_and_options
 from ..model.own_model import check_callables
-from ..reason import reason
 from ..reporting.describe import describe_model, describe_placement, describe_schedule
 from ..reporting.usage import Spent
 from ..reporting.watcher import Watcher

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError
-from ..reason import reason
+from ..errors import reason
 from .train_settings import TrainSettings, known_names
 
 _LONGEST = 1 << 20  # characters

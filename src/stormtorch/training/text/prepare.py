@@ -27,7 +27,7 @@ from ...data.formats.packed import read_index
 from ...data.formats.paths import file_size, whole_number
 from ...memory.contained import check_no_link, inside, parse_json, read_small
 from ...memory.file_calls import storage_error
-from ..reason import reason
+from ..errors import reason
 from .cache import being_written, digest_of, sweep
 from .documents import Document, Reading, settle
 from .encode import IGNORED, Encoder, Ids

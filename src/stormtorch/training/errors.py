@@ -1,9 +1,13 @@
-"""What an exception of somebody else's says, in one line for the user."""
+"""One-line messages for errors of other packages: those they raise, and those that are not installed."""
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from pathlib import Path
+from typing import Any
+
+from ..core.errors import SettingError
 
 _OURS = str(Path(__file__).parent.parent)
 _INSTALLED = ("site-packages", "dist-packages", "<frozen")
@@ -30,3 +34,14 @@ def reason_and_place(error: BaseException) -> str:
 
 def _is_installed(file: str) -> bool:
     return any(part in file for part in _INSTALLED)
+
+
+def require(module: str, *, extra: str, why: str) -> Any:
+    """Import a package that only some runs need; raises SettingError that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = error.name or module
+        raise SettingError(
+            f"{why} needs the package {missing}. Install it: pip install 'stormtorch[{extra}]'."
+        ) from None
