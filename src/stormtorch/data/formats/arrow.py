@@ -13,10 +13,9 @@ from typing import Any
 
 from ...core.errors import SettingError, StorageError
 from ..source import Field, FileSource, Shard, Strip
-from .arrow_columns import Rows, pyarrow, rows_of
+from .arrow_tables import Rows, pyarrow, rows_of, selected
 from .columns import cut_together
 from .paths import file_size, read_at
-from .tables import selected
 
 Locate = Callable[[Rows], Strip | None]  # where rows lie, None if they are in no file
 

@@ -17,9 +17,8 @@ from ...core.errors import SettingError, StorageError
 from ...memory.contained import inside, parse_json, read_small
 from ..source import DecodedSource, FileSource, Strip
 from .arrow import Locate, shards_of
-from .arrow_columns import Rows
+from .arrow_tables import Rows, TableSource
 from .items import ItemSource, item_source
-from .tables import TableSource
 
 
 def dataset_source(dataset: Any, columns: Sequence[str] | None = None) -> FileSource | DecodedSource | ItemSource:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ...core.errors import SettingError, StorageError
 from ..source import DecodedSource, Field
-from .arrow_columns import pyarrow, rows_of
+from .arrow_tables import pyarrow, rows_of, selected, tensors_of
 from .columns import check_equal_fields
 from .paths import file_size
-from .tables import selected, tensors_of
 
 
 @dataclass(frozen=True, kw_only=True)

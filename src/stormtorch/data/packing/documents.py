@@ -13,7 +13,7 @@ from typing import Any
 
 from ...core.errors import SettingError, StorageError, StormError
 from ..formats.arrow import batches_of
-from ..formats.arrow_columns import pyarrow
+from ..formats.arrow_tables import pyarrow
 from ..formats.hf_datasets import saved_files
 from ..formats.paths import file_size, files_meant, read_at
 from ..formats.text_lines import JSON_LINES, decode, lines, parse_json

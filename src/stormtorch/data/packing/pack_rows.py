@@ -16,12 +16,11 @@ from ...core.errors import SettingError, StorageError
 from ...core.sizes import MiB
 from ...memory.file_calls import storage_error
 from ..formats.arrow import CompressedArrow, batches_of
-from ..formats.arrow_columns import pyarrow, rows_of
+from ..formats.arrow_tables import pyarrow, rows_of, selected, tensors_of
 from ..formats.dtypes import name_of
 from ..formats.hf_datasets import saved_files
 from ..formats.open import open_source
 from ..formats.paths import file_size, files_meant
-from ..formats.tables import selected, tensors_of
 from ..source import DecodedSource, Field, FileSource, Shard
 from .writer import PackWriter
 

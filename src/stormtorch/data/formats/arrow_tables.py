@@ -1,4 +1,4 @@
-"""What a column of an Arrow table is to the loader: one field, if each row of it has the same number of bytes.
+"""Arrow tables, in groups of rows. A column is one field of the loader's, if its rows have the same number of bytes.
 
 Accepted are integers and floats, and lists of them (of lists) in which every row has the same length, whether the type
 says so or not. No nulls: a tensor has no place for them.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...core.errors import SettingError
-from ..source import Field
+from ..source import DecodedSource, Field
 from .dtypes import BY_NAME
 
 _TYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # what Arrow calls them
+_GROUP_ROWS = 4096
 _PACK = "Leave it out (open_source(..., columns=[...])), or make rows or tokens of it with `storm data pack`."
 
 
@@ -100,6 +103,51 @@ def leaf_dtype(name: str, kind: Any, where: str) -> torch.dtype:
     if dtype is None:
         raise SettingError(f"{where}: column {name!r} is of type {found}, whose rows have no fixed width. {_PACK}")
     return dtype
+
+
+class TableSource(DecodedSource):
+    """A table in RAM, such as a ``datasets.Dataset.from_dict``. Decoding is a copy of its rows."""
+
+    def __init__(self, name: str, table: Any, columns: Sequence[str] | None) -> None:
+        self.name = name
+        chosen = table.select(selected(name, table.schema, columns))
+        self._batches = chosen.to_batches(max_chunksize=_GROUP_ROWS)
+        self.groups = [batch.num_rows for batch in self._batches]
+        self.fields = tuple(
+            rows_of(column, self._batches[0].column(column), name, 0).field for column in chosen.schema.names
+        )
+
+    def decode(self, group: int) -> Mapping[str, Tensor]:
+        return tensors_of(self.fields, self._batches[group], self.name, sum(self.groups[:group]))
+
+
+def tensors_of(fields: Sequence[Field], batch: Any, where: str, first_row: int) -> dict[str, Tensor]:
+    """The columns of a record batch as tensors. Raises SettingError if a row has not the shape of its field."""
+    tensors = {}
+    for field in fields:
+        rows = rows_of(field.name, batch.column(field.name), where, first_row)
+        if rows.field != field:
+            raise SettingError(
+                f"{where}: column {field.name!r} has rows of {rows.field.dtype} {rows.field.shape} from row "
+                f"{first_row} on, and of {field.dtype} {field.shape} before. Make them equal, or leave the column out "
+                "(open_source(..., columns=[...]))."
+            )
+        tensors[field.name] = rows.tensor()
+    return tensors
+
+
+def selected(where: str, schema: Any, columns: Sequence[str] | None) -> list[str]:
+    """The columns to read: all of the table's, or those asked for, in that order."""
+    names = list(schema.names)
+    if columns is None:
+        columns = names
+    missing = [name for name in columns if name not in names]
+    if missing or not columns or len(set(columns)) < len(columns):
+        raise SettingError(
+            f"{where} has columns {', '.join(names) or '(none)'}; asked for {', '.join(columns) or 'none'}. "
+            "Name some of them, each once."
+        )
+    return list(columns)
 
 
 def _equal_length(name: str, offsets: np.ndarray[Any, np.dtype[Any]], where: str, first_row: int, per_row: int) -> int:
