@@ -46,7 +46,7 @@ def rows_in(batch: torch.Tensor) -> list[int]:
 
 
 def open_at_most(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
-    for module in ("engine", "descriptors"):
+    for module in ("delivery.row_engine", "readers.descriptors"):
         monkeypatch.setattr(f"stormtorch.data.{module}.open_limit", lambda: files)
 
 

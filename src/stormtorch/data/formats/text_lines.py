@@ -56,7 +56,7 @@ def decode(line: bytes) -> str:
         raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
 
 
-def parse_json(line: str) -> Any:
+def parse_json_line(line: str) -> Any:
     """Raises ValueError with the reason in words, and the column: json counts lines from this one."""
     try:
         return json.loads(line.rstrip("\r\n"))  # json then reports a quote that is not closed as one

@@ -16,7 +16,7 @@ from ..formats.arrow import batches_of
 from ..formats.arrow_tables import pyarrow
 from ..formats.hf_datasets import saved_files
 from ..formats.paths import file_size, files_meant, read_at
-from ..formats.text_lines import JSON_LINES, decode, lines, parse_json
+from ..formats.text_lines import JSON_LINES, decode, lines, parse_json_line
 
 _BATCH_ROWS = 1024
 Content = str | Sequence[int]
@@ -103,7 +103,7 @@ class DocumentReader:
             return None
         if not as_json:
             return Document(content=text.rstrip("\r\n"))
-        found = parse_json(text)
+        found = parse_json_line(text)
         if not isinstance(found, dict):
             raise ValueError(f"a JSON {type(found).__name__} and no object")
         return self._document(found)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...core.errors import SettingError, StorageError
 from ...data.formats.paths import file_size, natural_order
-from ...data.formats.text_lines import JSON_LINES, Progress, decode, lines, parse_json
+from ...data.formats.text_lines import JSON_LINES, Progress, decode, lines, parse_json_line
 
 _TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # as `datasets` calls them
 PLAIN_TEXT = frozenset({".txt", ".text", ".md"})
@@ -77,7 +77,7 @@ def _objects(path: Path, progress: Progress | None) -> Iterator[Record]:
                 f"{place}: a JSON array and no object. Each line is one JSON object: jq -c '.[]' {path} > data.jsonl."
             )
         try:
-            found = parse_json(line)
+            found = parse_json_line(line)
         except ValueError as error:
             raise StorageError(f"{place}: {error}. Each line is one JSON object; correct it.") from error
         if not isinstance(found, dict):
