@@ -17,11 +17,11 @@ from ..readers.decoded_windows import open_decoded_reader
 from ..readers.descriptors import open_limit
 from ..readers.order import Order
 from ..source import DecodedSource, FileSource
-from .depth import Depth
 from .engine import Counts, Engine, Run, Span
 from .groups import batches_at_once
 from .item_engine import ItemEngine
 from .nan import NanCheck
+from .prefetch_depth import Depth
 from .row_run import RowsRun
 from .to_device import open_delivery
 

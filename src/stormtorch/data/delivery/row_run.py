@@ -14,9 +14,9 @@ import torch
 
 from ...core.errors import StormError
 from ..readers.reader import Read, Reader
-from .depth import Depth
 from .engine import Counts, Run, Span
 from .nan import NanCheck
+from .prefetch_depth import Depth
 from .to_device import Delivery, HostGroup
 
 

@@ -13,8 +13,8 @@ from ...native.rows import DONE, FAILED, PIECE, Pieces, RowsJob, RowsPool, open_
 from ..source import FileSource
 from .descriptors import CannotOpen, Descriptors
 from .layout import Layout
-from .mixing import Rows
 from .order import Order
+from .permutations import Rows
 from .reader import FailedRead, Read, Reader
 from .warmer import Warmer
 

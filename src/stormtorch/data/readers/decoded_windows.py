@@ -18,8 +18,8 @@ from ...core.tags import Tag, Tier
 from ...memory.ledger import Ledger, Reservation
 from ...native.cores import usable_count
 from ..source import DecodedSource
-from .mixing import Rows
 from .order import Order, Window
+from .permutations import Rows
 from .reader import Reader
 from .window_reader import Load, WindowReader, Windows, windows_needed
 

@@ -27,8 +27,8 @@ from ...native.rows import DONE, FAILED, PENDING, PIECE, Failure, RowsJob, open_
 from ..source import FileSource
 from .descriptors import CannotOpen, Descriptors
 from .layout import Layout
-from .mixing import Rows
 from .order import Order, Window
+from .permutations import Rows
 from .window_reader import Load, Windows
 
 READ_THREADS = 8  # blocks in flight: what a fast SSD needs to be busy, and what a slow disk does not mind

@@ -12,7 +12,7 @@ import numpy as np
 from ...core.errors import StorageError
 from ...memory.file_calls import storage_error
 from ..source import FileSource
-from .mixing import Rows
+from .permutations import Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ import numpy as np
 
 from ...core.errors import SettingError
 from ...core.sizes import MiB
-from .mixing import Rows, Scatter, mix, permutation
+from .permutations import Rows, Scatter, mix, permutation
 
 Shuffle = bool | Literal["full"]
 BLOCK_BYTES = 2 * MiB

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from ...core.errors import OutOfBudget, StormError
-from .mixing import Rows
+from .permutations import Rows
 
 
 class Read(ABC):

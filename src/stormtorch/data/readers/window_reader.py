@@ -20,8 +20,8 @@ import numpy as np
 
 from ...core.errors import OutOfBudget
 from ...native.rows import DONE, PENDING, PIECE, RowsJob, RowsPool, open_rows
-from .mixing import Rows
 from .order import Order, Window
+from .permutations import Rows
 from .reader import Read, Reader
 
 
