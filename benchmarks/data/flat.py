@@ -25,8 +25,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from stormtorch.core.sizes import parse_bytes
-from stormtorch.data.file_windows import READ_THREADS
 from stormtorch.data.loader import DataLoader
+from stormtorch.data.readers.file_windows import READ_THREADS
 
 from .cases import Case
 from .cpu import machine_busy_seconds

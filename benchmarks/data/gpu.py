@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from stormtorch.data.file_windows import READ_THREADS
 from stormtorch.data.loader import DataLoader
-from stormtorch.data.order import WINDOW_BYTES
+from stormtorch.data.readers.file_windows import READ_THREADS
+from stormtorch.data.readers.order import WINDOW_BYTES
 
 from .cases import Case
 from .convnet import Trainer

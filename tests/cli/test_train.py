@@ -20,9 +20,9 @@ import torch
 import stormtorch
 from stormtorch.cli.live import Live, status_line
 from stormtorch.cli.main import main
-from stormtorch.training import loop
-from stormtorch.training.settings import TrainSettings
-from stormtorch.training.watch import Status
+from stormtorch.training.reporting.watcher import Status
+from stormtorch.training.run import loop
+from stormtorch.training.settings.train_settings import TrainSettings
 
 DEMO = Path(stormtorch.__file__).parent / "demo_data"
 STATUS = Status(

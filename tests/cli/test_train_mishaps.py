@@ -18,7 +18,7 @@ import pytest
 from stormtorch.cli.live import Live
 from stormtorch.cli.main import main
 from stormtorch.core.notices import forget_notices, say_once
-from stormtorch.training import loop
+from stormtorch.training.run import loop
 
 from .test_train import STATUS, Terminal, flags, lines_of, started
 

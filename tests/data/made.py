@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from stormtorch.data.delivery import LaneDelivery
+from stormtorch.data.delivery.to_device import LaneDelivery
 from stormtorch.data.source import Field, FileSource, Shard, Strip
 from stormtorch.memory.books.ledger import Ledger
 
@@ -46,7 +46,7 @@ def rows_in(batch: torch.Tensor) -> list[int]:
 
 
 def open_at_most(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
-    for module in ("engine", "descriptors"):
+    for module in ("delivery.row_engine", "readers.descriptors"):
         monkeypatch.setattr(f"stormtorch.data.{module}.open_limit", lambda: files)
 
 
@@ -59,5 +59,5 @@ def deliver_late(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
         late: dict[str, Any] = {"ahead": ahead, "delay": lambda: time.sleep(0.001)}
         return LaneDelivery(device, fields, batch_rows, ledger, batches=batches, **late)
 
-    monkeypatch.setattr("stormtorch.data.engine.open_delivery", delivery)
-    monkeypatch.setattr("stormtorch.data.engine.batches_at_once", lambda *_, **__: group)
+    monkeypatch.setattr("stormtorch.data.delivery.row_engine.open_delivery", delivery)
+    monkeypatch.setattr("stormtorch.data.delivery.row_engine.batches_at_once", lambda *_, **__: group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stormtorch.data.open import Source
+from stormtorch.data.formats.open import Source
 from stormtorch.data.source import DecodedSource, FileSource
 
 

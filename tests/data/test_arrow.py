@@ -11,7 +11,7 @@ import torch
 
 from stormtorch import SettingError, StorageError
 from stormtorch.data import open_source
-from stormtorch.data.items import ItemSource
+from stormtorch.data.formats.items import ItemSource
 from stormtorch.data.source import DecodedSource, FileSource
 
 from .reading import read_all

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stormtorch import StormError
 from stormtorch.data import open_source, tokens
-from stormtorch.data.open import Source
+from stormtorch.data.formats.open import Source
 from stormtorch.data.source import FileSource
 
 Case = tuple[Path, Callable[[], Source]]

@@ -9,7 +9,7 @@ import torch
 
 from stormtorch.core.errors import LaneError
 from stormtorch.core.tags import Tag
-from stormtorch.data.delivery import LaneDelivery
+from stormtorch.data.delivery.to_device import LaneDelivery
 from stormtorch.data.source import Field
 from stormtorch.memory.books.ledger import Ledger
 

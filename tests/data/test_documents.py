@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stormtorch import SettingError, StorageError
-from stormtorch.data.documents import Document, DocumentReader, document_files
+from stormtorch.data.packing.documents import Document, DocumentReader, document_files
 
 
 def contents(path: Path, **options: Any) -> list[Any]:
@@ -36,6 +36,15 @@ def test_json_lines(tmp_path: Path) -> None:
             Document(content="a\nb", prompt=""),
             Document(content=[1, 2], prompt=[3]),
         ]
+        assert sum(seen) == (tmp_path / name).stat().st_size
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo", encoding="utf-8-sig")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}', encoding="utf-8-sig")
+    for name in ("a.txt", "a.jsonl"):
+        seen: list[int] = []
+        assert contents(tmp_path / name, progress=seen.append) == ["one", "two"]
         assert sum(seen) == (tmp_path / name).stat().st_size
 
 
@@ -84,7 +93,7 @@ def test_which_files_of_a_directory_are_documents(tmp_path: Path) -> None:
 
 
 def test_lines_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormtorch.data.documents.LINE_LIMIT", 100)
+    monkeypatch.setattr("stormtorch.data.formats.text_lines.LINE_LIMIT", 100)
     (tmp_path / "a.txt").write_bytes(b"x" * 100 + b"\n" + b"y" * 200)
     with pytest.raises(StorageError, match=r"a\.txt, line 1: longer than 100 B"):
         contents(tmp_path / "a.txt")

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from stormtorch import SettingError
 from stormtorch.data import open_source
-from stormtorch.data.items import ItemSource
+from stormtorch.data.formats.items import ItemSource
 
 
 class Squares(Dataset[int]):

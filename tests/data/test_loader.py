@@ -24,13 +24,13 @@ import torch
 
 from stormtorch.core.errors import LaneError, OutOfBudget, SettingError, StorageError, StormError
 from stormtorch.core.sizes import MiB
-from stormtorch.data.buffers import Buffers
-from stormtorch.data.choice import Reading
-from stormtorch.data.delivery import HostGroup, LaneDelivery
-from stormtorch.data.groups import batches_at_once
+from stormtorch.data.delivery.buffers import Buffers
+from stormtorch.data.delivery.groups import batches_at_once
+from stormtorch.data.delivery.to_device import HostGroup, LaneDelivery
+from stormtorch.data.delivery.transforms import Cast, Normalise
 from stormtorch.data.loader import DataLoader
+from stormtorch.data.readers.choice import Reading
 from stormtorch.data.source import Field, FileSource
-from stormtorch.data.transforms import Cast, Normalise
 
 from .made import deliver_late, numbered, numbered_source, open_at_most, rows_in
 
@@ -217,9 +217,9 @@ def test_what_counts_as_used_does_not_depend_on_a_debugger() -> None:
         "    return look\n"
         "import torch\n"
         "sys.settrace(look)\n"
-        "from stormtorch.data.buffers import _UNUSED, Buffers\n"
+        "from stormtorch.data.delivery.buffers import _UNUSED, Buffers\n"
         "sys.settrace(None)\n"
-        "from stormtorch.data.buffers import _holders\n"
+        "from stormtorch.data.delivery.buffers import _holders\n"
         "from collections import deque\n"
         "print(_UNUSED == _holders(deque([(__import__('ctypes').c_ubyte * 1)()])))\n"
     )
@@ -252,7 +252,7 @@ def test_interrupted_between_sent_and_no_longer_pending(
     tmp_path: Path, group: int, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C is what the user sees, and all is there in the next loop."""
-    monkeypatch.setattr("stormtorch.data.engine.batches_at_once", lambda *_, **__: group)
+    monkeypatch.setattr("stormtorch.data.delivery.row_engine.batches_at_once", lambda *_, **__: group)
     if late:
         deliver_late(monkeypatch, group)
 
@@ -650,7 +650,7 @@ def test_groups_leave_files_for_others(tmp_path: Path, monkeypatch: pytest.Monke
 
     deliver_late(monkeypatch, 1)
     open_at_most(monkeypatch, 32)
-    monkeypatch.setattr("stormtorch.data.engine.batches_at_once", at_once)
+    monkeypatch.setattr("stormtorch.data.delivery.row_engine.batches_at_once", at_once)
     for shards, group in (([20] * 60, 1), ([40] * 32, 32), ([400] * 3, 32)):
         folder = tmp_path / str(len(shards))
         folder.mkdir()

@@ -8,7 +8,7 @@ import pytest
 
 from stormtorch import SettingError, StorageError, StormError
 from stormtorch.data import open_source, tokens
-from stormtorch.data.paths import natural_order
+from stormtorch.data.formats.paths import natural_order
 from stormtorch.data.source import FileSource
 
 from .reading import read_all, the_field

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from stormtorch.core.errors import SettingError
 from stormtorch.core.sizes import MiB
-from stormtorch.data.mixing import Rows, Scatter, permutation
-from stormtorch.data.order import Order, OrderSettings, Shuffle
+from stormtorch.data.readers.order import Order, OrderSettings, Shuffle
+from stormtorch.data.readers.permutations import Rows, Scatter, permutation
 
 SHUFFLES = st.sampled_from([True, False, "full"])
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stormtorch import SettingError
 from stormtorch.data import tokens
-from stormtorch.data.documents import DocumentReader
-from stormtorch.data.pack_documents import TokenOptions, pack_documents
+from stormtorch.data.packing.documents import DocumentReader
+from stormtorch.data.packing.pack_documents import TokenOptions, pack_documents
 
 from .reading import read_all
 

@@ -10,7 +10,7 @@ import torch
 
 from stormtorch import SettingError, StorageError
 from stormtorch.data import open_source, raw, tokens
-from stormtorch.data.pack_rows import chunks_of, pack_rows, rows_to_pack
+from stormtorch.data.packing.pack_rows import chunks_of, pack_rows, rows_to_pack
 from stormtorch.data.source import FileSource
 
 from .reading import read_all, the_field
@@ -76,7 +76,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         "import resource, sys\n"
         "from pathlib import Path\n"
         "import numpy as np\n"
-        "from stormtorch.data.pack_rows import pack_rows, rows_to_pack\n"
+        "from stormtorch.data.packing.pack_rows import pack_rows, rows_to_pack\n"
         "peaks = []\n"
         "for rows in (1000, 16000):\n"
         "    path = Path(sys.argv[1]) / f'{rows}.npy'\n"

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from stormtorch import SettingError, StorageError
 from stormtorch.data import open_source, tokens
-from stormtorch.data.pack_writer import PackWriter
-from stormtorch.data.packed import INDEX, verify
+from stormtorch.data.formats.packed import INDEX, verify
+from stormtorch.data.packing.writer import PackWriter
 from stormtorch.data.source import Field, FileSource
 
 from .reading import read_all
@@ -174,7 +174,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("stormtorch.data.pack_writer.os.fsync", full)
+    monkeypatch.setattr("stormtorch.data.packing.writer.os.fsync", full)
     with pytest.raises(StorageError, match=r"00000-0\.bin: no space is left .*24 bytes written"):
         pack(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -203,7 +203,7 @@ def test_a_killed_writer_leaves_nothing_that_looks_like_data(tmp_path: Path) -> 
     code = (
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from stormtorch.data.pack_writer import PackWriter\n"
+        "from stormtorch.data.packing.writer import PackWriter\n"
         "from stormtorch.data.source import Field\n"
         "field = Field(name='x', dtype=torch.float32, shape=(2,))\n"
         "with PackWriter(Path(sys.argv[1]), kind='rows', fields=[field], shard_bytes=8000) as writer:\n"

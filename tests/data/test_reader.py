@@ -17,16 +17,16 @@ from torch import Tensor
 
 from stormtorch.core.errors import OutOfBudget, SettingError
 from stormtorch.core.sizes import GiB, MiB
-from stormtorch.data import choice as choice_module
-from stormtorch.data import file_windows
-from stormtorch.data import order as order_module
-from stormtorch.data.choice import choose
-from stormtorch.data.descriptors import Descriptors
 from stormtorch.data.loader import DataLoader
-from stormtorch.data.order import Order, OrderSettings, Shuffle
+from stormtorch.data.readers import choice as choice_module
+from stormtorch.data.readers import file_windows
+from stormtorch.data.readers import order as order_module
+from stormtorch.data.readers.choice import choose
+from stormtorch.data.readers.descriptors import Descriptors
+from stormtorch.data.readers.order import Order, OrderSettings, Shuffle
+from stormtorch.data.readers.window_reader import Windows
 from stormtorch.data.source import DecodedSource, Field, FileSource, Shard, Strip
-from stormtorch.data.window_reader import Windows
-from stormtorch.memory.books import limits
+from stormtorch.memory import limits
 from stormtorch.native import library as library_module
 from stormtorch.native.rows import Pieces, RowsJob, RowsPool, open_rows
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stormtorch import SettingError
-from stormtorch.data.pack_documents import TokenOptions
-from stormtorch.data.text_tokens import TextTokenizer
+from stormtorch.data.packing.pack_documents import TokenOptions
+from stormtorch.data.packing.text_tokenizer import TextTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 WORDS = ["[UNK]", "the", "cat", "sat", "<|endoftext|>"]

@@ -36,8 +36,7 @@ def announce_phases(pipe: str, stop_at: tuple[str, int] | None) -> None:
     import torch
 
     from stormtorch.checkpoint import disk
-    from stormtorch.session.api import Session
-    from stormtorch.training import loop, open_model, text_data
+    from stormtorch.training.run import loop, open_model, text_data
     from stormtorch.training.text import rows
 
     seen: Counter[str] = Counter()
@@ -122,7 +121,7 @@ def _serve() -> None:
     import torch
     import transformers.models.llama.modeling_llama
 
-    import stormtorch.training.run
+    import stormtorch.training.run.train
     from stormtorch.cli.main import main
 
     if "STORM_KILLS" in os.environ:  # the many also kill runs with adapters

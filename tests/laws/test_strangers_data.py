@@ -18,7 +18,7 @@ import torch
 from stormtorch import DataLoader, SettingError
 from stormtorch.cli.main import main
 from stormtorch.data import raw, tokens
-from stormtorch.data.pack_writer import PackWriter
+from stormtorch.data.packing.writer import PackWriter
 from stormtorch.data.source import Field
 from stormtorch.training.text import input_bytes, prepare
 from stormtorch.training.text.packed import Packed

@@ -13,12 +13,12 @@ import torch
 
 from stormtorch.cli.main import main
 from stormtorch.core.errors import StormError
-from stormtorch.data.text_tokens import TextTokenizer
-from stormtorch.training import hf_model
-from stormtorch.training.build import build
-from stormtorch.training.model_folder import without_code
-from stormtorch.training.settings import TrainSettings
-from stormtorch.training.tokenizer import load_tokenizer
+from stormtorch.data.packing.text_tokenizer import TextTokenizer
+from stormtorch.training.model import hf_model
+from stormtorch.training.model.build import build
+from stormtorch.training.model.model_folder import without_code
+from stormtorch.training.model.tokenizer import load_tokenizer
+from stormtorch.training.settings.train_settings import TrainSettings
 
 from ..training.tiny import (
     one_thread,  # noqa: F401

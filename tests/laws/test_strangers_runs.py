@@ -16,8 +16,8 @@ import pytest
 
 from stormtorch.cli.main import main
 from stormtorch.core.errors import StormError
-from stormtorch.training import loop
-from stormtorch.training.settings import TrainSettings
+from stormtorch.training.run import loop
+from stormtorch.training.settings.train_settings import TrainSettings
 from stormtorch.training.text import prepare
 
 from ..training.tiny import (

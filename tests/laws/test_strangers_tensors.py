@@ -16,7 +16,7 @@ from torch import nn
 
 from stormtorch import DataLoader
 from stormtorch.checkpoint import load_weights
-from stormtorch.training import hf_model
+from stormtorch.training.model import hf_model
 
 from .strangers import DEEP, Outside, refused, sparse, tensor_file, untouched
 

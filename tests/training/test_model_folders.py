@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stormtorch.core.errors import StormError
-from stormtorch.training.lora import linear_layers
+from stormtorch.training.model.lora import linear_layers
 
 from .tiny import Quiet, losses, one_thread, records, run, settings, write_model  # noqa: F401
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stormtorch.core.errors import OutOfBudget, SettingError, StormError
-from stormtorch.training import hf_model
-from stormtorch.training.build import build
-from stormtorch.training.settings import TrainSettings
+from stormtorch.training.model import hf_model
+from stormtorch.training.model.build import build
+from stormtorch.training.settings.train_settings import TrainSettings
 
 from .tiny import Quiet, checkpoint, losses, one_thread, run, settings, with_weights, write_model, write_text  # noqa: F401
 

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from stormtorch.core.errors import SettingError, StorageError
-from stormtorch.memory.books.ledger import Ledger
-from stormtorch.training import loop
-from stormtorch.training.extras import require
-from stormtorch.training.metrics import Metrics, cut_back
-from stormtorch.training.optimizer import make_optimizer
-from stormtorch.training.pace import Pace
-from stormtorch.training.readings import Readings
-from stormtorch.training.settings import TrainSettings
-from stormtorch.training.step import forward_backward
-from stormtorch.training.untouched import untouched
+from stormtorch.memory.ledger import Ledger
+from stormtorch.training.errors import require
+from stormtorch.training.model.optimizer import make_optimizer
+from stormtorch.training.model.untouched import untouched
+from stormtorch.training.output.metrics import Metrics, cut_back
+from stormtorch.training.reporting.pace import Pace
+from stormtorch.training.run import loop
+from stormtorch.training.run.losses import forward_backward
+from stormtorch.training.run.readings import Readings
+from stormtorch.training.settings.train_settings import TrainSettings
 
 from .tiny import OwnModel, Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved, write_text  # noqa: F401
 

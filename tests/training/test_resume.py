@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from stormtorch.checkpoint.folder import complete
 from stormtorch.core.errors import CheckpointError, SettingError
-from stormtorch.training.identity import RUN_FILE, identity
-from stormtorch.training.metrics import cut_back
-from stormtorch.training.settings import TrainSettings
+from stormtorch.training.output.identity import RUN_FILE, identity
+from stormtorch.training.output.metrics import cut_back
+from stormtorch.training.settings.train_settings import TrainSettings
 
 from .tiny import (
     Quiet,
@@ -223,7 +223,7 @@ def test_a_finished_run_can_be_given_more_steps(tmp_path: Path, changes: dict[st
 def _by_hand(tmp_path: Path, short: TrainSettings, longer: TrainSettings) -> dict[int, float]:
     """The losses of a run that was never stopped, whose schedule changes after the short one's steps."""
     chosen = dataclasses.replace(longer, output=str(tmp_path / "by-hand"))
-    loop = importlib.import_module("stormtorch.training.loop")
+    loop = importlib.import_module("stormtorch.training.run.loop")
     real = loop.learning_rate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "learning_rate", lambda s, step, total: real(s, step, short.steps if step <= 4 else total))
@@ -359,7 +359,7 @@ def test_a_checkpoint_that_does_not_know_its_config_goes_on(tmp_path: Path, monk
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr("stormtorch.training.run.identity", as_before)
+        patch.setattr("stormtorch.training.run.train.identity", as_before)
         assert run(chosen, stop_after(2)) == 143
     assert run(chosen) == 0
 
@@ -459,7 +459,9 @@ def test_a_signal_in_an_evaluation_is_heard_at_once(tmp_path: Path, when: str, m
     assert run(whole) == 0
     calls: list[int] = []
     place = (
-        "stormtorch.training.evaluation.trained_tokens" if when == "evaluation" else "stormtorch.training.loop.sample"
+        "stormtorch.training.run.losses.trained_tokens"
+        if when == "evaluation"
+        else "stormtorch.training.run.loop.sample"
     )
     module, _, name = place.rpartition(".")
     plain = getattr(importlib.import_module(module), name)
@@ -488,7 +490,7 @@ def test_what_fails_between_two_steps_loses_none_of_them(tmp_path: Path, monkeyp
         raise MemoryError("no room for that")
 
     with monkeypatch.context() as patch:
-        patch.setattr("stormtorch.training.loop.sample", failing)
+        patch.setattr("stormtorch.training.run.loop.sample", failing)
         with pytest.raises(MemoryError, match="no room"):
             run(chosen)
     assert steps_saved(chosen) == [3]
@@ -519,7 +521,7 @@ def test_metrics_of_others_stay(tmp_path: Path) -> None:
 
 def test_a_last_line_without_its_end_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "metrics.jsonl"
-    monkeypatch.setattr("stormtorch.training.metrics._LONGEST", 64)
+    monkeypatch.setattr("stormtorch.training.output.metrics._LONGEST", 64)
     whole = [json.dumps({"kind": "step", "step": step}) for step in (1, 2, 3)]
     file.write_text("\n".join([whole[0], json.dumps({"long": "x" * 200}), whole[2], whole[1]]))
     cut_back(file, 2)

@@ -14,7 +14,8 @@ from torch import nn
 import stormtorch as storm
 from stormtorch.core.errors import OutOfBudget, SettingError
 from stormtorch.core.sizes import MiB
-from stormtorch.training import hf_model, text_data
+from stormtorch.training.model import hf_model
+from stormtorch.training.run import text_data
 
 from .tiny import one_thread, run, settings, with_weights, write_model  # noqa: F401
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import stormtorch as storm
-from stormtorch.training.settings import TrainSettings
+from stormtorch.training.settings.train_settings import TrainSettings
 
 from .tiny import Quiet, checkpoint, losses, one_thread, records, run, settings, write_model  # noqa: F401
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import stormtorch
-from stormtorch.training.run import train
-from stormtorch.training.settings import TrainSettings
-from stormtorch.training.watch import Status
+from stormtorch.training.reporting.watcher import Status
+from stormtorch.training.run.train import train
+from stormtorch.training.settings.train_settings import TrainSettings
 
 DEMO = Path(stormtorch.__file__).parent / "demo_data"
 TEXT = "The storm carries each layer to the device and back. What fits stays there, what does not is fetched in time. "

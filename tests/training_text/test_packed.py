@@ -66,7 +66,7 @@ def test_packed_rows_stay_rows(tmp_path: Path) -> None:
 
 
 def rows_folder(folder: Path, **arrays: Any) -> Path:
-    from stormtorch.data.pack_rows import pack_rows, rows_to_pack
+    from stormtorch.data.packing.pack_rows import pack_rows, rows_to_pack
 
     number = len(list(folder.iterdir()))
     saved = folder / f"arrays-{number}"

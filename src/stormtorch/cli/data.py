@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from ..data.text_tokens import TextTokenizer
+    from ..data.packing.text_tokenizer import TextTokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _verify(directory: Path) -> int:
     from ..core.sizes import format_bytes
-    from ..data.packed import read_index, verify
+    from ..data.formats.packed import read_index, verify
     from .progress import Progress
 
     index = read_index(directory)
@@ -52,7 +52,7 @@ def _verify(directory: Path) -> int:
 def _pack(options: argparse.Namespace) -> int:
     from ..core.errors import SettingError
     from ..core.sizes import parse_bytes
-    from ..data.dtypes import parse_dtype
+    from ..data.formats.dtypes import parse_dtype
 
     shard_bytes = parse_bytes(options.shard_size, setting="--shard-size")
     if shard_bytes == 0:
@@ -64,10 +64,10 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _pack_documents(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype | None) -> int:
-    from ..data.documents import DocumentReader, document_files
-    from ..data.pack_documents import TokenOptions, pack_documents
-    from ..data.paths import file_size
-    from ..data.text_tokens import TextTokenizer
+    from ..data.formats.paths import file_size
+    from ..data.packing.documents import DocumentReader, document_files
+    from ..data.packing.pack_documents import TokenOptions, pack_documents
+    from ..data.packing.text_tokenizer import TextTokenizer
     from .progress import Progress
 
     _refuse(options, "documents", columns="--columns")
@@ -98,8 +98,8 @@ def _pack_documents(options: argparse.Namespace, shard_bytes: int, dtype: torch.
 
 def _pack_rows(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype | None) -> int:
     from ..core.errors import SettingError
-    from ..data.documents import TEXTS
-    from ..data.pack_rows import pack_rows, rows_to_pack
+    from ..data.packing.documents import TEXTS
+    from ..data.packing.pack_rows import pack_rows, rows_to_pack
     from .progress import Progress
 
     _refuse(

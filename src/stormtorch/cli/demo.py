@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from ..training.settings import TrainSettings
+    from ..training.settings.train_settings import TrainSettings
 
 _BUNDLED = Path(__file__).parent.parent / "demo_data"
 # A GPU would have nothing to do with the bundled shape, and its libraries take more than such a budget by themselves.
@@ -126,7 +126,7 @@ def _write_model(folder: Path, *, on_gpu: bool) -> Path:
 
 
 def _settings(model: Path, folder: Path, device: torch.device, vram: str, steps: int) -> TrainSettings:
-    from ..training.settings import TrainSettings
+    from ..training.settings.train_settings import TrainSettings
 
     return TrainSettings(
         model=str(model),
@@ -175,7 +175,7 @@ def _train_plain(settings: TrainSettings, device: torch.device) -> _Run:
     import transformers
 
     from ..data.loader import DataLoader
-    from ..training.optimizer import make_optimizer
+    from ..training.model.optimizer import make_optimizer
     from ..training.text import prepare
 
     assert settings.model is not None
@@ -202,8 +202,8 @@ def _train_streamed(settings: TrainSettings) -> tuple[_Run | None, int]:
     """``storm train``, watched: losses from its metrics, weights from its checkpoint, and the most device memory."""
     import torch
 
-    from ..training.run import train
-    from ..training.watch import Status
+    from ..training.reporting.watcher import Status
+    from ..training.run.train import train
     from .live import Live
 
     class Watching(Live):

@@ -15,7 +15,7 @@ from ..core.sizes import format_bytes
 from .progress import Progress
 
 if TYPE_CHECKING:
-    from ..training.watch import Status
+    from ..training.reporting.watcher import Status
 
 _REDRAW_S = 0.2
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..core.errors import StormError
-from ..training.suggestions import suggestion
+from ..training.settings.suggestions import suggestion
 
 COMMANDS = {
     "data": "pack text or arrays into shards that load fast, and verify such shards",

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import StormError
-from ..training.settings import TrainSettings, check_required
-from ..training.stopping import Stopped, Stopping
-from ..training.values import Kind
+from ..training.run.stopping import Stopped, Stopping
+from ..training.settings.train_settings import TrainSettings, check_required
+from ..training.settings.values import Kind
 from .live import Live
 
 _EPILOG = """\
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..training.settings_file import read_yaml, to_yaml
+    from ..training.settings.yaml_file import read_yaml, to_yaml
 
     names = {item.name for item in dataclasses.fields(TrainSettings)}
     given = read_yaml(options.config) if options.config is not None else {}
@@ -87,8 +87,8 @@ def _train(settings: TrainSettings) -> int:
 def _run(settings: TrainSettings, live: Live, stopping: Stopping) -> int:
     import torch
 
-    from ..training.finite import NotFinite
-    from ..training.run import train
+    from ..training.run.finite import NotFinite
+    from ..training.run.train import train
 
     notices = _Notices(live.warn)
     logging.getLogger("stormtorch").addHandler(notices)
@@ -137,8 +137,8 @@ def _in_one_line(warn: Callable[[str], None]) -> Callable[..., None]:
 
 def _unexpected(error: Exception, output: Path) -> str:
     """One line; everything else goes to a file, where whoever mends it finds it."""
-    from ..memory.disk.contained import replace_file
-    from ..training.reason import reason_and_place
+    from ..memory.contained import replace_file
+    from ..training.errors import reason_and_place
 
     file = output / _ERROR_FILE
     try:

@@ -1,7 +1,7 @@
 """``storm.DataLoader``: batches of a dataset of any size, on the device, at constant memory.
 
 A loader is settings, a place (epoch and batch), and an *engine*, made when the first batch is asked for: threads, files
-and memory, which serve one iteration after the other until ``close``. See run.py for what an iteration does.
+and memory, which serve one iteration after the other until ``close``. See delivery/engine.py.
 
 Epochs. Every ``for`` loop over the loader is a run of ``epochs`` epochs. The first begins at epoch 0, the next where
 the last ended, so that each pass is shuffled anew. A loop that was left by ``break`` or an exception is over: the next
@@ -24,20 +24,19 @@ import torch
 
 from ..core.errors import SettingError, StormError
 from ..core.sizes import parse_bytes
-from ..memory.books.limits import usable_device
-from .choice import Reading, choose
-from .content import content_of
-from .engine import open_engine
-from .engine_base import Engine
-from .item_engine import apply_to_items, check_item_transform
-from .items import ItemSource
-from .open import Source, open_source
-from .order import WINDOW_BYTES, Order, OrderSettings, Shuffle
-from .report import LoaderReport
-from .run import Counts, Run, Span
+from ..memory.limits import usable_device
+from .delivery.content import content_of
+from .delivery.engine import Counts, Engine, Run, Span
+from .delivery.item_engine import apply_to_items, check_item_transform
+from .delivery.report import LoaderReport
+from .delivery.row_engine import open_engine
+from .delivery.state import VERSION, check_state, fingerprint
+from .delivery.transforms import Transform, apply, check_transform
+from .formats.items import ItemSource
+from .formats.open import Source, open_source
+from .readers.choice import Reading, choose
+from .readers.order import WINDOW_BYTES, Order, OrderSettings, Shuffle
 from .source import DecodedSource, FileSource
-from .state import VERSION, check_state, fingerprint
-from .transforms import Transform, apply, check_transform
 
 
 class DataLoader:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core.errors import SettingError, StorageError
-from ..reason import reason
+from ..errors import reason
 
 _STAND_IN = "\u2043stand-in for the words of turn\u2043"  # not a text that a template would change, or a user write
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import SettingError, StorageError
-from ..reason import reason
+from ..errors import reason
 from .documents import Document, Span
 
 IGNORED = -100  # the label of a token that is not to be learnt, as torch's cross_entropy has it

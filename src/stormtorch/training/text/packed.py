@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import SettingError, StorageError
-from ...data.dtypes import INTEGERS, name_of
-from ...data.packed import Index, PackedFile, is_packed, read_index
+from ...data.formats.dtypes import INTEGERS, name_of
+from ...data.formats.packed import Index, PackedFile, is_packed, read_index
+from ...data.formats.text_lines import Progress
 from ...data.source import Field
 from ...memory.disk.calls import storage_error
 from ...memory.disk.contained import inside, opened
 from .encode import IGNORED, Ids
-from .records import Progress
 
 _PIECE_TOKENS = 1 << 20
 _WIDEST = 1 << 31  # tokens are kept in 32 bits

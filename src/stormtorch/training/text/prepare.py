@@ -23,16 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError, StorageError, StormError
-from ...data.packed import read_index
-from ...data.paths import file_size, whole_number
-from ...memory.disk.calls import storage_error
-from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
-from ..reason import reason
+from ...data.formats.packed import read_index
+from ...data.formats.paths import file_size, whole_number
+from ...data.formats.text_lines import Progress
+from ...memory.contained import check_no_link, inside, parse_json, read_small
+from ...memory.file_calls import storage_error
+from ..errors import reason
 from .cache import being_written, digest_of, sweep
 from .documents import Document, Reading, settle
 from .encode import IGNORED, Encoder, Ids
 from .packed import Packed, packed_folders
-from .records import Progress, data_files, is_plain_text, records
+from .records import data_files, is_plain_text, records
 from .rows import RowWriter, examine
 
 _VERSION = 1  # of what is written: another number makes all caches anew

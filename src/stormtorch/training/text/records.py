@@ -6,25 +6,18 @@ line: a book in RAM as a whole would be the first thing to break the bound on me
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import SettingError, StorageError, StormError
-from ...core.sizes import MiB, format_bytes
-from ...data.documents import json_problem
-from ...data.paths import file_size, natural_order
-from ...memory.disk.calls import storage_error
+from ...core.errors import SettingError, StorageError
+from ...data.formats.paths import file_size, natural_order
+from ...data.formats.text_lines import JSON_LINES, Progress, decode, lines, parse_json_line
 
 _TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # as `datasets` calls them
-JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
 PLAIN_TEXT = frozenset({".txt", ".text", ".md"})
-LINE_LIMIT_BYTES = 256 * MiB
 _PIECE_CHARACTERS = 1 << 20
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +77,9 @@ def _objects(path: Path, progress: Progress | None) -> Iterator[Record]:
                 f"{place}: a JSON array and no object. Each line is one JSON object: jq -c '.[]' {path} > data.jsonl."
             )
         try:
-            found = json.loads(line.rstrip("\r\n"))  # a quote that is not closed is then said to be one
-        except (ValueError, RecursionError) as error:
-            raise StorageError(
-                f"{place}: no JSON ({json_problem(error)}). Each line is one JSON object; correct it."
-            ) from error
+            found = parse_json_line(line)
+        except ValueError as error:
+            raise StorageError(f"{place}: {error}. Each line is one JSON object; correct it.") from error
         if not isinstance(found, dict):
             raise StorageError(f"{place}: a JSON {_kind(found)} and no object. Each line is one JSON object.")
         yield Record(place=place, content=found)
@@ -97,50 +88,33 @@ def _objects(path: Path, progress: Progress | None) -> Iterator[Record]:
 def _pieces(path: Path, progress: Progress | None) -> Iterator[Record]:
     """One piece behind, since only at the end it is known which was the last."""
     held: Record | None = None
-    lines: list[str] = []
+    piece: list[str] = []
     size, first_line, number = 0, 1, 0
     for number, line in _lines(path, progress):
-        lines.append(line)
+        piece.append(line)
         size += len(line)
         if size >= _PIECE_CHARACTERS:
             if held is not None:
                 yield held
             held = Record(
-                place=f"{path}, from line {first_line}", content="".join(lines), first=first_line == 1, last=False
+                place=f"{path}, from line {first_line}", content="".join(piece), first=first_line == 1, last=False
             )
-            lines, size, first_line = [], 0, number + 1
-    if lines:
+            piece, size, first_line = [], 0, number + 1
+    if piece:
         if held is not None:
             yield held
-        held = Record(place=f"{path}, from line {first_line}", content="".join(lines), first=first_line == 1)
+        held = Record(place=f"{path}, from line {first_line}", content="".join(piece), first=first_line == 1)
     if held is not None:
         yield Record(place=held.place, content=held.content, first=held.first)
 
 
 def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, str]]:
-    try:
-        with path.open("rb", buffering=MiB) as file:
-            number = 0
-            while line := file.readline(LINE_LIMIT_BYTES + 1):
-                number += 1
-                if len(line) > LINE_LIMIT_BYTES:
-                    raise StorageError(
-                        f"{path}, line {number}: longer than {format_bytes(LINE_LIMIT_BYTES)}, the most that a line "
-                        "may have. Break it into lines."
-                    )
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise StorageError(
-                        f"{path}, line {number}: not UTF-8 at byte {error.start} of the line. Convert it to UTF-8."
-                    ) from error
-                yield number, text
-                if progress is not None:
-                    progress(len(line))
-    except OSError as error:
-        if isinstance(error, StormError):
-            raise
-        raise storage_error(f"read {path}", error) from error
+    for number, line in lines(path, progress):
+        try:
+            text = decode(line)
+        except ValueError as error:
+            raise StorageError(f"{path}, line {number}: {error}. Convert it to UTF-8.") from error
+        yield number, text
 
 
 def _kind(found: object) -> str:

@@ -1,0 +1,1 @@
+"""Batches: read ahead, copied to the device, given in order; and the state of a loader."""

@@ -1,0 +1,201 @@
+"""Items of a torch ``Dataset``: torch's own loader asks for them, in worker processes, with our order as its sampler.
+
+What is left to do is the way to the device. Batches have whatever shape the dataset's items and torch's collation give
+them, so no page-locked memory can be planned for them. They are copied as they come, on a stream of their own: the host
+waits for the copy, as it would for one to page-locked memory, but not for the work that the GPU has queued.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from ...core.errors import SettingError, StorageError
+from ...native.cores import usable_count
+from ..formats.items import ItemSource
+from ..readers.order import Order
+from .engine import Counts, Engine, Run, Span
+from .nan import first_nan_row
+from .transforms import Transform
+
+
+class ItemEngine(Engine):
+    """Nothing is kept from one loop to the next: torch's worker processes belong to one iteration."""
+
+    def __init__(
+        self,
+        source: ItemSource,
+        order: Order,
+        *,
+        device: torch.device,
+        batch_rows: int,
+        workers: int | None,
+        nan: str,
+        counts: Counts,
+    ) -> None:
+        self.pid = os.getpid()
+        self._source, self._order, self._device = source, order, device
+        self._batch_rows, self._counts, self._nan = batch_rows, counts, nan
+        self._workers = min(4, usable_count()) if workers is None else workers
+
+    def run(self, span: Span) -> Run:
+        batches = _Batches(self._order, span, self._batch_rows)
+        loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+            self._source.dataset,  # type: ignore[arg-type]
+            batch_sampler=batches,
+            num_workers=self._workers,
+        )
+        check = _NanCheck(self._source, batches) if self._nan == "error" else None
+        return ItemRun(iter(loader), span, self._device, self._counts, check)
+
+    @property
+    def depth_batches(self) -> int:
+        return 2 * self._workers
+
+    @property
+    def ring_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class _Batches:
+    """The rows of each batch of a span."""
+
+    def __init__(self, order: Order, span: Span, batch_rows: int) -> None:
+        self._order, self._span, self._batch_rows = order, span, batch_rows
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, batch = self._span.epoch, self._span.batch
+        while epoch < self._span.end_epoch:
+            yield self.rows(epoch, batch)
+            epoch, batch = self._span.after(epoch, batch)
+
+    def __len__(self) -> int:
+        span = self._span
+        return (span.end_epoch - span.epoch) * span.per_epoch - span.batch
+
+    def rows(self, epoch: int, batch: int) -> list[int]:
+        first = batch * self._batch_rows
+        count = min(self._batch_rows, self._order.rows_per_epoch - first)
+        rows: list[int] = self._order.rows(epoch, first, count).tolist()
+        return rows
+
+
+class _NanCheck:
+    """Raises for the first NaN of a batch, with the item."""
+
+    def __init__(self, source: ItemSource, batches: _Batches) -> None:
+        self._source, self._batches = source, batches
+
+    def __call__(self, batch: Any, place: tuple[int, int]) -> None:
+        for tensor in _tensors(batch):
+            at = first_nan_row(tensor.reshape(1, 1) if tensor.dim() == 0 else tensor.contiguous())
+            if at is None:
+                continue
+            rows = self._batches.rows(*place)
+            item = f"item {rows[at]}" if tensor.dim() > 0 and len(tensor) == len(rows) else f"one of the items {rows}"
+            raise StorageError(
+                f"NaN in {item} of {self._source.name}. nan='error' refuses it: mend the item, or allow it with "
+                "nan='allow'."
+            )
+
+
+class ItemRun(Run):
+    """Batches out of torch's loader."""
+
+    def __init__(
+        self, batches: Iterator[Any], span: Span, device: torch.device, counts: Counts, check: _NanCheck | None
+    ) -> None:
+        self._batches: Iterator[Any] | None = batches
+        self._span, self._place = span, (span.epoch, span.batch)
+        self._device, self._counts, self._check = device, counts, check
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def next(self) -> Any:
+        if self._batches is None:
+            return None
+        begin = perf_counter()
+        batch = next(self._batches, None)
+        self._counts.waited_s += perf_counter() - begin
+        if batch is None:
+            return None
+        if self._check is not None:
+            self._check(batch, self._place)
+        self._place = self._span.after(*self._place)
+        if self._stream is not None:
+            batch = self._sent(batch, self._stream)
+        tensors = _tensors(batch)
+        self._counts.bytes += sum(tensor.nbytes for tensor in tensors)
+        self._counts.samples += len(tensors[0]) if tensors and tensors[0].dim() else 1
+        return batch
+
+    def _sent(self, batch: Any, stream: torch.cuda.Stream) -> Any:
+        """The batch on the device. Memory is the copying stream's, and torch is told who else uses it."""
+        now = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(stream), torch.inference_mode(False):
+            there = _mapped(batch, lambda tensor: tensor.to(self._device))
+        now.wait_stream(stream)
+        for tensor in _tensors(there):
+            tensor.record_stream(now)
+        return there
+
+    def close(self) -> None:
+        self._batches = None  # torch ends its workers when its iterator goes
+
+
+def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A batch of the same form with other tensors. Forms are those of torch's collation; other things stay."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {name: _mapped(value, function) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_mapped(value, function) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_mapped(value, function) for value in batch)
+    return batch
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(batch, look)
+    return found
+
+
+def check_item_transform(transform: Transform | None) -> None:
+    """Refuse what can never be called. Which fields there are only the first batch tells."""
+    if transform is not None and not isinstance(transform, Mapping) and not callable(transform):
+        raise SettingError(
+            f"transform={transform!r} cannot be called. Accepted: a function of a batch, or a dict of them by field."
+        )
+
+
+def apply_to_items(transform: Transform | None, source: ItemSource, batch: Any) -> Any:
+    """The batch as the user gets it."""
+    if transform is None:
+        return batch
+    if not isinstance(transform, Mapping):
+        return transform(batch)
+    if not isinstance(batch, Mapping):
+        raise SettingError(
+            f"transform= is a dict, but the batches of {source.name} are {type(batch).__name__}s without names. "
+            "Give a function of the batch, or let the items be dicts."
+        )
+    unknown = [name for name in transform if name not in batch]
+    if unknown:
+        raise SettingError(
+            f"transform= names {unknown[0]!r}, which is no field. The fields of {source.name} are: {', '.join(batch)}."
+        )
+    return {name: transform[name](value) if name in transform else value for name, value in batch.items()}

@@ -1,0 +1,172 @@
+"""What a loader keeps from one loop to the next: the ledger, the reader with its threads, the way to the device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ...core.errors import OutOfBudget
+from ...core.sizes import format_bytes
+from ...core.tags import Tag, Tier
+from ...memory.ledger import Ledger, open_ledger
+from ..formats.items import ItemSource
+from ..formats.open import Source
+from ..readers.choice import Choice, open_reader
+from ..readers.decoded_windows import open_decoded_reader
+from ..readers.descriptors import open_limit
+from ..readers.order import Order
+from ..source import DecodedSource, FileSource
+from .engine import Counts, Engine, Run, Span
+from .groups import batches_at_once
+from .item_engine import ItemEngine
+from .nan import NanCheck
+from .prefetch_depth import Depth
+from .row_run import RowsRun
+from .to_device import open_delivery
+
+
+class RowsEngine(Engine):
+    """For sources whose bytes we read ourselves."""
+
+    def __init__(
+        self,
+        source: FileSource | DecodedSource,
+        order: Order,
+        choice: Choice | None,
+        *,
+        device: torch.device,
+        batch_rows: int,
+        ledger: Ledger,
+        threads: int | None,
+        nan: str,
+        counts: Counts,
+    ) -> None:
+        self.pid = os.getpid()
+        self._ledger, self._counts, self._order = ledger, counts, order
+        self._batch_rows = min(batch_rows, order.rows_per_epoch)
+        self._check = NanCheck(source, source.fields) if nan == "error" else None
+        batch_bytes = self._batch_rows * source.row_bytes
+        used_rows = order.rows_per_epoch
+        if order.settings.drop_last:
+            used_rows -= used_rows % self._batch_rows
+        self._group = batches_at_once(
+            device,
+            batch_rows=self._batch_rows,
+            fields=source.fields,
+            most_rows=min(used_rows, order.window_rows // 2, _rows_of_few_files(source, choice)),
+            free_bytes=ledger.free_bytes(Tier.HOST) - _window_bytes(source, order, choice),
+        )
+        group_bytes = self._group * batch_bytes
+        ahead = 2 if self._group == 1 else 1  # the copy must have a step to hide behind
+        self._delivery = open_delivery(
+            device, source.fields, self._batch_rows, ledger, batches=self._group, ahead=ahead
+        )
+        self._depth = Depth(group_bytes, self._delivery.grow, group=self._group)
+        if self._depth.batches == 0:
+            budget = ledger.budgets[Tier.HOST]
+            raise OutOfBudget(
+                f"Cannot take RAM for one batch of {source.name}",
+                f"{format_bytes(batch_bytes)} a batch, {format_bytes(ledger.free_bytes(Tier.HOST))} left",
+                f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
+                "Raise it, or lower batch_size.",
+            )
+        try:
+            if isinstance(source, FileSource):
+                assert choice is not None
+                self._reader = open_reader(
+                    source,
+                    order,
+                    choice,
+                    ledger=ledger,
+                    threads=threads,
+                    batch_rows=self._batch_rows,
+                    used_rows=used_rows,
+                    device=device,
+                )
+            else:
+                self._reader = open_decoded_reader(
+                    source, order, ledger=ledger, threads=threads, batch_rows=self._batch_rows, used_rows=used_rows
+                )
+            if device.type == "cuda":  # up to a quarter of what is left: windows and groups come first
+                self._depth.grow_while(lambda wanted: 4 * wanted * group_bytes <= ledger.free_bytes(Tier.HOST))
+        except BaseException:
+            self._delivery.close()
+            raise
+
+    def run(self, span: Span) -> Run:
+        return RowsRun(
+            span,
+            self._reader,
+            self._delivery,
+            self._depth,
+            self._counts,
+            batch_rows=self._batch_rows,
+            rows_per_epoch=self._order.rows_per_epoch,
+            window_rows=self._order.rows_per_epoch if self._reader.mode == "cached" else self._order.window_rows,
+            group=self._group,
+            check=self._check,
+        )
+
+    @property
+    def depth_batches(self) -> int:
+        return self._depth.batches * self._group
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._ledger.used_bytes(Tier.HOST, Tag.DATA)
+
+    def close(self) -> None:
+        if os.getpid() != self.pid:
+            return
+        try:
+            self._reader.close()
+        finally:
+            self._delivery.close()
+
+
+def _rows_of_few_files(source: FileSource | DecodedSource, choice: Choice | None) -> int:
+    """How many rows may be read at once: where not all files may be open, no more than touch a few of those."""
+    if not isinstance(source, FileSource) or choice is None or choice.mode != "cached":
+        return source.rows
+    files, limit = {strip.path for shard in source.shards for strip in shard.strips}, open_limit()
+    return source.rows if len(files) <= limit else max(1, limit // 8 // len(source.fields))
+
+
+def _window_bytes(source: FileSource | DecodedSource, order: Order, choice: Choice | None) -> int:
+    """What windows will take. It is theirs: batches on their way come second."""
+    if choice is not None and choice.mode == "cached":
+        return 0
+    rows = order.window_rows
+    if isinstance(source, DecodedSource):  # whole groups of rows, of which the first and the last may be in two windows
+        rows = min(source.rows, rows + 2 * max(source.groups))
+    return 2 * rows * source.row_bytes
+
+
+def open_engine(
+    source: Source,
+    order: Order,
+    choice: Choice | None,
+    *,
+    device: torch.device,
+    batch_rows: int,
+    ram: object,
+    workers: int | None,
+    nan: str,
+    counts: Counts,
+) -> Engine:
+    """Starts threads and takes memory, charged to a ledger of the loader's own under the budget ``ram``."""
+    if isinstance(source, ItemSource):
+        return ItemEngine(source, order, device=device, batch_rows=batch_rows, workers=workers, nan=nan, counts=counts)
+    ledger = open_ledger(device, ram=ram)
+    return RowsEngine(
+        source,
+        order,
+        choice,
+        device=device,
+        batch_rows=batch_rows,
+        ledger=ledger,
+        threads=workers,
+        nan=nan,
+        counts=counts,
+    )

@@ -1,0 +1,94 @@
+"""Sources put together: shards one after the other, fields side by side.
+
+Fields that come from different files may be cut into shards at different rows. ``side_by_side`` cuts all of them where
+any of them is cut, so that a shard of the result has one strip for each field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ...core.errors import SettingError
+from ..source import Field, FileSource, Shard, Strip
+from .dtypes import name_of
+
+
+def one_after_another(name: str, sources: Sequence[FileSource]) -> FileSource:
+    """All rows of ``sources`` in order. Their fields must be equal; sources without rows vanish."""
+    first = sources[0]
+    for other in sources[1:]:
+        check_equal_fields(first.name, first.fields, other.name, other.fields)
+    shards = tuple(shard for source in sources for shard in source.shards if shard.rows)
+    if not shards:
+        raise SettingError(f"{name} has no rows (files read: {len(sources)}). Give data with at least one row.")
+    return FileSource(name=name, fields=first.fields, shards=shards)
+
+
+def side_by_side(name: str, sources: Mapping[str, FileSource]) -> FileSource:
+    """One field from each source, called by its key. All must have one field, and the same number of rows."""
+    for key, source in sources.items():
+        if len(source.fields) != 1:
+            raise SettingError(
+                f"{name}: {key!r} names {source.name}, which has {len(source.fields)} fields "
+                f"({', '.join(field.name for field in source.fields)}). Name a source of one field."
+            )
+    (first, reference), *others = sources.items()
+    for key, source in others:
+        if source.rows != reference.rows:
+            raise SettingError(
+                f"{name}: field {first!r} has {reference.rows} rows ({reference.name}), field {key!r} has "
+                f"{source.rows} ({source.name}). Fields are aligned by row: give files with equal numbers of rows."
+            )
+    fields = tuple(replace(source.fields[0], name=key) for key, source in sources.items())
+    columns = [[(shard.rows, shard.strips[0]) for shard in source.shards] for source in sources.values()]
+    return FileSource(name=name, fields=fields, shards=tuple(cut_together(columns)))
+
+
+def choose(source: FileSource, names: Sequence[str]) -> FileSource:
+    """The same rows with only the fields ``names``, in that order."""
+    found = {field.name: number for number, field in enumerate(source.fields)}
+    if not names or len(set(names)) < len(names) or not found.keys() >= set(names):
+        raise SettingError(
+            f"{source.name} has fields {', '.join(found)}; asked for {', '.join(names) or 'none'}. "
+            "Name some of them, each once."
+        )
+    at = [found[name] for name in names]
+    shards = tuple(replace(shard, strips=tuple(shard.strips[number] for number in at)) for shard in source.shards)
+    return FileSource(name=source.name, fields=tuple(source.fields[number] for number in at), shards=shards)
+
+
+def check_equal_fields(first: str, expected: Sequence[Field], other: str, found: Sequence[Field]) -> None:
+    """Raise SettingError unless both have the same names, dtypes and shapes in the same order."""
+    if tuple(expected) != tuple(found):
+        raise SettingError(
+            f"{first} has rows of {describe(expected)}, {other} has {describe(found)}. "
+            "Shards must agree in names, dtypes and row shapes."
+        )
+
+
+def describe(fields: Sequence[Field]) -> str:
+    """Fields in words: ``x float32 (3072), y int64``."""
+    return ", ".join(
+        f"{field.name} {name_of(field.dtype)}{' (' + ', '.join(map(str, field.shape)) + ')' if field.shape else ''}"
+        for field in fields
+    )
+
+
+def cut_together(columns: list[list[tuple[int, Strip]]]) -> list[Shard]:
+    shards = []
+    at = [0] * len(columns)  # the piece that each column is in
+    used = [0] * len(columns)  # rows of it that went into shards already
+    while at[0] < len(columns[0]):
+        pieces = [column[index] for column, index in zip(columns, at, strict=True)]
+        rows = min(piece[0] - done for piece, done in zip(pieces, used, strict=True))
+        strips = tuple(
+            replace(strip, offset=strip.offset + done * strip.stride)
+            for (_, strip), done in zip(pieces, used, strict=True)
+        )
+        shards.append(Shard(rows=rows, strips=strips))
+        for number, (length, _) in enumerate(pieces):
+            used[number] += rows
+            if used[number] == length:
+                at[number], used[number] = at[number] + 1, 0
+    return shards

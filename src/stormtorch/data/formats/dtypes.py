@@ -1,0 +1,56 @@
+"""Names of dtypes as files and people write them, and the torch dtype that each means."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import torch
+
+from ...core.errors import SettingError
+
+BY_NAME = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "uint16": torch.uint16,
+    "int16": torch.int16,
+    "uint32": torch.uint32,
+    "int32": torch.int32,
+    "uint64": torch.uint64,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "complex64": torch.complex64,
+    "complex128": torch.complex128,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+INTEGERS = frozenset(name for name in BY_NAME if "int" in name)
+_NAMES = {dtype: name for name, dtype in BY_NAME.items()}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name by which ``BY_NAME`` knows a dtype."""
+    return _NAMES[dtype]
+
+
+def parse_dtype(value: object, *, setting: str = "dtype") -> torch.dtype:
+    """The torch dtype that a torch or numpy dtype or a name such as "uint16" means. Little endian is what is read."""
+    if isinstance(value, torch.dtype) and value in _NAMES:
+        return value
+    if isinstance(value, str) and value.removeprefix("torch.") in BY_NAME:
+        return BY_NAME[value.removeprefix("torch.")]
+    if isinstance(value, np.dtype | type) or (isinstance(value, str) and value[:1] in {"<", "|", "="}):
+        with contextlib.suppress(TypeError):  # a name that numpy does not know either
+            found = from_numpy(np.dtype(value))
+            if found is not None:
+                return found
+    raise SettingError(f"{setting}={value!r} is not a dtype of rows. Accepted: {', '.join(BY_NAME)}.")
+
+
+def from_numpy(dtype: np.dtype[np.generic]) -> torch.dtype | None:
+    """The same dtype of torch; None if torch has none, or for the other byte order."""
+    return BY_NAME.get(dtype.name) if dtype.kind in "biufc" and dtype.isnative else None

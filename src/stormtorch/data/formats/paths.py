@@ -1,0 +1,112 @@
+"""Which files a user means, in which order, and what can be known of one without its format."""
+
+from __future__ import annotations
+
+import glob
+import operator
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...core.errors import SettingError, StorageError
+from ...memory.file_calls import storage_error
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_BESIDE_DATA = frozenset({".json", ".md", ".txt", ".yaml", ".yml", ".sha256", ".idx", ".lock", ".log", ".py"})
+
+
+def natural_order(path: Path) -> list[tuple[int, int, str]]:
+    """A key by which ``shard-10`` comes after ``shard-9``, and equal numbers are told apart by their zeros."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts if part]
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a readable file. Raises StorageError if it is missing, no plain file, or may not be read."""
+    try:
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode):  # opening anything else could block for ever
+            path.open("rb").close()
+    except OSError as error:
+        raise storage_error(f"read {path}", error) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise StorageError(
+            f"Cannot read {path}: it is no plain file. Rows are read at any place of it; copy it to one."
+        )
+    return found.st_size
+
+
+def read_at(path: Path, offset: int, count: int) -> bytes:
+    """At most ``count`` bytes from ``offset``: fewer at the end of the file. Blocks."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), count, offset)
+    except OSError as error:
+        raise storage_error(f"read {path}", error, numbers=f"{count} bytes at {offset}") from error
+
+
+def files_meant(what: str | os.PathLike[str], *, notes: bool = False) -> list[Path]:
+    """The files that one path means: itself, a directory's data files, or what a pattern such as ``a-*.npy`` matches.
+
+    In a directory, hidden files, files whose name begins with an underscore, and notes (.json, .md, .txt, an .idx
+    beside its .bin, ...) are no data; with ``notes``, the latter are. Directories inside it are refused, so that
+    nothing is left out unsaid.
+    """
+    path = Path(what)
+    if path.is_dir():
+        return _files_of(path, notes=notes)
+    if not path.exists() and glob.has_magic(os.fspath(path)):
+        found = sorted(_matches(path), key=natural_order)
+        if not found:
+            raise SettingError(f"No file matches {str(path)!r}. Correct the pattern.")
+        return found
+    return [path]
+
+
+def name_of_paths(paths: Paths) -> str:
+    """What errors call these files: the path, or the first and how many more."""
+    if isinstance(paths, str | os.PathLike):
+        return os.fspath(paths)
+    return os.fspath(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
+def listed(paths: Paths) -> list[Path]:
+    """The files that one or several paths mean, in order."""
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not given:
+        raise SettingError("No paths were given. Name at least one file.")
+    return [file for path in given for file in files_meant(path)]
+
+
+def _matches(pattern: Path) -> list[Path]:
+    return [Path(name) for name in glob.glob(os.fspath(pattern))]  # noqa: PTH207  # takes absolute patterns too
+
+
+def _files_of(directory: Path, *, notes: bool) -> list[Path]:
+    try:
+        seen = [entry for entry in directory.iterdir() if not entry.name.startswith((".", "_"))]
+    except OSError as error:
+        raise storage_error(f"list {directory}", error) from error
+    inner = sorted((entry for entry in seen if entry.is_dir()), key=natural_order)
+    if inner:
+        raise SettingError(
+            f"{directory} has {len(inner)} directories in it, such as {inner[0].name!r}. "
+            "Name the one that holds the data, or give a list of paths."
+        )
+    files = [entry for entry in seen if notes or entry.suffix.lower() not in _BESIDE_DATA]
+    if not files:
+        raise SettingError(f"{directory} holds no data files ({len(seen)} others). Name a directory of shards.")
+    return sorted(files, key=natural_order)
+
+
+def whole_number(setting: str, value: object, least: int) -> int:
+    """``value`` as an int of at least ``least``, or a SettingError that names ``setting``."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # the except answers for everything else
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise SettingError(f"{setting}={value!r} is not accepted. Accepted: whole numbers of at least {least}.")
+    return number

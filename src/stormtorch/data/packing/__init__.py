@@ -1,0 +1,1 @@
+"""``storm data pack``: documents and arrays become packed folders."""

@@ -1,0 +1,174 @@
+"""Documents in files: a text in each line, a JSON object in each line, or a column of Arrow or Parquet.
+
+A document is a text, or the numbers of its tokens where the file holds those. Files are read piece by piece;
+no more than one line, or one record batch, is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import SettingError, StorageError, StormError
+from ..formats.arrow import batches_of
+from ..formats.arrow_tables import pyarrow
+from ..formats.hf_datasets import saved_files
+from ..formats.paths import file_size, files_meant, read_at
+from ..formats.text_lines import JSON_LINES, decode, lines, parse_json_line
+
+_BATCH_ROWS = 1024
+Content = str | Sequence[int]
+_TABLES = frozenset({".parquet", ".arrow"})
+TEXTS = JSON_LINES | {".txt", ".text", ".gz"}
+_ARCHIVES = {b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+
+
+def document_files(path: Path) -> list[Path]:
+    """The files with documents that ``path`` means: itself, or those of a directory.
+
+    In a directory with Arrow or Parquet files those alone, in any other its text and JSON lines: notes that lie beside
+    the data, such as a README.md, are no documents unless they are named.
+    """
+    if not path.is_dir():
+        return files_meant(path)
+    saved = saved_files(path)
+    if saved is not None:
+        return saved[0]
+    files = files_meant(path, notes=True)
+    for suffixes in (_TABLES, TEXTS):
+        chosen = [file for file in files if file.suffix.lower() in suffixes]
+        if chosen:
+            return chosen
+    raise SettingError(
+        f"{path} holds no documents ({len(files)} other files, such as {files[0].name}). Accepted: Arrow, Parquet, "
+        f"{', '.join(sorted(TEXTS))}."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """``content`` is to be learnt; ``prompt`` comes before it and is not. Texts, or tokens already."""
+
+    content: Content
+    prompt: Content | None = None
+
+
+@dataclass(kw_only=True)
+class DocumentReader:
+    """Reads documents from files, and counts what it read.
+
+    ``text_field`` and ``prompt_field`` name keys of JSON objects or columns; plain text has neither. With
+    ``skip_bad_lines``, lines that are not what they should be are counted in ``bad_lines`` and left out.
+    """
+
+    text_field: str = "text"
+    prompt_field: str | None = None
+    skip_bad_lines: bool = False
+    progress: Callable[[int], None] = lambda _: None  # told the bytes of the file that each piece took
+    bad_lines: int = 0
+
+    def read(self, path: Path) -> Iterator[Document]:
+        """The documents of one file in order. Lines with nothing in them are no documents."""
+        file_size(path)
+        head = read_at(path, 0, 6)
+        if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
+            yield from self._table(path, parquet=head.startswith(b"PAR1"))
+            return
+        for magic, name in _ARCHIVES.items():
+            if head.startswith(magic):
+                raise SettingError(f"{path} is compressed by {name}. Decompress it first; gzip is read as it is.")
+        suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+        as_json = bool(suffixes) and suffixes[-1] in JSON_LINES
+        if self.prompt_field is not None and not as_json:
+            raise SettingError(f"{path} is plain text and has no field {self.prompt_field!r}. Give JSON lines.")
+        for number, line in lines(path, self.progress, gzipped=head.startswith(b"\x1f\x8b")):
+            try:
+                document = self._parse(line, as_json=as_json)
+            except ValueError as error:
+                if not self.skip_bad_lines:
+                    raise StorageError(
+                        f"{path}, line {number}: {error}. Correct it, or leave such lines out with --skip-bad-lines."
+                    ) from error
+                self.bad_lines += 1
+                continue
+            if document is not None:
+                yield document
+
+    def _parse(self, line: bytes, *, as_json: bool) -> Document | None:
+        """Raises ValueError with the reason in words."""
+        text = decode(line)
+        if not text.strip():
+            return None
+        if not as_json:
+            return Document(content=text.rstrip("\r\n"))
+        found = parse_json_line(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"a JSON {type(found).__name__} and no object")
+        return self._document(found)
+
+    def _document(self, found: dict[str, Any]) -> Document | None:
+        content = _content(found, self.text_field)
+        prompt = None if self.prompt_field is None else _content(found, self.prompt_field)
+        return Document(content=content, prompt=prompt) if content or prompt else None
+
+    def _table(self, path: Path, *, parquet: bool) -> Iterator[Document]:
+        arrow = pyarrow()
+        names = [self.text_field] + ([] if self.prompt_field is None else [self.prompt_field])
+        row = 0
+        try:
+            for batch, taken in _batches(path, names, parquet=parquet):
+                missing = [name for name in names if name not in batch.schema.names]
+                if missing:
+                    raise SettingError(
+                        f"{path} has columns {', '.join(batch.schema.names)} and no {missing[0]!r}. "
+                        "Name the one with the text by --text-field."
+                    )
+                for found in batch.select(names).to_pylist():
+                    try:
+                        document = self._document(found)
+                    except ValueError as error:
+                        if not self.skip_bad_lines:
+                            raise StorageError(
+                                f"{path}, row {row}: {error}. Correct it, or leave such rows out with --skip-bad-lines."
+                            ) from error
+                        self.bad_lines += 1
+                        document = None
+                    row += 1
+                    if document is not None:
+                        yield document
+                self.progress(taken)
+        except (arrow.ArrowException, OSError) as error:
+            if isinstance(error, StormError):
+                raise
+            reason = (str(error).splitlines() or ["unknown"])[0]
+            raise StorageError(f"{path}, after row {row}: damaged or truncated ({reason}). Write it again.") from error
+
+
+def _batches(path: Path, names: Sequence[str], *, parquet: bool) -> Iterator[tuple[Any, int]]:
+    """Record batches, each with the bytes of the file that it took."""
+    if parquet:
+        with pyarrow(".parquet").ParquetFile(path) as file:
+            present = [name for name in names if name in file.schema_arrow.names]
+            chosen = present if len(present) == len(names) else None  # all of them, for the error to list
+            each = path.stat().st_size / max(file.metadata.num_rows, 1)
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=chosen):
+                yield batch, int(each * batch.num_rows)
+    else:
+        with pyarrow().OSFile(str(path)) as file:
+            for batch in batches_of(path, file):
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    part = batch.slice(start, _BATCH_ROWS)
+                    yield part, part.nbytes
+
+
+def _content(found: dict[str, Any], name: str) -> Content:
+    content = found.get(name)
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(type(token) is int for token in content):
+        return content
+    if name not in found:
+        raise ValueError(f"no field {name!r} among {', '.join(map(repr, list(found)[:8])) or 'none'}")
+    raise ValueError(f"field {name!r} is neither a text nor a list of whole numbers but {type(content).__name__}")

@@ -1,0 +1,136 @@
+"""Arrays to packed rows, a few MiB at a time, in constant memory whatever the input's size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import SettingError, StorageError
+from ...core.sizes import MiB
+from ...memory.file_calls import storage_error
+from ..formats.arrow import CompressedArrow, batches_of
+from ..formats.arrow_tables import pyarrow, rows_of, selected, tensors_of
+from ..formats.dtypes import name_of
+from ..formats.hf_datasets import saved_files
+from ..formats.open import open_source
+from ..formats.paths import file_size, files_meant
+from ..source import DecodedSource, Field, FileSource, Shard
+from .writer import PackWriter
+
+_CHUNK_BYTES = 4 * MiB
+Progress = Callable[[int], None]
+Chunk = Mapping[str, Tensor]
+
+
+def pack_rows(
+    fields: Sequence[Field],
+    chunks: Iterable[Chunk],
+    out: Path,
+    *,
+    shard_bytes: int,
+    dtype: torch.dtype | None = None,
+    progress: Progress = lambda _: None,
+) -> int:
+    """Write rows that come in ``chunks`` into ``out``; returns how many. ``dtype`` is what floats become. Blocks."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise SettingError(f"--dtype {name_of(dtype)}: only floats of rows are converted. Accepted: a dtype of floats.")
+    written = [
+        replace(field, dtype=dtype) if dtype is not None and field.dtype.is_floating_point else field
+        for field in fields
+    ]
+    with PackWriter(out, kind="rows", fields=written, shard_bytes=shard_bytes) as writer:
+        for chunk in chunks:
+            writer.write({field.name: chunk[field.name].to(field.dtype) for field in written})
+            progress(sum(tensor.nbytes for tensor in chunk.values()))
+    return writer.rows
+
+
+def rows_to_pack(paths: Sequence[Path], columns: Sequence[str] | None) -> tuple[Sequence[Field], Iterator[Chunk], int]:
+    """What rows ``paths`` hold: their fields, the rows in chunks, and about how many bytes that will be.
+
+    As ``open_source`` sees them, but compressed Arrow files are decoded here.
+    """
+    try:
+        source = open_source(paths[0] if len(paths) == 1 else list(paths), columns=columns)
+    except CompressedArrow:
+        saved = saved_files(paths[0])
+        files = saved[0] if saved else [file for path in paths for file in files_meant(path)]
+        fields, chunks = arrow_chunks(files, saved[1] if saved and columns is None else columns)
+        return fields, chunks, sum(file_size(file) for file in files)
+    assert isinstance(source, FileSource | DecodedSource), "paths never mean items"
+    return source.fields, chunks_of(source), source.rows * source.row_bytes
+
+
+def chunks_of(source: FileSource | DecodedSource) -> Iterator[Chunk]:
+    """All rows of a source in order, a few MiB at a time, or a group of a decoded one."""
+    if isinstance(source, DecodedSource):
+        for group in range(len(source.groups)):
+            yield source.decode(group)
+        return
+    for shard in source.shards:
+        yield from _chunks_of_shard(source.fields, shard)
+
+
+def arrow_chunks(paths: Sequence[Path], columns: Sequence[str] | None) -> tuple[tuple[Field, ...], Iterator[Chunk]]:
+    """The fields and rows of Arrow files of any form, compressed ones too."""
+
+    def batches() -> Iterator[tuple[Path, int, Any]]:
+        arrow = pyarrow()
+        for path in paths:
+            row = 0
+            try:
+                with arrow.OSFile(str(path)) as file:
+                    for batch in batches_of(path, file):
+                        if batch.num_rows:
+                            yield path, row, batch.select(selected(str(path), batch.schema, columns))
+                        row += batch.num_rows
+            except (arrow.ArrowException, OSError) as error:
+                if isinstance(error, StorageError):
+                    raise
+                reason = (str(error).splitlines() or ["unknown"])[0]
+                raise StorageError(
+                    f"{path}, after row {row}: damaged or truncated ({reason}). Write it again."
+                ) from error
+
+    for path, row, batch in batches():
+        found = [rows_of(name, batch.column(name), str(path), row).field for name in batch.schema.names]
+        fields = tuple(found)
+        return fields, (tensors_of(fields, later, str(place), at) for place, at, later in batches())
+    raise SettingError(f"{paths[0]} has no rows (files read: {len(paths)}). Give data with at least one row.")
+
+
+def _chunks_of_shard(fields: Sequence[Field], shard: Shard) -> Iterator[Chunk]:
+    widest = max(max(strip.stride, field.row_bytes) for strip, field in zip(shard.strips, fields, strict=True))
+    step = max(_CHUNK_BYTES // widest, 1)
+    for first in range(0, shard.rows, step):
+        rows = min(step, shard.rows - first)
+        chunk = {}
+        for field, strip in zip(fields, shard.strips, strict=True):
+            data = _read(strip.path, strip.offset + first * strip.stride, (rows - 1) * strip.stride + field.row_bytes)
+            view = np.lib.stride_tricks.as_strided(data, (rows, field.row_bytes), (strip.stride, 1))
+            flat = torch.from_numpy(np.ascontiguousarray(view)).view(-1).view(field.dtype)
+            chunk[field.name] = flat.view(rows, *field.shape)
+        yield chunk
+
+
+def _read(path: Path, offset: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    data = np.empty(count, dtype=np.uint8)
+    done = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while done < count and (got := os.preadv(file.fileno(), [data.data[done:]], offset + done)):
+                done += got
+    except OSError as error:
+        raise storage_error(f"read {path}", error, numbers=f"{count} bytes at {offset}") from error
+    if done < count:
+        raise StorageError(
+            f"{path} ends at byte {offset + done}, {count} bytes at {offset} were expected. It has shrunk."
+        )
+    return data

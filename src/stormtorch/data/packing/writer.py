@@ -1,0 +1,200 @@
+"""Writes a packed directory (``packed.py``), so that it either has its name and is whole, or does not exist.
+
+Everything is written beside the place it will have, into ``.NAME.partial``; each file is on the disk before the next is
+begun; the index comes last; then the directory is renamed. An error or Ctrl-C removes what was written. Only a killed
+process or a power cut leaves the partial directory, which nothing takes for data, and the next writer clears.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from ...core.errors import SettingError, StorageError
+from ...memory.contained import check_no_link
+from ...memory.file_calls import storage_error
+from ..formats.packed import INDEX, Index, Kind, PackedFile, PackedShard, to_json
+from ..source import Field
+
+
+class PackWriter:
+    """Appends rows to shards of at most ``shard_bytes`` (at least one row). Use it in a ``with``; one thread only.
+
+    The end of the ``with`` finishes the directory; an exception in it removes everything.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        kind: Kind,
+        fields: Sequence[Field],
+        shard_bytes: int,
+        made_with: Mapping[str, object] | None = None,
+    ) -> None:
+        self.out, self.kind, self.fields = out, kind, tuple(fields)
+        self.made_with = dict(made_with or {})
+        self.rows = 0  # written so far
+        self._rows_per_shard = max(shard_bytes // sum(field.row_bytes for field in fields), 1)
+        self._shards: list[PackedShard] = []
+        self._open: list[_Column] = []
+        self._open_rows = 0
+        self._partial = _Partial(out)
+
+    def __enter__(self) -> Self:
+        self._partial.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            for column in self._open:
+                column.file.close()
+            self._partial.end()
+
+    def write(self, columns: Mapping[str, Tensor]) -> None:
+        """Append rows: for each field a CPU tensor ``(rows, *shape)`` of its dtype. Blocks while the disk is behind."""
+        tensors = [columns[field.name] for field in self.fields]
+        count = len(tensors[0])
+        for tensor, field in zip(tensors, self.fields, strict=True):
+            assert (tensor.dtype, *tensor.shape) == (field.dtype, count, *field.shape), field.name
+        done = 0
+        while done < count:
+            if not self._open:
+                self._open_rows = 0
+                for field in self.fields:  # one by one: those that are open get closed if the next cannot be
+                    self._open.append(_Column(self._partial.place / self._file_name(field)))
+            taken = min(count - done, self._rows_per_shard - self._open_rows)
+            for column, tensor in zip(self._open, tensors, strict=True):
+                column.append(tensor[done : done + taken])
+            self._open_rows += taken
+            self.rows += taken
+            done += taken
+            if self._open_rows == self._rows_per_shard:
+                self._end_shard()
+
+    def _file_name(self, field: Field) -> str:
+        # A field may have any name, a file not: its number says which it is, the index says what it is called.
+        return f"{len(self._shards):05d}-{self.fields.index(field)}.bin"
+
+    def _end_shard(self) -> None:
+        files = tuple(column.end() for column in self._open)
+        self._shards.append(PackedShard(rows=self._open_rows, files=files))
+        self._open = []
+
+    def _finish(self) -> None:
+        if self._open:
+            self._end_shard()
+        if not self.rows:
+            raise SettingError(
+                f"Nothing to pack into {self.out}: the input has no rows. Give data with at least one row."
+            )
+        index = Index(kind=self.kind, fields=self.fields, shards=tuple(self._shards))
+        column = _Column(self._partial.place / INDEX)
+        self._open = [column]
+        column.append(torch.frombuffer(bytearray(to_json(index, self.made_with).encode()), dtype=torch.uint8))
+        column.end()
+        self._partial.publish()
+
+
+class _Column:
+    """One file that is being written, with its checksum so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.bytes, self.crc32 = path, 0, 0
+        try:
+            self.file: BinaryIO = path.open("xb", buffering=0)
+        except OSError as error:
+            raise storage_error(f"create {path}", error) from error
+
+    def append(self, rows: Tensor) -> None:
+        data = rows.contiguous().view(-1).view(torch.uint8).numpy().data
+        self.crc32 = zlib.crc32(data, self.crc32)
+        try:
+            while data:
+                written = self.file.write(data)
+                self.bytes += written
+                data = data[written:]
+        except OSError as error:
+            raise storage_error(f"write {self.path}", error, numbers=f"{self.bytes} bytes written") from error
+
+    def end(self) -> PackedFile:
+        try:
+            os.fsync(self.file.fileno())
+            self.file.close()
+        except OSError as error:
+            raise storage_error(f"write {self.path}", error, numbers=f"{self.bytes} bytes written") from error
+        return PackedFile(name=self.path.name, bytes=self.bytes, crc32=self.crc32)
+
+
+class _Partial:
+    """The directory that is being filled. A lock on it, which ends with the process, says that somebody does."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.place = out.parent / f".{out.name}.partial"
+        self._lock = -1
+
+    def begin(self) -> None:
+        """Make the directory, or clear what a killed process left. Refuses if ``out`` exists or is being written."""
+        if not self.out.name or self.out.name == "..":
+            raise SettingError(f"{str(self.out)!r} is no name for a directory. Name one that does not exist yet.")
+        try:
+            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+                raise SettingError(f"{self.out} exists already. Remove it, or name another directory.")
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.place.mkdir(exist_ok=True)
+            check_no_link(self.place)  # what lies in there is removed
+            self._lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever wrote here may have ended between our open and our lock, and what we locked has its name now.
+            if os.stat(self.place).st_ino != os.fstat(self._lock).st_ino:  # noqa: PTH116
+                raise BlockingIOError
+            for left in self.place.iterdir():
+                left.unlink()
+        except (BlockingIOError, FileNotFoundError) as error:
+            self._release()
+            raise SettingError(f"Another process is packing into {self.out}. Wait for it, or name another.") from error
+        except OSError as error:
+            self._release()
+            raise error if isinstance(error, StorageError) else storage_error(f"create {self.place}", error) from error
+        except BaseException:
+            self._release()
+            raise
+
+    def publish(self) -> None:
+        """Give the directory its name. What it holds is on the disk already; afterwards the name is too."""
+        try:
+            os.fsync(self._lock)
+            self.place.rename(self.out)
+            parent = os.open(self.out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(parent)
+            finally:
+                os.close(parent)
+        except OSError as error:
+            raise storage_error(f"rename {self.place} to {self.out}", error) from error
+
+    def end(self) -> None:
+        """Remove what was not published. Safe to call twice."""
+        if self._lock >= 0 and self.place.exists() and self.place.stat().st_ino == os.fstat(self._lock).st_ino:
+            shutil.rmtree(self.place, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

@@ -1,0 +1,83 @@
+"""How a source is read, with the reason: out of the page cache if it fits there, else in windows with direct I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ...core.errors import SettingError
+from ...core.sizes import GiB, format_bytes
+from ...memory import limits
+from ...memory.files import open_file
+from ...memory.ledger import Ledger
+from ...native.cores import usable_count
+from ..source import FileSource
+from .cached_reader import CachedReader
+from .file_windows import FileWindows
+from .order import Order
+from .reader import Reader
+from .window_reader import WindowReader, windows_needed
+
+Reading = Literal["auto", "cached", "direct"]
+_LEAST_CORES = 4  # beside those that launch work and gather rows, one or two to copy once more
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``cached`` or ``direct``, and why."""
+
+    mode: Literal["cached", "direct"]
+    reason: str
+
+
+def choose(source: FileSource, reading: Reading) -> Choice:
+    """The way to read ``source``. Asks how much RAM is free, and nothing else."""
+    if reading not in ("auto", "cached", "direct"):
+        raise SettingError(f"reading={reading!r} is not accepted. Accepted: 'auto', 'cached', 'direct'.")
+    if reading != "auto":
+        return Choice(reading, f"reading={reading!r}")
+    size = source.rows * source.row_bytes
+    free, total = limits.host_available_bytes(), limits.host_total_bytes()
+    kept = min(max(2 * GiB, total // 10), free // 2)
+    numbers = f"{format_bytes(size)} of data, {format_bytes(free)} of RAM free, {format_bytes(kept)} kept for others"
+    return Choice("cached" if size <= free - kept else "direct", numbers)
+
+
+def open_reader(
+    source: FileSource,
+    order: Order,
+    choice: Choice,
+    *,
+    ledger: Ledger,
+    threads: int | None,
+    batch_rows: int,
+    used_rows: int,
+    device: torch.device,
+) -> Reader:
+    """The reader of that choice, for batches to ``device``. Starts threads; with windows, takes their memory."""
+    copiers = threads or max(1, min(4, usable_count() - 1))  # whoever waits for a batch is one more
+    if choice.mode == "cached":
+        return CachedReader(source, order, threads=copiers, reason=choice.reason)
+    if order.settings.shuffle == "full":
+        raise SettingError(
+            f"shuffle='full' reads rows one by one, in random order, and {source.name} is read from disk "
+            f"({choice.reason}). Use shuffle=True, or reading='cached' where RAM is large enough after all."
+        )
+    with open_file(source.shards[0].strips[0].path) as trial:
+        direct, why = trial.mode == "direct", trial.mode_reason
+    windows = FileWindows(
+        source,
+        order,
+        ledger=ledger,
+        count=windows_needed(order, batch_rows),
+        direct=direct,
+        staged=device.type == "cuda" and usable_count() >= _LEAST_CORES,
+        reason=f"{choice.reason}; {why}",
+    )
+    try:
+        return WindowReader(windows, order, threads=copiers, used_rows=used_rows)
+    except BaseException:
+        windows.close()
+        raise

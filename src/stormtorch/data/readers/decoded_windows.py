@@ -1,0 +1,175 @@
+"""Windows of rows that must be decoded: whole groups, each decoded once while it is needed, by a few threads.
+
+These are Python threads; a decoder (Parquet's) spends its time outside the GIL. A group that lies across two windows
+stays until both are used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+from torch import Tensor
+
+from ...core.errors import OutOfBudget, SettingError
+from ...core.sizes import format_bytes
+from ...core.tags import Tag, Tier
+from ...memory.ledger import Ledger, Reservation
+from ...native.cores import usable_count
+from ..source import DecodedSource
+from .order import Order, Window
+from .permutations import Rows
+from .reader import Reader
+from .window_reader import Load, WindowReader, Windows, windows_needed
+
+_TICK_S = 0.2  # a wait for a thread that is not cut into slices cannot be interrupted
+
+
+class _Group:
+    """One group of rows in memory, or on its way there, and how many windows need it."""
+
+    def __init__(self, rows: Future[Mapping[str, Tensor]], charge: Reservation) -> None:
+        self.rows, self.charge, self.users = rows, charge, 0
+
+
+class DecodedWindows(Windows):
+    """Up to ``count`` windows of ``source``; each group is charged before it is decoded."""
+
+    mode = "decoded"
+
+    def __init__(self, source: DecodedSource, *, ledger: Ledger, count: int, threads: int) -> None:
+        self.source, self._ledger, self.room = source, ledger, count
+        self.reason = "rows must be decoded"
+        self.row_bytes = [field.row_bytes for field in source.fields]
+        self.ends = np.cumsum(np.asarray(source.groups, dtype=np.int64))
+        self.starts = self.ends - np.asarray(source.groups, dtype=np.int64)
+        self._groups: dict[int, _Group] = {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="storm-decode")
+
+    def has_room(self) -> bool:
+        return self.room > 0
+
+    def load(self, window: Window) -> Load:
+        numbers = np.searchsorted(self.ends, window.firsts, side="right")
+        load = _DecodedLoad(self, window, numbers)
+        try:
+            for number in load.needed:
+                self._need(number)
+                load.held.append(number)
+        except BaseException:
+            self.let_go(load.held)
+            raise
+        self.room -= 1
+        return load
+
+    def group(self, number: int) -> Mapping[str, Tensor]:
+        """The rows of a group; blocks until they are there, raises what went wrong."""
+        rows = self._groups[number].rows
+        while not rows.done():
+            wait([rows], timeout=_TICK_S)
+        return rows.result()
+
+    def is_there(self, number: int) -> bool:
+        rows = self._groups[number].rows
+        return rows.done() and not rows.cancelled() and rows.exception() is None
+
+    def is_lost(self, number: int) -> bool:
+        rows = self._groups[number].rows
+        return rows.cancelled() or (rows.done() and rows.exception() is not None)
+
+    def let_go(self, numbers: list[int]) -> None:
+        """A window that needed these groups does not any more."""
+        while numbers:
+            group = self._groups[numbers[-1]]
+            group.users -= 1
+            if group.users == 0:
+                if not group.rows.cancel():
+                    wait([group.rows])
+                del self._groups[numbers[-1]]
+                group.charge.release()
+            numbers.pop()
+
+    def cancel(self) -> None:
+        rows = [group.rows for group in self._groups.values()]
+        for one in rows:
+            one.cancel()
+        while wait(rows, timeout=_TICK_S).not_done:
+            pass
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for group in self._groups.values():
+            group.charge.release()
+        self._groups.clear()
+
+    def _need(self, number: int) -> None:
+        if number not in self._groups:
+            size = int(self.source.groups[number]) * self.source.row_bytes
+            free = self._ledger.free_bytes(Tier.HOST)
+            try:
+                charge = self._ledger.reserve(Tier.HOST, Tag.DATA, size)
+            except OutOfBudget as error:
+                raise OutOfBudget(
+                    f"Cannot take {format_bytes(size)} of RAM to decode group {number} of {self.source.name}",
+                    f"{format_bytes(max(0, free))} left of the budget, {self.source.groups[number]} rows in the group",
+                    error.limit,
+                    "Raise it, give a smaller window=, or `storm data pack` the data.",
+                ) from error
+            self._groups[number] = _Group(self._pool.submit(self.source.decode, number), charge)
+        self._groups[number].users += 1
+
+
+class _DecodedLoad(Load):
+    def __init__(self, windows: DecodedWindows, window: Window, numbers: Rows) -> None:
+        self._windows, self._window, self._numbers = windows, window, numbers
+        self.needed: list[int] = list(dict.fromkeys(numbers.tolist()))
+        self.held: list[int] = []
+
+    def ready(self) -> bool:
+        return all(self._windows.is_there(number) for number in self.needed)
+
+    def wait(self) -> None:
+        for number in self.needed:
+            self._windows.group(number)
+
+    def failed(self) -> bool:
+        return any(self._windows.is_lost(number) for number in self.needed)
+
+    def addresses(self, field: int) -> Rows:
+        windows, window = self._windows, self._window
+        name, size = windows.source.fields[field].name, windows.row_bytes[field]
+        bases = {}
+        for number in self.needed:
+            tensor = windows.group(number)[name]
+            assert tensor.is_contiguous(), name
+            assert tensor.nbytes == windows.source.groups[number] * size, name
+            bases[number] = tensor.data_ptr()
+        firsts = np.asarray([bases[number] for number in self._numbers.tolist()], dtype=np.int64)
+        firsts += (window.firsts - windows.starts[self._numbers]) * size
+        starts = np.cumsum(window.counts) - window.counts
+        natural = np.arange(int(window.counts.sum()), dtype=np.int64) * size
+        natural += np.repeat(firsts - starts * size, window.counts)
+        return natural if window.mixed is None else natural[window.mixed]
+
+    def release(self) -> None:
+        self._windows.let_go(self.held)
+        self._windows.room += 1
+
+
+def open_decoded_reader(
+    source: DecodedSource, order: Order, *, ledger: Ledger, threads: int | None, batch_rows: int, used_rows: int
+) -> Reader:
+    """Starts threads; takes no memory before the first batch is asked for."""
+    if order.settings.shuffle == "full":
+        raise SettingError(
+            f"shuffle='full' reads rows one by one, in random order, and {source.name} is decoded in whole groups. "
+            "Use shuffle=True, or `storm data pack` the data first."
+        )
+    threads = threads or min(4, usable_count())
+    windows = DecodedWindows(source, ledger=ledger, count=windows_needed(order, batch_rows), threads=threads)
+    try:
+        return WindowReader(windows, order, threads=threads, used_rows=used_rows)
+    except BaseException:
+        windows.close()
+        raise

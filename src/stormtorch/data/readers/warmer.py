@@ -1,0 +1,79 @@
+"""Brings data into the page cache, in the order in which it will be used first, at the rate of large reads.
+
+Rows in random order out of files that are not in the page cache yet would be read a few KiB at a time. So while the
+first epoch runs, a thread goes through its windows and asks the kernel to read their blocks. Whatever is there already
+costs next to nothing. The data fits in RAM, or it would not be read this way; so there is no harm in being far ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...native.rows import PENDING, PIECE, RowsJob, RowsPool, open_rows
+from .descriptors import CannotOpen, Descriptors
+from .layout import Layout
+from .order import Order, Window
+
+_JOBS = 2  # windows handed to the thread at a time, so that it never runs dry
+
+
+class Warmer:
+    """``step`` it now and then; it ends by itself."""
+
+    def __init__(self, layout: Layout, order: Order, descriptors: Descriptors, epoch: int, first: int) -> None:
+        """Begins with the window of place ``first`` of ``epoch``."""
+        self._layout, self._descriptors = layout, descriptors
+        self._windows: Iterator[Window] = order.windows_from(epoch, first)
+        self._jobs: deque[tuple[RowsJob, list[int]]] = deque()
+        self._pool: RowsPool | None = open_rows(1)
+
+    def step(self) -> None:
+        """Hand over what comes next, if the thread has little left to do. Does not block."""
+        while self._pool is not None:
+            while self._jobs and self._pool.state(self._jobs[0][0]) != PENDING:
+                self._descriptors.give_back(self._jobs.popleft()[1])
+            if len(self._jobs) >= _JOBS:
+                return
+            window = next(self._windows, None)
+            if window is not None:
+                self._announce(window)
+            elif not self._jobs:
+                self.close()
+            else:
+                return
+
+    @property
+    def ended(self) -> bool:
+        """Whether it came to its end, or was closed."""
+        return self._pool is None
+
+    def close(self) -> None:
+        """Drop what is left. Blocks for the block at hand at most."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+        while self._jobs:
+            self._descriptors.give_back(self._jobs.popleft()[1])
+
+    def _announce(self, window: Window) -> None:
+        layout = self._layout
+        shards = layout.shards_of(window.firsts)
+        inside = window.firsts - layout.starts[shards]
+        pieces = np.zeros((len(layout.columns) * len(shards), len(PIECE)), dtype=np.int64)
+        for lines, column in zip(np.split(pieces, len(layout.columns)), layout.columns, strict=True):
+            lines[:, 0] = column.files[shards]
+            lines[:, 1] = column.offsets[shards] + inside * column.strides[shards]
+            lines[:, 2] = lines[:, 3] = (window.counts - 1) * column.strides[shards] + column.row_bytes
+        files: list[int] = np.unique(pieces[:, 0]).tolist()
+        try:
+            lent = self._descriptors.lend(files) if len(files) <= self._descriptors.limit // 4 else None
+        except CannotOpen:
+            return  # the read that needs it tells
+        if lent is None:
+            return  # only a hint, not worth the descriptors of reads
+        pieces[:, 0] = np.asarray([file.fd for file in lent])[np.searchsorted(files, pieces[:, 0])]
+        assert self._pool is not None
+        self._jobs.append((self._pool.submit(pieces, None), files))

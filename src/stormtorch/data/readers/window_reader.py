@@ -1,0 +1,273 @@
+"""Data beyond RAM: whole windows are read ahead, and batches are gathered out of them.
+
+A window's rows are used in random order, so all of it must be there before its first batch, and its memory is free
+only after its last. While one is used the next is read: two windows of memory keep the disk busy without a pause,
+because the memory of a window that was used up is filled again before anybody waits for the next one. A batch that
+lies across two windows is gathered in two parts for that reason: the first must not hold up its window.
+
+Reading runs on into the next epoch, as the order of that is known already. Whoever then asks for something else lets
+those reads be dropped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...core.errors import OutOfBudget
+from ...native.rows import DONE, PENDING, PIECE, RowsJob, RowsPool, open_rows
+from .order import Order, Window
+from .permutations import Rows
+from .reader import Read, Reader
+
+
+class Load(ABC):
+    """A window on its way into memory."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether it is all there. Does not block."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until it is all there; raises StormError with the file and the row if it never will be."""
+
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether it is known that it never will be. Does not block."""
+
+    @abstractmethod
+    def addresses(self, field: int) -> Rows:
+        """Where each row of one field lies, in the order of use. Only when it is all there."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Its memory may be used for another window. Nothing may read it any more. If it is still on its way, block."""
+
+
+class Windows(ABC):
+    """Memory for a few windows, and what fills it."""
+
+    mode: str
+    reason: str
+    row_bytes: Sequence[int]  # of each field
+
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether there is memory for one more."""
+
+    @abstractmethod
+    def load(self, window: Window) -> Load:
+        """Begin to load a window. There must be room."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Drop the loads that are on their way, so that releasing them is quick. Blocks until nothing is written."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Resident:
+    """A window in memory, or on its way there. ``left`` rows have not been handed to the pool."""
+
+    key: tuple[int, int]
+    window: Window
+    load: Load
+    left: int
+    gathers: list[RowsJob] = field(default_factory=list)  # copies out of it that may still run
+    tables: dict[int, Rows] = field(default_factory=dict)
+
+    def addresses(self, number: int) -> Rows:
+        """Where the rows of one field lie, in the order of use; the window must be there."""
+        if number not in self.tables:
+            self.tables[number] = self.load.addresses(number)
+        return self.tables[number]
+
+
+@dataclass(slots=True)
+class _Part:
+    """Rows of a batch that come out of one window. ``job`` is None until the window is there."""
+
+    resident: _Resident
+    skip: int
+    count: int
+    at: int  # row of the batch where they go
+    job: RowsJob | None = None
+
+
+class WindowRead(Read):
+    def __init__(self, reader: WindowReader, parts: list[_Part], targets: Sequence[int], keep: object) -> None:
+        self._reader, self._parts, self._targets, self._keep = reader, parts, targets, keep
+
+    @property
+    def rows(self) -> Rows:  # type: ignore[override]
+        found = [part.resident.window.rows()[part.skip : part.skip + part.count] for part in self._parts]
+        return np.concatenate(found)
+
+    def ready(self) -> bool:
+        self._reader.refill()
+        return all(part.job is not None and self._reader.pool.state(part.job) == DONE for part in self._parts)
+
+    def gather(self) -> bool:
+        """Hand over the parts whose windows are there; False if some are not, or never will be: ``wait`` says why."""
+        for part in self._parts:
+            if part.job is None:
+                if not part.resident.load.ready():
+                    return False
+                part.job = self._reader.submit(part, self._targets, self._keep)
+        return True
+
+    def wait(self) -> None:
+        for part in self._parts:
+            if part.job is None:
+                self._reader.drain(part.resident)  # the next window is asked for before we wait for this one
+                part.resident.load.wait()
+                part.job = self._reader.submit(part, self._targets, self._keep)
+        for part in self._parts:
+            assert part.job is not None
+            state = self._reader.pool.wait(part.job, help=True)
+            assert state == DONE, f"copies of memory cannot fail, but this ended as {state}"
+        self._keep = None
+        self._reader.refill()
+
+
+class WindowReader(Reader):
+    """Batches out of windows."""
+
+    def __init__(self, windows: Windows, order: Order, *, threads: int, used_rows: int) -> None:
+        """``used_rows``: of an epoch, those that are asked for; what fills no batch may be left out."""
+        self.mode, self.reason = windows.mode, windows.reason
+        self.pool: RowsPool = open_rows(threads)
+        self._windows, self._order, self._used_rows = windows, order, used_rows
+        self._resident: deque[_Resident] = deque()
+        self._next = (0, 0)  # the window to load next
+        self._ahead: Window | None = None  # that window, once it was worked out
+        self._skip = 0  # rows at its begin that nobody will ask for
+        self._unread: deque[WindowRead] = deque()  # reads with parts that wait for their windows
+
+    def stop(self) -> None:
+        self._unread.clear()
+        self.pool.cancel()
+
+    def restart(self, epoch: int, first: int) -> None:
+        self.stop()
+        number, skip = divmod(first, self._order.window_rows)
+        while self._resident and self._resident[0].left == 0:
+            self._resident.popleft().load.release()
+        # What was read ahead into the next epoch is welcome if that is what comes, and nothing has been taken from it.
+        head = self._resident[0] if self._resident else None
+        if (
+            head is None
+            or head.key != (epoch, number)
+            or head.gathers
+            or head.left != self._rows_of(number) - skip
+            or any(resident.load.failed() for resident in self._resident)
+        ):
+            self._drop_all()
+            self._next, self._skip, self._ahead = (epoch, number), skip, None
+        self.refill()
+
+    def start(self, epoch: int, first: int, count: int, targets: Sequence[int], keep: object) -> Read | None:
+        parts: list[_Part] = []
+        at = 0
+        while at < count:
+            window, skip = divmod(first + at, self._order.window_rows)
+            resident = self._find((epoch, window))
+            if resident is None:
+                return None
+            part = min(count - at, self._rows_of(window) - skip)
+            parts.append(_Part(resident, skip, part, at))
+            at += part
+        read = WindowRead(self, parts, targets, keep)
+        self._unread.append(read)
+        self._gather()
+        return read
+
+    def submit(self, part: _Part, targets: Sequence[int], keep: object) -> RowsJob:
+        """Copy a part's rows to their places."""
+        sizes = self._windows.row_bytes
+        pieces = np.zeros((len(sizes) * part.count, len(PIECE)), dtype=np.int64)
+        for number, (size, target) in enumerate(zip(sizes, targets, strict=True)):
+            lines = pieces[number * part.count : (number + 1) * part.count]
+            lines[:, 0] = -1
+            lines[:, 1] = part.resident.addresses(number)[part.skip : part.skip + part.count]
+            lines[:, 2] = lines[:, 3] = size
+            begin = target + part.at * size
+            lines[:, 4] = np.arange(begin, begin + part.count * size, size)
+        job = self.pool.submit(pieces, keep)
+        part.resident.gathers.append(job)
+        part.resident.left -= part.count
+        return job
+
+    def refill(self) -> None:
+        """Gather from windows that have come, release those that are used up, load the next ones. Does not block."""
+        self._gather()
+        while self._resident and self._is_used_up(self._resident[0]):
+            self._resident.popleft().load.release()
+        self._load_ahead()
+
+    def _gather(self) -> None:
+        while self._unread and self._unread[0].gather():
+            self._unread.popleft()
+
+    def drain(self, before: _Resident | None) -> None:
+        """Wait for copies out of windows that are used up, up to ``before``, which takes no time; load ahead."""
+        while self._resident and self._resident[0] is not before and self._resident[0].left == 0:
+            for job in self._resident[0].gathers:
+                self.pool.wait(job)
+            self._resident.popleft().load.release()
+        self._load_ahead()
+
+    def close(self) -> None:
+        try:
+            self.pool.close()
+            self._drop_all()
+        finally:
+            self._windows.close()
+
+    def _load_ahead(self) -> None:
+        while self._windows.has_room():
+            epoch, number = self._next
+            self._ahead = self._ahead or self._order.window(epoch, number)
+            try:
+                load = self._windows.load(self._ahead)
+            except OutOfBudget as error:
+                self.refused = error  # when the one in use has gone there may be room
+                return
+            self.refused = None
+            left = self._rows_of(number) - self._skip
+            self._resident.append(_Resident((epoch, number), self._ahead, load, left))
+            self._skip, self._ahead = 0, None
+            self._next = (epoch, number + 1) if self._rows_of(number + 1) > 0 else (epoch + 1, 0)
+
+    def _find(self, key: tuple[int, int]) -> _Resident | None:
+        return next((resident for resident in self._resident if resident.key == key), None)
+
+    def _is_used_up(self, resident: _Resident) -> bool:
+        if resident.left > 0:
+            return False
+        resident.gathers = [job for job in resident.gathers if self.pool.state(job) == PENDING]
+        return not resident.gathers
+
+    def _drop_all(self) -> None:
+        self._windows.cancel()
+        while self._resident:
+            resident = self._resident.popleft()
+            for job in resident.gathers:
+                self.pool.wait(job)
+            resident.load.release()
+
+    def _rows_of(self, window: int) -> int:
+        return min(self._order.window_rows, self._used_rows - window * self._order.window_rows)
+
+
+def windows_needed(order: Order, batch_rows: int) -> int:
+    """One that is used and one that is read; more if a batch is larger than a window, fewer if there are no more."""
+    across = -(-max(0, batch_rows - 1) // order.window_rows) + 1  # windows that one batch may touch
+    return max(2, across + (across > 2))

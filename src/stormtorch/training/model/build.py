@@ -1,0 +1,141 @@
+"""The model of a run: which kind it is, how it is built, how a batch becomes its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.errors import OutOfBudget, SettingError
+from ...core.sizes import format_bytes
+from ...memory.limits import host_available_bytes
+from ..settings.train_settings import TrainSettings, is_callable_name
+from . import hf_model
+from .chunked_loss import ChunkedLoss
+from .lora import add_adapters
+from .own_model import Loss, make_model, own_loss
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A model that is ready to be streamed.
+
+    ``weights``: the directory whose files are to be read into it afterwards; None where its values are there.
+    """
+
+    model: nn.Module
+    loss: Loss
+    weights: Path | None
+    read_bytes: int  # of the files that its values come from; 0 where there are none
+    by_tokens: bool  # whether the loss is a mean over the tokens that are to be learnt
+    origin: str  # where its values come from, for the user
+    copy_files: Callable[[Path], None]  # puts files of the model that training does not touch into a checkpoint
+    opening: Callable[[str], str]  # how to open a checkpoint of it, in one line
+
+
+def build(settings: TrainSettings, *, values: bool) -> Built:
+    """Build the model; without ``values`` a checkpoint follows, so none are made where that saves time."""
+    assert settings.model is not None
+    if is_callable_name(settings.model):
+        model = make_model(settings.model, DTYPES.get(settings.dtype))
+        return Built(
+            model=model,
+            loss=own_loss(settings.loss),
+            weights=None,
+            read_bytes=0,
+            by_tokens=False,
+            origin=f"as {settings.model} made it",
+            copy_files=lambda _: None,
+            opening=lambda path: f"Open it: stormtorch.checkpoint.load_weights(model, {path!r})",
+        )
+    return _build_hf(Path(settings.model), settings, values=values or settings.lora_rank > 0)
+
+
+def build_outline(settings: TrainSettings) -> nn.Module | None:
+    """The model on the meta device, adapters and all; None for one that only code of the user's can build."""
+    assert settings.model is not None
+    if is_callable_name(settings.model):
+        return None
+    model = hf_model.build_empty(hf_model.read_config(Path(settings.model)), DTYPES[settings.dtype])
+    return add_adapters(model, settings, values=False) if settings.lora_rank else model
+
+
+def check_base(settings: TrainSettings) -> None:
+    """Adapters need a model under them that is somewhere."""
+    path = Path(str(settings.model))
+    if path.exists() and not hf_model.weight_files(path):
+        raise SettingError(
+            f"--lora-rank {settings.lora_rank}, and --model {path} has no weights: adapters are saved without the "
+            "model under them, which would be lost. Name a model with weights, or train all of it."
+        )
+
+
+def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
+    dtype = DTYPES[settings.dtype]
+    config = hf_model.read_config(path)
+    weights: Path | None = None
+    files = hf_model.weight_files(path) if values else []
+    with torch.random.fork_rng(devices=[]):  # random weights are those of the seed
+        model = hf_model.build_empty(config, dtype)
+    if not values:
+        origin = "from the checkpoint"
+    elif not files:
+        _check_room(model, path)
+        model, origin = hf_model.build_random(config, dtype), f"random, seed {settings.seed}"
+    else:
+        reason = hf_model.why_not_direct(model, path)
+        if reason is None:
+            weights, origin = path, f"read from {path} straight into their homes"
+        else:
+            _check_room(model, path)
+            model = hf_model.build_in_ram(path, config, dtype)
+            origin = f"loaded by transformers, then moved: {reason}"
+    base = model
+    hf_model.take_generation_config(base, path)
+    if settings.lora_rank:
+        _name_base(base, path)
+        model = add_adapters(model, settings)
+    return Built(
+        model=model,
+        loss=ChunkedLoss(base) if settings.chunked_loss else hf_model.hf_loss,
+        weights=weights,
+        read_bytes=sum(file.stat().st_size for file in files if file.is_file()),
+        by_tokens=True,
+        origin=origin,
+        copy_files=lambda folder: hf_model.copy_generation_config(path, folder),
+        opening=_opening_adapters if settings.lora_rank else _opening,
+    )
+
+
+def _name_base(model: nn.Module, path: Path) -> None:
+    """What adapters call their base. peft reads a path from the directory that it runs in, so one that the user gave as
+    relative stays so; what lies in the Hub's cache has a name that is known everywhere."""
+    found = hf_model.hub_name(path)
+    anything: Any = model
+    anything.name_or_path = anything.config.name_or_path = str(path) if found is None else found[0]
+
+
+def _check_room(model: nn.Module, path: Path) -> None:
+    """Before a model is made in RAM, where nobody counts yet: what it takes at least. The system would kill us."""
+    size, room = sum(parameter.nbytes for parameter in model.parameters()), host_available_bytes()
+    if size > room:
+        raise OutOfBudget(
+            f"Cannot make {path} in RAM",
+            f"its weights alone take {format_bytes(size)}, and {format_bytes(room)} are free",
+            "The limit is what other programs leave.",
+            "Take a smaller model, or a machine with more RAM.",
+        )
+
+
+def _opening(path: str) -> str:
+    return f"Open it: transformers.AutoModelForCausalLM.from_pretrained({path!r})"
+
+
+def _opening_adapters(path: str) -> str:
+    return f"Open it: peft.AutoPeftModelForCausalLM.from_pretrained({path!r})"

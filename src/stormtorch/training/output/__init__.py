@@ -1,0 +1,1 @@
+"""The folder of a run: checkpoints, metrics, and resuming from them."""

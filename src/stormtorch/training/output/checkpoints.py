@@ -1,0 +1,124 @@
+"""Saving during a run: in the background, the oldest removed when the newest is there. A full disk does not end it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...api import Session
+from ...checkpoint.folder import read_manifest
+from ...core.errors import CheckpointError, StorageError
+from ...memory.file_calls import storage_error
+from ..reporting.usage import Spent
+from .run_folder import RunFolder
+
+WriteFiles = Callable[[Path, int, bool], None]
+OnSaved = Callable[[int, Spent], None]
+
+
+class Checkpoints:
+    """``save`` starts or makes a checkpoint; ``poll``, after every step, tidies up when one was completed.
+
+    ``write_files`` puts files beside the weights: it is given the folder, the step, and whether the optimizer's states
+    are there too. ``on_saved`` is told of each that is complete: its step, and what it took since it was asked for.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        folder: RunFolder,
+        *,
+        keep: int,
+        optimizer: bool,
+        write_files: WriteFiles,
+        warn: Callable[[str], None],
+        on_saved: OnSaved,
+        last: Path | None = None,
+    ) -> None:
+        self._session, self._folder, self._keep, self._optimizer = session, folder, keep, optimizer
+        self._write_files, self._warn, self._on_saved = write_files, warn, on_saved
+        self._coming: Path | None = None
+        self._step, self._began_s = 0, 0.0
+        self.last = last  # the newest that is known to be complete
+        self.weights_alone: Path | None = None  # what was saved at the end, where there was no room for more
+
+    def save(self, step: int, also: dict[str, Any], *, wait: bool) -> bool:
+        """Whether it went well so far. A disk that is full is said; the run goes on, and the last one is intact."""
+        path = self._folder.checkpoint(step)
+        self.finish()
+        began_s = time.perf_counter()
+        try:
+            self._write(path, step, also, wait=wait, optimizer=self._optimizer)
+        except StorageError as error:
+            self._say_failed(path, error, goes_on=not wait)
+            return False
+        self._coming, self._step, self._began_s = path, step, began_s
+        if wait:
+            self.poll()
+        return True
+
+    def save_weights_alone(self, step: int, also: dict[str, Any]) -> None:
+        """For the end of a run whose last checkpoint was not saved: what can be used is, if there is room for that.
+
+        Nothing is removed for it: the last one with the optimizer's states stays."""
+        path = self._folder.checkpoint(step)
+        began_s = time.perf_counter()
+        try:
+            self._write(path, step, also, wait=True, optimizer=False)
+        except StorageError as error:
+            self._warn(f"Nor were the weights alone: {error}")
+            return
+        self.weights_alone = path
+        self._on_saved(step, _spent(path, began_s))
+
+    def poll(self) -> None:
+        """Note what was completed in the background, and remove what is too old. Costs one look at a file name."""
+        if self._coming is None or not self._coming.exists():
+            return
+        self.last, self._coming = self._coming, None
+        self._on_saved(self._step, _spent(self.last, self._began_s))
+        try:
+            self._folder.prune(self._keep)
+        except StorageError as error:
+            self._warn(f"An old checkpoint could not be removed: {error}")
+
+    def finish(self) -> bool:
+        """Wait for a save in the background; whether there is none that failed."""
+        if self._coming is None:
+            return True
+        try:
+            self._session.synchronize()
+        except StorageError as error:
+            self._say_failed(self._coming, error, goes_on=True)
+            self._coming = None
+            return False
+        self.poll()
+        return True
+
+    def _say_failed(self, path: Path, error: StorageError, *, goes_on: bool) -> None:
+        good = f"The last good one is {self.last}." if self.last is not None else "There is no checkpoint yet."
+        self._warn(f"{path.name} was not saved: {error} {'Training goes on. ' if goes_on else ''}{good}")
+
+    def _write(self, path: Path, step: int, also: dict[str, Any], *, wait: bool, optimizer: bool) -> None:
+        try:
+            self._session.save(
+                path,
+                also=also,
+                files=lambda folder: self._write_files(folder, step, optimizer),
+                wait=wait,
+                optimizer=optimizer,
+            )
+        except StorageError:
+            raise
+        except OSError as error:  # what a tokenizer's own writing raised
+            raise storage_error(f"write {path}", error) from error
+
+
+def _spent(path: Path, began_s: float) -> Spent:
+    seconds = time.perf_counter() - began_s
+    try:
+        return Spent(seconds, read_manifest(path).total_bytes)
+    except (CheckpointError, StorageError):  # it was there; somebody has removed it meanwhile
+        return Spent(seconds, 0)

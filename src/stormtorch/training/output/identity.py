@@ -1,0 +1,147 @@
+"""What decides the numbers of a run. A checkpoint carries it; a run that resumes must have the same.
+
+Placement (vram, ram, device, step, activations) is not in it: where something is computed never changes a result. Nor
+is how often something is saved, logged or evaluated. The data is, by its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...checkpoint import disk
+from ...checkpoint.folder import file_in, read_manifest
+from ...core.errors import CheckpointError, SettingError, StorageError
+from ...memory.contained import parse_json, read_small
+from ..model.hf_model import fingerprint, samples, values_in_config
+from ..settings.schedule import warmup_steps
+from ..settings.train_settings import TrainSettings, is_callable_name
+
+RUN_FILE = Path("storm") / "run.json"
+_CONFIG, _SAMPLES = "config of the model", "samples of the model's weights"
+_NEWER = {_CONFIG, _SAMPLES}  # older checkpoints do not say
+_SETTINGS = (
+    "sequence",
+    "batch",
+    "accumulate",
+    "optimizer",
+    "lr",
+    "schedule",
+    "weight_decay",
+    "betas",
+    "eps",
+    "clip",
+    "seed",
+    "loss",
+    "chunked_loss",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_targets",
+)
+
+
+def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any]:
+    """By name, as JSON holds it."""
+    found = {name: value for name, value in settings.as_mapping().items() if name in _SETTINGS}
+    own = is_callable_name(settings.model)
+    found["dtype"] = settings.dtype
+    if own:
+        found["model"] = settings.model
+    else:
+        found[_CONFIG] = values_in_config(Path(str(settings.model)))
+    if settings.lora_rank:  # a checkpoint holds adapters alone
+        found["weights of the model"] = fingerprint(Path(str(settings.model)))
+        found[_SAMPLES] = samples(Path(str(settings.model)))
+    found |= of_schedule(settings, total)
+    found["data (its tokens)"] = data
+    return found
+
+
+def of_schedule(settings: TrainSettings, total: int) -> dict[str, Any]:
+    """What the learning rate depends on, besides the settings themselves."""
+    steps = {} if settings.schedule == "constant" else {"steps in all": total}
+    return steps | {"warm-up steps": warmup_steps(settings, total)}
+
+
+class RunRecord(NamedTuple):
+    """What a checkpoint says of the run that made it; ``optimizer``: whether its states are in it.
+
+    ``total``: the steps that the run was to have; None where an older checkpoint does not say."""
+
+    step: int
+    made_with: dict[str, Any]
+    optimizer: bool
+    total: int | None
+
+
+def write_run_file(folder: Path, record: RunRecord, settings: TrainSettings) -> None:
+    path = folder / RUN_FILE
+    path.parent.mkdir(exist_ok=True)
+    content = {
+        "step": record.step,
+        "total": record.total,
+        "optimizer": record.optimizer,
+        "identity": record.made_with,
+        "settings": settings.as_mapping(),
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_run_file(checkpoint: Path) -> RunRecord:
+    path = file_in(checkpoint, str(RUN_FILE))
+    try:
+        if not path.exists():
+            raise FileNotFoundError
+        data = read_small(path)
+        if (expected := read_manifest(checkpoint).files.get(str(RUN_FILE))) is not None:
+            disk.check(path, disk.Record(len(data), zlib.crc32(data)), expected)
+        content = parse_json(data)
+        step, made_with = content["step"], dict(content["identity"])
+        total = content.get("total", made_with.get("steps in all"))
+        if not _is_count(step) or not (total is None or _is_count(total)):
+            raise ValueError("its steps are no numbers")
+        if not isinstance(made_with.get(_CONFIG, {}), dict):
+            raise ValueError("it names no config")
+        return RunRecord(step, made_with, bool(content.get("optimizer", True)), total)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{checkpoint} was not made by storm train: it has no {RUN_FILE}. Open it as --model, in a new --output."
+        ) from None
+    except (StorageError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}). Take another checkpoint.") from None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises SettingError with one line for each difference."""
+    then, now = _flat(then), _flat({name: value for name, value in now.items() if name in then or name not in _NEWER})
+    names = list(dict.fromkeys([*then, *now]))
+    different = [name for name in names if _json(then.get(name)) != _json(now.get(name))]
+    if different:
+        lines = [f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now" for name in different]
+        raise SettingError(
+            f"{checkpoint} was made with settings that give other numbers. Make them as they were, or begin anew with "
+            "another --output:" + (f" {lines[0]}" if len(lines) == 1 else "\n  " + "\n  ".join(lines))
+        )
+
+
+def _flat(made_with: dict[str, Any]) -> dict[str, Any]:
+    """With the config's values beside the settings."""
+    rest = {name: value for name, value in made_with.items() if name != _CONFIG}
+    config = made_with.get(_CONFIG) or {}
+    return rest | {f"{name} in the model's config": value for name, value in config.items()}
+
+
+def _json(value: Any) -> str:
+    """For comparing: a NaN is a NaN, and the order of names does not matter."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)

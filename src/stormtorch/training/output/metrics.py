@@ -1,0 +1,127 @@
+"""``metrics.jsonl``: one JSON object per line, flushed as it is written; and TensorBoard beside it, where asked for.
+
+A run that goes on from a checkpoint first cuts the file back to that step: what was written after it happens again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self, TextIO
+
+from ...core.errors import StorageError
+from ...core.sizes import MiB
+from ...memory.contained import check_no_link, open_to_write, opened, parse_json
+from ...memory.file_calls import storage_error
+from ..errors import require
+from ..settings.train_settings import TrainSettings
+from .run_folder import RunFolder
+
+_LONGEST = 64 * MiB
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Leave out every record of a later step than ``step``, and a last line that was cut in two. Atomic. What others
+    have written there, stays."""
+    beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    try:
+        check_no_link(path)
+        with opened(path) as before, os.fdopen(open_to_write(beside, append=False), "wb") as file:
+            file.writelines(line for line in _lines(before) if _is_kept(line, step))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise error if isinstance(error, StorageError) else storage_error(f"write {path}", error) from error
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """With their ends; one that is too long for a record of ours is left out, and is not held in memory."""
+    begins = True
+    while line := file.readline(_LONGEST):
+        ends = line.endswith(b"\n")
+        if begins and (ends or len(line) < _LONGEST):
+            yield line if ends else line + b"\n"  # the last: a kill may have come just before its end
+        begins = ends
+
+
+def _is_kept(line: bytes, step: int) -> bool:
+    try:
+        record = parse_json(line.decode("utf-8", "replace"))
+    except ValueError:
+        return False
+    if not isinstance(record, dict):
+        return False
+    is_ours = "kind" in record and isinstance(record.get("step"), int)
+    return not is_ours or record["step"] <= step
+
+
+def check_tensorboard(settings: TrainSettings) -> None:
+    """Raises SettingError if it is wanted and not installed: before hours of loading, not after them."""
+    if settings.tensorboard:
+        require("torch.utils.tensorboard", extra="log", why="--tensorboard")
+
+
+def open_metrics(settings: TrainSettings, folder: RunFolder, done: int) -> Metrics:
+    """Those of a run of which ``done`` steps are done."""
+    cut_back(folder.metrics, done)
+    board = folder.tensorboard if settings.tensorboard else None
+    return Metrics(folder.metrics, tensorboard=board, purge_step=done + 1)
+
+
+class Metrics:
+    """Writes records, each with a step and a kind: load, resume, step, skip, nan, evaluation, sample, save or end."""
+
+    def __init__(self, path: Path, *, tensorboard: Path | None, purge_step: int) -> None:
+        try:
+            self._file: TextIO = os.fdopen(open_to_write(path, append=True), "a", encoding="utf-8")
+        except OSError as error:
+            raise error if isinstance(error, StorageError) else storage_error(f"write {path}", error) from error
+        self._path = path
+        self._board: Any = None
+        self._full = False
+        if tensorboard is not None:
+            writers = require("torch.utils.tensorboard", extra="log", why="--tensorboard")
+            self._board = writers.SummaryWriter(str(tensorboard), purge_step=purge_step)
+
+    def write(self, kind: str, step: int, **values: Any) -> StorageError | None:
+        """Append one record. A full disk does not end a run: the error is returned, once."""
+        record = {"kind": kind, "step": step, **values, "time": round(time.time(), 3)}
+        problem = None
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._file.flush()
+            self._full = False
+        except OSError as error:
+            problem = None if self._full else storage_error(f"write {self._path}", error)
+            self._full = True
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+                elif isinstance(value, str):
+                    self._board.add_text(f"{kind}/{name}", value, step)
+            self._board.flush()
+        return problem
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # said when it was written
+            self._file.close()
+        if self._board is not None:
+            self._board.close()

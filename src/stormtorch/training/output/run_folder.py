@@ -1,0 +1,98 @@
+"""The folder of a run: ``checkpoints/step-00000100``, ``metrics.jsonl``, ``data/``. One process at a time writes it.
+
+The folder may come from a stranger. It may itself be a link, which the user has named; a link inside of it, at a name
+that a run writes or removes, is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ...checkpoint.folder import all_complete, not_created, remove_all, sweep
+from ...core.errors import SettingError, StorageError
+from ...memory.contained import check_no_link, open_to_write
+from ...memory.file_calls import storage_error
+from ..settings.train_settings import METRICS
+
+_CHECKPOINT = re.compile(r"step-\d{8,}")
+_LOCK = ".lock"
+
+
+class RunFolder:
+    """Made if it is not there, and locked while entered; what killed processes have left is removed then."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / METRICS
+        self.data = path / "data"
+        self.tensorboard = path / "tensorboard"
+        self.damaged = path / "damaged"
+        self._lock: int | None = None
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    @staticmethod
+    def is_own(path: Path) -> bool:
+        """Whether a checkpoint has a name that runs give. A copy under any other is the user's, and stays."""
+        return _CHECKPOINT.fullmatch(path.name) is not None
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the ``keep`` newest of the run's own."""
+        remove_all([path for path in all_complete(self.checkpoints) if self.is_own(path)][:-keep])
+
+    def __enter__(self) -> Self:
+        try:
+            self._make()
+            self._lock = open_to_write(self.path / _LOCK, append=True)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._unlock()
+            raise SettingError(
+                f"Another storm train is running in {self.path}. Wait for it, or use --output."
+            ) from None
+        except StorageError:
+            raise
+        except OSError as error:
+            self._unlock()
+            raise storage_error(f"write to --output {self.path}", error) from error
+        try:
+            self._check_links()
+            sweep(self.checkpoints)
+            for rest in self.path.glob(f".{METRICS}.writing-*"):
+                rest.unlink(missing_ok=True)
+        except BaseException as error:
+            self._unlock()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise storage_error(f"write to --output {self.path}", error) from error
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._unlock()
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            check_no_link(self.checkpoints)
+            self.checkpoints.mkdir(exist_ok=True)
+        except FileNotFoundError as error:
+            raise not_created(self.path, error) from error
+
+    def _check_links(self) -> None:
+        own = [path for path in self.checkpoints.iterdir() if self.is_own(path)]
+        for path in (self.metrics, self.data, self.damaged, self.tensorboard, *own):
+            check_no_link(path)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

@@ -1,0 +1,1 @@
+"""What a run tells its user: the plan, the pace, and what it used."""

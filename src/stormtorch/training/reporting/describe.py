@@ -1,0 +1,74 @@
+"""What a run is, before it begins: what goes where, and why."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ...api import Session
+from ...core.budget import Budget
+from ...core.sizes import format_bytes
+from ...core.tags import Tier
+from ..settings.schedule import warmup_steps
+from ..settings.train_settings import TrainSettings
+
+
+def describe_model(model: nn.Module, origin: str) -> str:
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    size = sum(parameter.nbytes for parameter in parameters)
+    dtypes = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
+    share = "all of them trained" if trained == count else f"{trained:,} of them trained"
+    return (
+        f"model      {type(model).__name__}: {count:,} parameters, {share}; {format_bytes(size)} ({dtypes}), {origin}"
+    )
+
+
+def describe_schedule(settings: TrainSettings, total: int, rows: int) -> str:
+    batch = settings.batch * settings.accumulate
+    passes = total * batch / rows
+    warmup = warmup_steps(settings, total)
+    clipped = f"clipped at {settings.clip:g}" if settings.clip else "not clipped"
+    return (
+        f"schedule   {_counted(total, 'step')} of {_counted(batch, 'row')} ({batch * settings.sequence:,} tokens), "
+        f"{passes:.2f} passes over the data; lr {settings.lr:g}, {settings.schedule}, "
+        f"{_counted(warmup, 'step')} of warm-up; {settings.optimizer}, {clipped}"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def describe_placement(session: Session) -> list[str]:
+    """Each tier with its budget, and what lies there already."""
+    lines = []
+    budgets, ledger = session.ledger.budgets, session.ledger
+    placement = session.placement
+    device, host = budgets[Tier.DEVICE], budgets[Tier.HOST]
+    lines.append(
+        f"device     {session.device}, {_device_limit(session, device)}: {format_bytes(placement.pool_bytes)} for "
+        f"weights and gradients on their way ({placement.reason})"
+    )
+    held = ", ".join(
+        f"{line.tag.value} {format_bytes(line.used_bytes)}"
+        for line in ledger.balances()
+        if line.tier is Tier.HOST and line.used_bytes
+    )
+    lines.append(f"RAM        {_limit(host)}: {held}")
+    reason = session.saving.reason if session.saving is not None else ""
+    if reason:
+        lines.append(f"activations {reason}")
+    return lines
+
+
+def _device_limit(session: Session, budget: Budget) -> str:
+    """On the CPU there is no driver to leave room for, and what is free is the RAM of the other budget."""
+    if session.device.type != "cpu":
+        return _limit(budget)
+    return f"whose memory is RAM as well, at most {format_bytes(budget.limit_bytes)} of it ({budget.given})"
+
+
+def _limit(budget: Budget) -> str:
+    because = f", {budget.reason}" if budget.reason else ""
+    return f"at most {format_bytes(budget.limit_bytes)} ({budget.given}{because})"

@@ -1,0 +1,64 @@
+"""What a run needed, when it is over: for the user in a few lines, for programs in the last record of the metrics."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...api import Session
+from ...core.sizes import format_bytes
+from ...core.tags import Tier
+
+
+class Spent(NamedTuple):
+    """What reading or writing took."""
+
+    seconds: float
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.1f} s ({format_bytes(self.size_bytes)})"
+
+    def as_record(self) -> dict[str, Any]:
+        return {"seconds": round(self.seconds, 3), "bytes": self.size_bytes}
+
+
+@dataclass
+class Times:
+    """Of what is no step."""
+
+    load: Spent | None = None
+    resume: Spent | None = None
+    saves: list[Spent] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [f"{name} {spent}" for name, spent in (("load", self.load), ("resume", self.resume)) if spent]
+        if self.saves:
+            parts.append(f"last of {len(self.saves)} saves {self.saves[-1]}")
+        return "; ".join(parts) or "nothing was loaded or saved"
+
+
+def peaks(session: Session) -> dict[str, int]:
+    """The most memory that this process has had: all of its RAM, and the device's."""
+    device = session.device
+    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {
+        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_vram_bytes": max(session.ledger.peak_bytes(Tier.DEVICE), held),
+    }
+
+
+def peak_rss_bytes() -> int:
+    """VmHWM, pages of files that are mapped included. `getrusage` would count those of the process that started us."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,1 @@
+"""``train``: opens model and data, runs the loop, and stops cleanly."""

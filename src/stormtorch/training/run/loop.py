@@ -1,0 +1,289 @@
+"""The loop: what happens in a step, and between two of them.
+
+It waits for nothing that the device computes, but keeps no more than two steps ahead of it: so much hides everything,
+and a Ctrl-C or a bad loss is noticed soon. Losses are looked at as they arrive. Before a checkpoint all of them are,
+and where no norm of the gradients was taken, or a step was skipped, the weights too: a poisoned state is never saved.
+
+Order between steps: evaluation and samples come before the save, so that whoever resumes from a checkpoint has
+everything that belongs to its step in the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...api import Session
+from ...core.tags import Tier
+from ...data.loader import DataLoader
+from ..model.own_model import Batch, Loss
+from ..output.checkpoints import Checkpoints
+from ..output.metrics import Metrics
+from ..reporting.pace import Pace
+from ..reporting.usage import peaks
+from ..reporting.watcher import Status, Watcher
+from ..settings.schedule import learning_rate
+from ..settings.train_settings import TrainSettings
+from .finite import NotFinite, problem_in_weights
+from .losses import evaluate, forward_backward
+from .readings import Reading, Readings
+from .sampling import sample
+from .stopping import Stopping
+
+_AHEAD = 2  # steps that the host may be ahead of the device
+_MOST_SKIPPED = 10  # in a row: then it is the weights, and not the data
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Everything that a run has. ``run`` trains from the step after ``done`` to ``total``."""
+
+    settings: TrainSettings
+    session: Session
+    model: nn.Module
+    loss: Loss
+    by_tokens: bool
+    optimizer: torch.optim.Optimizer
+    loader: DataLoader
+    eval_loader: DataLoader | None
+    tokenizer: Any
+    checkpoints: Checkpoints
+    metrics: Metrics
+    watcher: Watcher
+    stopping: Stopping
+    total: int
+    done: int = 0
+    before_first: Callable[[nn.Module, Batch], None] | None = None  # something to find out about the first batch
+    _pace: Pace = field(default_factory=Pace, init=False)
+    _last: Reading | None = field(default=None, init=False)
+    _saved: bool = field(default=True, init=False)  # whether the last save went well
+    _saved_step: int = field(default=0, init=False)
+    _skipped_in_row: int = field(default=0, init=False)
+    _suspect: bool = field(default=False, init=False)  # whether the weights are to be looked at before the next save
+
+    def __post_init__(self) -> None:
+        self._saved_step = self.done
+        self._readings = Readings(self.session.device, self.session.ledger)
+
+    def run(self) -> bool:
+        """Train; whether the last step done is saved. Raises NotFinite. A signal ends it after the step that runs."""
+        batches: Iterator[Batch] = iter(self.loader)
+        try:
+            while self.done < self.total and self.stopping.signal is None:
+                self._step(self.done + 1, batches)
+                self.done += 1
+                self._between(last=self.done == self.total)
+            if self.stopping.signal is not None:
+                self._note(self._readings.all())
+                self._save_last()
+            return self._saved
+        finally:
+            self._readings.close()
+
+    def write_end(self) -> None:
+        """The last record of a run, with what it needed."""
+        step_s = self._pace.mean_step_s
+        self._write(
+            "end",
+            self.done,
+            steps=self._pace.steps,
+            tokens_per_s=None if not step_s else round(self.tokens_per_step / step_s, 1),
+            **peaks(self.session),
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.settings.batch * self.settings.sequence * self.settings.accumulate
+
+    def _step(self, step: int, batches: Iterator[Batch]) -> None:
+        settings = self.settings
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step, self.total)
+        given = [next(batches) for _ in range(settings.accumulate)]
+        if self.before_first is not None:
+            self.before_first(self.model, given[0])
+            self.before_first = None
+        loss = forward_backward(self.model, self.loss, given, by_tokens=self.by_tokens)
+        norm = None
+        if settings.clip:
+            norm = self.session.clip_grad_norm_(settings.clip)
+        elif settings.on_nan == "skip":
+            norm = self.session.clip_grad_norm_(float("inf"))  # the norm alone
+        self._readings.put(step, loss, norm)
+        if settings.on_nan == "stop" or not self._skipped():
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._pace.step_ended()
+        self._note(self._readings.all_but(_AHEAD))
+        self.watcher.show(self._status(step))
+
+    def _skipped(self) -> bool:
+        """Wait for this step's numbers; whether its update is to be left out."""
+        skip = False
+        for reading in self._readings.all():
+            problem = reading.problem()
+            if problem is None:
+                self._record(reading)
+                self._skipped_in_row = 0
+            else:
+                skip = self._suspect = True
+                self._skipped_in_row += 1
+                self.watcher.warn(f"Step {reading.step} is skipped: {problem}.")
+                self._write("skip", reading.step, reason=problem)
+                if self._skipped_in_row == _MOST_SKIPPED:
+                    raise self._not_finite(reading.step, f"{problem}, for the {_MOST_SKIPPED}th time in a row")
+        return skip
+
+    def _between(self, *, last: bool) -> None:
+        settings, step = self.settings, self.done
+        self.checkpoints.poll()
+        with self._pace.pause():
+            self._save_asked()  # before an evaluation: what asks by a signal will not wait for long
+            try:
+                if self.eval_loader is not None and _due(step, settings.eval_every, last):
+                    self._evaluate()
+                if settings.sample_prompts and _due(step, settings.sample_every, last):
+                    self._sample()
+                if self.stopping.signal is not None:
+                    return  # saved at once, before somebody loses patience
+            except Exception:  # of memory, say: the work up to here is kept
+                self._note(self._readings.all())
+                self._save_last()
+                raise
+            self._save_due(last=last)
+
+    def _save_asked(self) -> None:
+        """Begin the checkpoint that SIGUSR1 asks for, unless this step is saved, or is being so."""
+        if self.stopping.signal is None and self.stopping.take_save() and not self._is_saved:
+            self._note(self._readings.all())
+            self._save(wait=False)
+
+    def _save_due(self, *, last: bool) -> None:
+        if not (_due(self.done, self.settings.save_every, last) or self.stopping.take_save()):
+            return
+        if self._is_saved and not last:
+            return
+        self._note(self._readings.all())
+        if last:
+            self._save_last()
+        else:
+            self._save(wait=False)
+
+    @property
+    def _is_saved(self) -> bool:
+        """Whether the last step done is saved, or is being so."""
+        return self._saved_step == self.done and self._saved
+
+    def _save(self, *, wait: bool) -> None:
+        step, also = self.done, {"loader": self.loader}
+        problem = problem_in_weights(self.model) if self._suspect or not self.settings.clip else None
+        if problem is not None:
+            raise self._not_finite(step, problem)
+        self._saved_step, self._suspect = step, False
+        self._saved = self.checkpoints.save(step, also, wait=wait)
+        if not self._saved and step == self.total and self.settings.save_optimizer:
+            self.checkpoints.save_weights_alone(step, also)
+
+    def _save_last(self) -> None:
+        """At the end: what was done is saved, unless it is, or is being so."""
+        if self._is_saved:
+            self._saved = self.checkpoints.finish()
+        if not self._is_saved:
+            self._save(wait=True)
+
+    def _evaluate(self) -> None:
+        assert self.eval_loader is not None
+        loss = None
+        while loss is None:
+            self.eval_loader.set_epoch(0)
+            loss = evaluate(
+                self.model,
+                self.loss,
+                self.eval_loader,
+                limit=self.settings.eval_batches,
+                device=self.session.device,
+                stop=lambda: self.stopping.signal is not None or self.stopping.save_asked,
+            )
+            if self.stopping.signal is not None and loss is None:
+                self.watcher.warn(f"The evaluation of step {self.done} is left out.")
+                return
+            self._save_asked()  # in the middle random numbers are not the run's: it ends, and begins again
+        self._write("evaluation", self.done, loss=loss if math.isfinite(loss) else None)
+        self.watcher.say(f"step {self.done}: loss {loss:.4f} on the evaluation data")
+
+    def _sample(self) -> None:
+        for prompt in self.settings.sample_prompts or ():
+            if self.stopping.signal is not None:
+                self.watcher.warn(f"Samples of step {self.done} are left out.")
+                return
+            self._save_asked()
+            text = sample(
+                self.model, self.tokenizer, prompt, tokens=self.settings.sample_tokens, device=self.session.device
+            )
+            self._write("sample", self.done, prompt=prompt, text=text)
+            self.watcher.say(f"step {self.done}: {prompt!r} -> {text!r}")
+
+    def _note(self, readings: list[Reading]) -> None:
+        """Look at numbers that have arrived; raises NotFinite at the first bad one."""
+        for reading in readings:
+            problem = reading.problem()
+            if problem is not None:
+                raise self._not_finite(reading.step, problem)
+            self._record(reading)
+
+    def _not_finite(self, step: int, problem: str) -> NotFinite:
+        self._write("nan", step, reason=problem)
+        self.checkpoints.finish()
+        good = self.checkpoints.last
+        kept = f"The last good checkpoint is {good}" if good is not None else "There is no checkpoint yet"
+        other = "" if self.settings.on_nan == "skip" else ", or use --on-nan skip"
+        return NotFinite(f"Step {step}: {problem}. {kept}. Lower --lr, look at the data{other}.")
+
+    def _record(self, reading: Reading) -> None:
+        self._last = reading
+        if not (_due(reading.step, self.settings.log_every, reading.step == self.total) or reading.step == 1):
+            return
+        status = self._status(reading.step)
+        self._write(
+            "step",
+            reading.step,
+            loss=reading.loss,
+            grad_norm=reading.norm,
+            lr=learning_rate(self.settings, reading.step, self.total),
+            tokens=reading.step * self.tokens_per_step,
+            tokens_per_s=None if status.tokens_per_s is None else round(status.tokens_per_s, 1),
+            vram_bytes=status.vram_bytes,
+            ram_bytes=status.ram_bytes,
+        )
+        self.watcher.log(status)
+
+    def _write(self, kind: str, step: int, **values: Any) -> None:
+        problem = self.metrics.write(kind, step, **values)
+        if problem is not None:
+            self.watcher.warn(f"{problem} Training goes on without metrics.")
+
+    def _status(self, step: int) -> Status:
+        ledger, device = self.session.ledger, self.session.device
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        step_s = self._pace.step_s
+        return Status(
+            step=step,
+            total=self.total,
+            loss=None if self._last is None else self._last.loss,
+            tokens_per_s=None if not step_s else self.tokens_per_step / step_s,
+            left_s=None if step_s is None else step_s * (self.total - step),
+            vram_bytes=max(ledger.used_bytes(Tier.DEVICE), held),
+            vram_limit_bytes=ledger.budgets[Tier.DEVICE].limit_bytes,
+            ram_bytes=ledger.used_bytes(Tier.HOST),
+            ram_limit_bytes=ledger.budgets[Tier.HOST].limit_bytes,
+            on_gpu=device.type == "cuda",
+        )
+
+
+def _due(step: int, every: int, last: bool) -> bool:
+    return last or (every > 0 and step % every == 0)

@@ -1,0 +1,64 @@
+"""Losses of batches: with their gradients for a step, or without, on evaluation data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ..model.own_model import Batch, Loss
+from ..model.untouched import untouched
+
+
+def trained_tokens(batch: Batch) -> torch.Tensor:
+    """How many predictions of a batch count; the first label of a row has nothing in front of it."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def forward_backward(model: nn.Module, loss_of: Loss, batches: Sequence[Batch], *, by_tokens: bool) -> torch.Tensor:
+    """Gradients of the mean loss over ``batches``, which is returned; waits for nothing.
+
+    ``by_tokens``: each batch's own mean counts by its number of tokens to be learnt, so that the result is the mean
+    over all tokens of the step, however they are spread. Otherwise all batches count alike.
+    """
+    if len(batches) == 1:
+        loss = loss_of(model, batches[0])
+        loss.backward()
+        return loss.detach()
+    counts = [trained_tokens(batch).float() for batch in batches] if by_tokens else []
+    everything = torch.stack(counts).sum() if by_tokens else None
+    total: torch.Tensor | None = None
+    for index, batch in enumerate(batches):
+        share = counts[index] / everything if everything is not None else 1.0 / len(batches)
+        part = loss_of(model, batch) * share
+        part.backward()
+        total = part.detach() if total is None else total + part.detach()
+    assert total is not None
+    return total
+
+
+def evaluate(
+    model: nn.Module,
+    loss_of: Loss,
+    batches: Iterable[Batch],
+    *,
+    limit: int | None,
+    device: torch.device,
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean loss per token over at most ``limit`` batches; None if ``stop`` says True before that.
+
+    Streams through the same budget as training. Waits for the result; changes nothing."""
+    total: torch.Tensor | None = None
+    count: torch.Tensor | None = None
+    with untouched(model, device):
+        for batch in itertools.islice(batches, limit):
+            if stop():
+                return None
+            tokens = trained_tokens(batch)
+            weighted = loss_of(model, batch).double() * tokens
+            total = weighted if total is None else total + weighted
+            count = tokens if count is None else count + tokens
+    return float("nan") if total is None or count is None else float(total / count)

@@ -1,0 +1,113 @@
+"""The model of a run, opened: built, streamed, its weights read; what was said of it is said by then."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...api import Session
+from ...checkpoint import load_weights
+from ...checkpoint.saver import write_configs
+from ...core.errors import SettingError
+from ...parts import check_budgets
+from ...streams.settings import Settings
+from ..errors import reason
+from ..model.build import Built, build, build_outline, check_base
+from ..model.optimizer import make_optimizer, optimizer_and_options
+from ..model.own_model import check_callables
+from ..reporting.describe import describe_model, describe_placement, describe_schedule
+from ..reporting.usage import Spent
+from ..reporting.watcher import Watcher
+from ..settings.train_settings import TrainSettings, is_callable_name
+from .sampling import check_can_sample
+from .text_data import TextData
+
+
+@dataclass(frozen=True)
+class Opened:
+    """``load``: what reading the weights took; None where none were read."""
+
+    built: Built
+    optimizer: torch.optim.Optimizer
+    session: Session
+    load: Spent | None
+
+
+def check_names(settings: TrainSettings) -> None:
+    """Refuse names of nothing before hours go into the data: the optimizer's, the model's and the loss's."""
+    optimizer_and_options(settings)
+    _seed(settings)  # a module of the user's own may draw numbers as it is imported
+    if is_callable_name(settings.model):
+        check_callables(str(settings.model), settings.loss)
+    elif settings.lora_rank:
+        check_base(settings)
+
+
+def check_room(settings: TrainSettings, device: torch.device) -> None:
+    """Refuse a model that the budgets cannot hold while it is a description: before data is read or a weight made."""
+    model = build_outline(settings)
+    if model is not None:
+        check_budgets(model, make_optimizer(model, settings), _stream_settings(settings, device))
+
+
+def _stream_settings(settings: TrainSettings, device: torch.device) -> Settings:
+    return Settings(
+        vram=settings.vram, ram=settings.ram, device=device, activations=settings.activations, step=settings.step
+    )
+
+
+def _seed(settings: TrainSettings) -> None:
+    random.seed(settings.seed)
+    np.random.seed(settings.seed % (1 << 32))
+    torch.manual_seed(settings.seed)
+
+
+def _rehearse_saving(built: Built, data: TextData) -> None:
+    """Write the small files of a checkpoint to nowhere: what transformers reads but will not write is refused now, not
+    after hours, at the first save."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            write_configs(built.model, Path(folder))
+            built.copy_files(Path(folder))
+            data.tokenizer.save_pretrained(folder)
+        except OSError:  # of this folder, which is not where they will be
+            pass
+        except Exception as error:
+            raise SettingError(
+                f"The model or its tokenizer could not be saved with a checkpoint: {reason(error)}. Correct its "
+                "config.json, generation_config.json or tokenizer_config.json."
+            ) from error
+
+
+def open_model(
+    settings: TrainSettings, device: torch.device, data: TextData, watcher: Watcher, ends: ExitStack, *, values: bool
+) -> Opened:
+    """Without ``values`` a checkpoint follows, which brings them. The session is closed with ``ends``."""
+    _seed(settings)
+    began_s = time.perf_counter()
+    built = build(settings, values=values)
+    built_s = time.perf_counter() - began_s
+    if settings.sample_prompts:
+        check_can_sample(built.model)
+    _rehearse_saving(built, data)
+    watcher.say(describe_model(built.model, built.origin))
+    watcher.say(describe_schedule(settings, data.total, data.rows.rows))
+    optimizer = make_optimizer(built.model, settings)
+    session = ends.enter_context(Session(built.model, optimizer, _stream_settings(settings, device)))
+    began_s = time.perf_counter()
+    if built.weights is not None:
+        load_weights(built.model, built.weights)
+    load = None
+    if built.read_bytes:
+        load = Spent(built_s + time.perf_counter() - began_s, built.read_bytes)
+        watcher.say(f"weights    read in {load.seconds:.1f} s")
+    for line in describe_placement(session):
+        watcher.say(line)
+    return Opened(built, optimizer, session, load)

@@ -1,0 +1,178 @@
+"""``train``: from settings to a trained model. Puts the parts together; each has a file of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from ...core.errors import SettingError
+from ...core.sizes import format_bytes
+from ...memory.limits import usable_device
+from ..model.build import Built
+from ..model.chunked_loss import ChunkedLoss
+from ..output.checkpoints import Checkpoints
+from ..output.identity import RunRecord, identity, write_run_file
+from ..output.metrics import check_tensorboard, open_metrics
+from ..output.resume import candidates, go_on, same_run
+from ..output.run_folder import RunFolder
+from ..reporting.usage import Spent, Times, peak_rss_bytes
+from ..reporting.watcher import Watcher
+from ..settings.schedule import learning_rate
+from ..settings.train_settings import TrainSettings, check_required, is_callable_name
+from .loop import Loop
+from .open_model import check_names, check_room, open_model
+from .stopping import Stopping
+from .text_data import read_text
+
+
+def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None = None) -> int:
+    """Train as the settings say; returns the exit status. Raises StormError, NotFinite among them, and `Stopped` where
+    a signal comes before the first step. ``stopping`` hears signals already; without it they are heard from here on."""
+    if stopping is None:
+        with Stopping(watcher.warn) as own:
+            return train(settings, watcher, own)
+    check_required(settings)
+    _refuse_ranks()
+    with RunFolder(Path(settings.output)) as folder, ExitStack() as ends:
+        found = candidates(folder, settings)
+        device = usable_device(_device(settings.device))
+        settings = _with_dtype(settings, device)
+        check_tensorboard(settings)
+        check_names(settings)
+        check_room(settings, device)
+        data = read_text(settings, folder.data, watcher)
+        made_with = identity(settings, total=data.total, data=data.rows.fingerprint)
+        found = same_run(found, made_with, settings, data.total, watcher.warn)
+        opened = open_model(settings, device, data, watcher, ends, values=not found)
+        built, session = opened.built, opened.session
+        loader = ends.enter_context(data.loader(settings, device))
+        resumed = go_on(found, session, loader, folder, data.total, watcher)
+        done = resumed.record.step if resumed is not None else 0
+        metrics = ends.enter_context(open_metrics(settings, folder, done))
+        times = Times(opened.load)
+        if opened.load is not None:
+            metrics.write("load", done, **opened.load.as_record())
+        if resumed is not None:
+            times.resume = resumed.spent
+            metrics.write("resume", done, checkpoint=str(resumed.path), **resumed.spent.as_record())
+            for moved in resumed.tidy(folder, settings.keep):
+                watcher.say(f"damaged    {moved}: moved there")
+            if resumed.record.total is not None and resumed.record.total < data.total:
+                watcher.say(
+                    f"schedule   the run was made for {resumed.record.total} steps and has {data.total} now: from step "
+                    f"{done + 1} on the learning rate is that of {data.total} steps, "
+                    f"{learning_rate(settings, done + 1, data.total):.3g} at first"
+                )
+            if done >= data.total:
+                watcher.say(_how_to_go_on(settings, done))
+                status = _say_result(built, resumed.path, watcher)
+                if resumed.record.optimizer or not settings.save_optimizer:
+                    return status
+                watcher.warn(
+                    f"{resumed.path} is not complete: it holds the weights alone, without the optimizer's states. "
+                    "Say --no-save-optimizer if that is enough; or free space and delete it: the same command then "
+                    "trains again, from the checkpoint before it or from the beginning."
+                )
+                return 1  # as the run ended that made it
+
+        def write_files(into: Path, step: int, optimizer: bool) -> None:
+            built.copy_files(into)
+            data.tokenizer.save_pretrained(str(into))
+            write_run_file(into, RunRecord(step, made_with, optimizer, data.total), settings)
+
+        def on_saved(step: int, spent: Spent) -> None:
+            times.saves.append(spent)
+            metrics.write("save", step, **spent.as_record())
+
+        eval_loader = data.eval_loader(settings, device)
+        if eval_loader is not None:
+            ends.enter_context(eval_loader)
+        loop = Loop(
+            settings=settings,
+            session=session,
+            model=built.model,
+            loss=built.loss,
+            by_tokens=built.by_tokens,
+            optimizer=opened.optimizer,
+            loader=loader,
+            eval_loader=eval_loader,
+            tokenizer=data.tokenizer,
+            checkpoints=Checkpoints(
+                session,
+                folder,
+                keep=settings.keep,
+                optimizer=settings.save_optimizer,
+                write_files=write_files,
+                warn=watcher.warn,
+                on_saved=on_saved,
+                last=resumed.path if resumed is not None else None,
+            ),
+            metrics=metrics,
+            watcher=watcher,
+            stopping=stopping,
+            total=data.total,
+            done=done,
+            before_first=built.loss.check if isinstance(built.loss, ChunkedLoss) else None,
+        )
+        stopping.begin_steps()
+        saved = loop.run()
+        loop.write_end()
+        return _ending(loop, saved, built, times, watcher)
+
+
+def _how_to_go_on(settings: TrainSettings, done: int) -> str:
+    more = f"--steps {2 * done}" if settings.steps is not None else f"--epochs {2 * settings.epochs:g}"
+    return f"The run is finished at step {done}: nothing is left to train. {more} goes on."
+
+
+def _refuse_ranks() -> None:
+    """Before the folder is locked: the second process would hear that the first one is running."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if ranks.isdecimal() and int(ranks) > 1:
+        raise SettingError(
+            f"STORM trains in one process, and WORLD_SIZE={ranks} says that {ranks} were started, by torchrun or "
+            "accelerate launch perhaps. Start storm train without a launcher."
+        )
+
+
+def _with_dtype(settings: TrainSettings, device: torch.device) -> TrainSettings:
+    """bf16 where it is fast; many CPUs take a hundred times as long with it."""
+    if settings.dtype != "auto" or is_callable_name(settings.model):
+        return settings
+    return dataclasses.replace(settings, dtype="fp32" if device.type == "cpu" else "bf16")
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def _ending(loop: Loop, saved: bool, built: Built, times: Times, watcher: Watcher) -> int:
+    """Say how it ended and what it needed; the exit status."""
+    watcher.say("")
+    watcher.say(str(loop.session.report(tokens_per_step=loop.tokens_per_step)))
+    watcher.say(f"process: peak RAM {format_bytes(peak_rss_bytes())}; {times}")
+    watcher.say("")
+    last, weights = loop.checkpoints.last, loop.checkpoints.weights_alone
+    if not saved:
+        kept = f"The weights alone are in {weights}" if weights is not None else "The last step is not saved"
+        good = f"The last complete checkpoint is {last}" if last is not None else "There is no complete checkpoint"
+        watcher.warn(f"{kept}. {good}. Free space, or use another disk.")
+        return loop.stopping.status or 1
+    if loop.stopping.signal is not None:
+        where = f"saved in {last}" if last is not None else "nothing to save"
+        how = "The same command" if loop.settings.resume == "auto" else "The same command with --resume auto"
+        watcher.say(f"Stopped after step {loop.done} of {loop.total}, {where}. {how} goes on from there.")
+        return loop.stopping.status
+    return _say_result(built, last, watcher)
+
+
+def _say_result(built: Built, path: Path | None, watcher: Watcher) -> int:
+    watcher.say(f"The trained model is {path}")
+    watcher.say(built.opening(str(path)))
+    return 0

@@ -1,0 +1,32 @@
+"""The learning rate, as a function of the step and nothing else: a resumed run needs no state to go on with it."""
+
+from __future__ import annotations
+
+import math
+
+from .train_settings import TrainSettings
+
+
+def warmup_steps(settings: TrainSettings, total: int) -> int:
+    """Steps until the learning rate is at its highest: a number of them, or a share of all, at least one."""
+    warmup = settings.warmup
+    if warmup == 0:
+        return 0
+    return math.ceil(warmup * total) if warmup < 1 else round(warmup)
+
+
+def learning_rate(settings: TrainSettings, step: int, total: int) -> float:
+    """Of update number ``step``, from 1 to ``total``.
+
+    It rises in a straight line and reaches ``lr`` in the last step of the warm-up; then it stays, or falls towards
+    zero, which the step after the last would have.
+    """
+    warmup = warmup_steps(settings, total)
+    if step <= warmup:
+        return settings.lr * step / warmup
+    if settings.schedule == "constant":
+        return settings.lr
+    progress = (step - 1 - warmup) / max(1, total - warmup)
+    if settings.schedule == "linear":
+        return settings.lr * (1.0 - progress)
+    return settings.lr * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,166 @@
+"""Kinds of settings: how a value from a flag or a YAML file becomes one of ours, or is refused with what is accepted.
+
+A flag gives words, YAML gives numbers, booleans and lists too (and calls ``1e-5`` a word): both end the same.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.errors import SettingError
+from ...core.sizes import parse_bytes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``convert`` raises ValueError or TypeError for what is not ``accepted``; ``many``: a flag takes several words."""
+
+    convert: Callable[[Any], Any]
+    accepted: str
+    metavar: str | None = None
+    many: bool = False
+    switch: bool = False
+    choices: tuple[str, ...] = ()
+
+
+def accept(name: str, kind: Kind, value: object) -> Any:
+    """The value that ``value`` means for the setting ``name``; raises SettingError with what is accepted."""
+    if value is None:
+        return None
+    try:
+        return kind.convert(value)
+    except SettingError:
+        raise
+    except UnicodeError:
+        raise SettingError(
+            f"{name}={value!r} holds bytes that are not UTF-8, or a NUL, and could not be written. Accepted: "
+            f"{kind.accepted}, as UTF-8."
+        ) from None
+    except (ValueError, TypeError):
+        raise SettingError(f"{name}={value!r} is not accepted. Accepted: {kind.accepted}.") from None
+
+
+def one_of(*words: str) -> Kind:
+    def convert(value: object) -> str:
+        if value not in words:
+            raise ValueError
+        return str(value)
+
+    return Kind(convert, ", ".join(words), choices=words)
+
+
+def count(least: int, most: int = (1 << 63) - 1) -> Kind:
+    def convert(value: object) -> int:
+        number = _whole(value)
+        if not least <= number <= most:
+            raise ValueError
+        return number
+
+    at_most = f" and at most {most}" if most < (1 << 63) - 1 else ""
+    return Kind(convert, f"a whole number of at least {least}{at_most}", metavar="N")
+
+
+def number(least: float = 0.0, *, above: bool = False, most: float = math.inf) -> Kind:
+    """A finite number of at least ``least``, or ``above`` it."""
+
+    def convert(value: object) -> float:
+        found = _number(value)
+        if found < least or (above and found == least) or found > most:
+            raise ValueError
+        return found
+
+    least_text = f"{'above' if above else 'of at least'} {least:g}"
+    return Kind(convert, f"a number {least_text}{f' and at most {most:g}' if most < math.inf else ''}", metavar="X")
+
+
+def text(accepted: str, metavar: str | None = None, *, written: bool = False) -> Kind:
+    """``written``: it ends up in files, as UTF-8."""
+
+    def convert(value: object) -> str:
+        if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+            raise ValueError
+        if "\0" in str(value):
+            raise UnicodeError
+        if written:
+            str(value).encode()
+        return str(value)
+
+    return Kind(convert, accepted, metavar=metavar)
+
+
+def path(accepted: str = "a path", metavar: str = "PATH", *, written: bool = False) -> Kind:
+    """A path or some other word; ``~`` is the home, in a file too."""
+    word = text(accepted, written=written)
+
+    def convert(value: object) -> str:
+        return os.path.expanduser(str(word.convert(value)))  # noqa: PTH111  # a Path would drop a leading ./
+
+    return Kind(convert, accepted, metavar=metavar)
+
+
+def several(one: Kind) -> Kind:
+    """One or more of a kind, as a list or as words behind a flag."""
+
+    def convert(value: object) -> tuple[Any, ...]:
+        return tuple(one.convert(item) for item in _items(value))
+
+    return Kind(convert, f"{one.accepted}, or several", metavar=one.metavar, many=True)
+
+
+def pair() -> Kind:
+    def convert(value: object) -> tuple[float, ...]:
+        found = tuple(_number(item) for item in _items(value))
+        if len(found) != 2 or not all(0 <= item < 1 for item in found):
+            raise ValueError
+        return found
+
+    return Kind(convert, "two numbers from 0 to below 1, such as 0.9 0.95", metavar="X", many=True)
+
+
+def switch() -> Kind:
+    def convert(value: object) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+
+    return Kind(convert, "true or false", switch=True)
+
+
+def size(name: str) -> Kind:
+    """A byte size as the user wrote it, or "auto"."""
+
+    def convert(value: object) -> str:
+        if value != "auto":
+            parse_bytes(value, setting=name)
+        return str(value)
+
+    return Kind(convert, "auto or a byte size such as 8GiB", metavar="SIZE")
+
+
+def _items(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _whole(value: object) -> int:
+    """Exact, also where a float is not."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lstrip("+-").isdigit():
+        return int(value)
+    number = _number(value)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError
+    return found

@@ -1,0 +1,90 @@
+"""Settings as YAML: read from ``--config``, printed by ``--print-config``. YAML is imported only here."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import SettingError
+from ..errors import reason
+from .train_settings import TrainSettings, known_names
+
+_LONGEST = 1 << 20  # characters
+_DEEPEST = 50
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a file, by name."""
+    yaml = _yaml()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        _check_plain(yaml, path, text)
+        found = yaml.safe_load(text)
+        twice = _first_named_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+    except OSError as error:
+        raise SettingError(f"--config {path} cannot be read: {error.strerror}. Name a YAML file.") from None
+    except SettingError:
+        raise
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        OverflowError,
+    ) as error:  # ValueError: no UTF-8, or a date that is none
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or reason(error)
+        raise SettingError(f"--config {path}{where} is not YAML: {problem}.") from None
+    if found is None:
+        return {}
+    if twice is not None:
+        raise SettingError(f"--config {path} line {twice[1]} gives {twice[0]} a second time. Remove one of the two.")
+    if not isinstance(found, dict):
+        raise SettingError(f"--config {path} holds a {type(found).__name__}. Accepted: lines of 'name: value'.")
+    return known_names(found, source=str(path))
+
+
+def _check_plain(yaml: Any, path: Path, text: str) -> None:
+    """Refuse aliases, a few lines of which can stand for more than memory holds, and depth, where PyYAML is slow."""
+    if len(text) > _LONGEST:
+        raise SettingError(f"--config {path} has {len(text)} characters. Accepted: at most {_LONGEST}.")
+    depth = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        name = type(token).__name__  # FlowSequenceStartToken, BlockEndToken and the like
+        depth += name.endswith("StartToken") - name.endswith("EndToken")
+        if depth > _DEEPEST:
+            raise SettingError(
+                f"--config {path} is nested more than {_DEEPEST} deep. Accepted: lines of 'name: value'."
+            )
+        if isinstance(token, yaml.AliasToken):
+            raise SettingError(
+                f"--config {path} line {token.start_mark.line + 1} has the alias *{token.value}. Write the value out."
+            )
+
+
+def _first_named_twice(node: Any) -> tuple[str, int] | None:
+    """YAML would silently take the last one. Names and lines are in the nodes; dashes are underscores here too."""
+    seen: set[str] = set()
+    for key, _ in node.value if getattr(node, "id", None) == "mapping" else ():
+        name = str(key.value).replace("-", "_")
+        if name in seen:
+            return name, key.start_mark.line + 1
+        seen.add(name)
+    return None
+
+
+def to_yaml(settings: TrainSettings) -> str:
+    """Every setting, in the order of their definition; ``read_yaml`` gives the same settings again."""
+    text: str = _yaml().safe_dump(settings.as_mapping(), sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def _yaml() -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ImportError:
+        raise SettingError("YAML needs the package PyYAML. Install it: pip install pyyaml.") from None
