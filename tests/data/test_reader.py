@@ -26,7 +26,7 @@ from stormtorch.data.readers.descriptors import Descriptors
 from stormtorch.data.readers.order import Order, OrderSettings, Shuffle
 from stormtorch.data.readers.window_reader import Windows
 from stormtorch.data.source import DecodedSource, Field, FileSource, Shard, Strip
-from stormtorch.memory import limits
+from stormtorch.memory.books import limits
 from stormtorch.native import library as library_module
 from stormtorch.native.rows import Pieces, RowsJob, RowsPool, open_rows
 

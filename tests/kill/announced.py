@@ -36,6 +36,7 @@ def announce_phases(pipe: str, stop_at: tuple[str, int] | None) -> None:
     import torch
 
     from stormtorch.checkpoint import disk
+    from stormtorch.session.api import Session
     from stormtorch.training.run import loop, open_model, text_data
     from stormtorch.training.text import rows
 

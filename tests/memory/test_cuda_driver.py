@@ -21,6 +21,7 @@ class Library:
         self, *, kinds: dict[int, int] | None = None, code: int = 1, can: dict[int, int] | None = None
     ) -> None:
         self.kinds, self.code, self.can, self.copied = kinds or {}, code, can or {}, 0
+        self.parts: list[tuple[int, int, int]] = []
 
     def cuPointerGetAttribute(self, answer: Any, _attribute: Any, address: ctypes.c_uint64) -> int:
         if address.value not in self.kinds:
@@ -40,8 +41,9 @@ class Library:
         answer._obj.value = 7
         return 0
 
-    def cuMemcpyAsync(self, *_: Any) -> int:
+    def cuMemcpyAsync(self, target: Any, source: Any, size: Any, _stream: Any) -> int:
         self.copied += 1
+        self.parts.append((target.value, source.value, size.value))
         return 0
 
     def cuGetErrorName(self, code: ctypes.c_int, answer: Any) -> int:
@@ -60,6 +62,17 @@ def test_page_locked_memory_is_known_to_the_driver(kind: int, expected: bool) ->
     library = Library(kinds={64: kind})
     assert driver_on(library).copy(0, 0, 128, 64, 10, host=[64]) is expected
     assert library.copied == expected
+
+
+def test_a_large_copy_goes_in_parts_that_are_all_of_it() -> None:
+    library, size = Library(kinds={1 << 40: 1}), (200 << 20) + 5
+    assert driver_on(library).copy(0, 0, 1 << 30, 1 << 40, size, host=[1 << 40])
+    assert len(library.parts) == 4
+    reached = 0
+    for target, source, part in library.parts:
+        assert (target, source) == ((1 << 30) + reached, (1 << 40) + reached)
+        reached += part
+    assert reached == size
 
 
 def test_memory_that_the_driver_does_not_know_is_pageable() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stormtorch.core.errors import SettingError, StorageError
-from stormtorch.memory.ledger import Ledger
+from stormtorch.memory.books.ledger import Ledger
 from stormtorch.training.errors import require
 from stormtorch.training.model.optimizer import make_optimizer
 from stormtorch.training.model.untouched import untouched

@@ -137,7 +137,7 @@ def _in_one_line(warn: Callable[[str], None]) -> Callable[..., None]:
 
 def _unexpected(error: Exception, output: Path) -> str:
     """One line; everything else goes to a file, where whoever mends it finds it."""
-    from ..memory.contained import replace_file
+    from ..memory.disk.contained import replace_file
     from ..training.errors import reason_and_place
 
     file = output / _ERROR_FILE

@@ -24,7 +24,7 @@ import torch
 
 from ..core.errors import SettingError, StormError
 from ..core.sizes import parse_bytes
-from ..memory.limits import usable_device
+from ..memory.books.limits import usable_device
 from .delivery.content import content_of
 from .delivery.engine import Counts, Engine, Run, Span
 from .delivery.item_engine import apply_to_items, check_item_transform

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ...core.sizes import KiB, MiB
-from ...memory.contained import opened
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import opened
 from ..formats.items import ItemSource
 from ..readers.layout import Layout
 from ..source import DecodedSource, FileSource

@@ -9,7 +9,7 @@ import torch
 from ...core.errors import OutOfBudget
 from ...core.sizes import format_bytes
 from ...core.tags import Tag, Tier
-from ...memory.ledger import Ledger, open_ledger
+from ...memory.books.ledger import Ledger, open_ledger
 from ..formats.items import ItemSource
 from ..formats.open import Source
 from ..readers.choice import Choice, open_reader

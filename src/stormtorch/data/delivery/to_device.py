@@ -28,11 +28,11 @@ import torch
 from ...core.errors import OutOfBudget
 from ...core.sizes import round_up
 from ...core.tags import Tag, Tier
-from ...memory.host import HostArena
-from ...memory.lane import Delay, Event
-from ...memory.lanes import Lanes, open_lanes
-from ...memory.ledger import Ledger, Reservation
-from ...memory.page_lock import page_lock_for
+from ...memory.books.ledger import Ledger, Reservation
+from ...memory.host.arena import HostArena
+from ...memory.host.pinning import page_lock_for
+from ...memory.lanes.build import Lanes, open_lanes
+from ...memory.lanes.lane import Delay, Event
 from ..source import Field
 from .buffers import Buffers, Room
 

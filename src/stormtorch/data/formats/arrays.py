@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ...core.errors import SettingError, StorageError
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
 from ..source import Field, FileSource, Shard, Strip
 from .columns import one_after_another
 from .dtypes import BY_NAME, from_numpy, parse_dtype

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError, StorageError
-from ...memory.contained import inside, parse_json, read_small
+from ...memory.disk.contained import inside, parse_json, read_small
 from ..source import DecodedSource, FileSource, Strip
 from .arrow import Locate, shards_of
 from .arrow_tables import Rows, TableSource

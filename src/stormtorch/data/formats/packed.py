@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...core.errors import SettingError, StorageError
-from ...memory.contained import inside, parse_json, read_small
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import inside, parse_json, read_small
 from ..source import Field, FileSource, Shard, Strip
 from .dtypes import BY_NAME
 from .paths import file_size

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.errors import SettingError, StorageError
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _BESIDE_DATA = frozenset({".json", ".md", ".txt", ".yaml", ".yml", ".sha256", ".idx", ".lock", ".log", ".py"})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...core.errors import SettingError, StorageError
-from ...memory.contained import parse_json
+from ...memory.disk.contained import parse_json
 from ..source import Field, FileSource, Shard, Strip
 from .paths import file_size, read_at
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.errors import StorageError, StormError
 from ...core.sizes import MiB, format_bytes
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
 
 LINE_LIMIT = 256 * MiB
 JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})

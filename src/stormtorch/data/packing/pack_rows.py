@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.errors import SettingError, StorageError
 from ...core.sizes import MiB
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
 from ..formats.arrow import CompressedArrow, batches_of
 from ..formats.arrow_tables import pyarrow, rows_of, selected, tensors_of
 from ..formats.dtypes import name_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError, StormError
-from ...memory.contained import parse_json, read_small
+from ...memory.disk.contained import parse_json, read_small
 
 # What a tokenizer.json without a configuration beside it calls the end of a document.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")

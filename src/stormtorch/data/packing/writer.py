@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import SettingError, StorageError
-from ...memory.contained import check_no_link
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import check_no_link
 from ..formats.packed import INDEX, Index, Kind, PackedFile, PackedShard, to_json
 from ..source import Field
 

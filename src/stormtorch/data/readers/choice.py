@@ -9,9 +9,9 @@ import torch
 
 from ...core.errors import SettingError
 from ...core.sizes import GiB, format_bytes
-from ...memory import limits
-from ...memory.files import open_file
-from ...memory.ledger import Ledger
+from ...memory.books import limits
+from ...memory.books.ledger import Ledger
+from ...memory.disk.files import open_file
 from ...native.cores import usable_count
 from ..source import FileSource
 from .cached_reader import CachedReader

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.errors import OutOfBudget, SettingError
 from ...core.sizes import format_bytes
 from ...core.tags import Tag, Tier
-from ...memory.ledger import Ledger, Reservation
+from ...memory.books.ledger import Ledger, Reservation
 from ...native.cores import usable_count
 from ..source import DecodedSource
 from .order import Order, Window

@@ -20,9 +20,9 @@ import torch
 from ...core.errors import OutOfBudget, StormError
 from ...core.sizes import MiB, format_bytes, round_up
 from ...core.tags import Tag, Tier
-from ...memory.files import ALIGNMENT
-from ...memory.host import HostArena
-from ...memory.ledger import Ledger, Reservation
+from ...memory.books.ledger import Ledger, Reservation
+from ...memory.disk.files import ALIGNMENT
+from ...memory.host.arena import HostArena
 from ...native.rows import DONE, FAILED, PENDING, PIECE, Failure, RowsJob, open_rows
 from ..source import FileSource
 from .descriptors import CannotOpen, Descriptors

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ...core.errors import StorageError
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
 from ..source import FileSource
 from .permutations import Rows
 

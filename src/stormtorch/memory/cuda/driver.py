@@ -19,6 +19,7 @@ import torch
 
 from ...core.errors import StormError
 
+_PART = 64 << 20  # bytes: 1.2 ms on a link of 55 GB/s, and less than 0.2 % of its rate lost between parts
 _REGISTER_FLAGS = 0x1 | 0x2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 _MEMORY_TYPE = ctypes.c_int(2)  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _HOST = 0x1  # CU_MEMORYTYPE_HOST
@@ -129,17 +130,21 @@ class Driver:
         nothing is done, if one of the addresses in ``host`` is of memory that is not page-locked.
 
         A fraction of what ``Tensor.copy_`` on another stream costs the host: about 3 µs instead of 22.
+
+        Large copies go in parts. A copy engine serves other streams between two copies, not within one: user code's
+        ``loss.item()`` stood still for the 4.5 ms of an embedding that was on its way.
         """
         with self._on(device):
             if not all(map(self._is_page_locked, host)):
                 return False
-            self._call(
-                "cuMemcpyAsync",
-                ctypes.c_uint64(target),
-                ctypes.c_uint64(source),
-                ctypes.c_size_t(size),
-                _pointer(stream),
-            )
+            for first in range(0, size, _PART):
+                self._call(
+                    "cuMemcpyAsync",
+                    ctypes.c_uint64(target + first),
+                    ctypes.c_uint64(source + first),
+                    ctypes.c_size_t(min(_PART, size - first)),
+                    _pointer(stream),
+                )
         return True
 
     def write_value(self, device: int, stream: int, device_address: int, value: int) -> None:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ...core.errors import StormError
-from ...memory.cuda.driver import device_index, driver
-from ...memory.cuda.streams import OwnStream
+from ...memory.cuda.answers import Answers
 from ..bridge.torch_private import has_modes, in_functorch
 from ..units.partition import Entry
 from ..weights.stream import ParameterStream, Stay
@@ -45,29 +44,6 @@ class _Compared:
     done: torch.cuda.Event | None
 
 
-class _Beside:
-    """Copies small answers from a GPU on a stream of its own."""
-
-    def __init__(self, device: torch.device, count: int) -> None:
-        """``count`` of them may be on their way."""
-        cuda = driver()
-        self._device, self._next = device, 0
-        self._own = None if cuda is None else OwnStream(cuda, device_index(device))
-        self._stream = torch.cuda.Stream(device) if self._own is None else self._own.stream
-        self._answers = torch.zeros(max(64, count), dtype=torch.bool, pin_memory=True)
-
-    def copy(self, answer: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Where ``answer`` will be in RAM, and when. The caller keeps it until then."""
-        self._next = (self._next + 1) % len(self._answers)
-        here, made, done = self._answers[self._next], torch.cuda.Event(), torch.cuda.Event()
-        made.record(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            self._stream.wait_event(made)
-            here.copy_(answer, non_blocking=True)
-            done.record(self._stream)
-        return here, done
-
-
 class WriteGuard:
     """``before`` and ``after`` enclose the forward of an entry; ``begin_pass`` and ``end_pass`` raise."""
 
@@ -77,7 +53,7 @@ class WriteGuard:
         self._passes = 0
         self._compared: deque[_Compared] = deque()
         self._beside = (
-            _Beside(device, 2 * sum(len(entry.units) for entry in entries)) if device.type == "cuda" else None
+            Answers(device, 2 * sum(len(entry.units) for entry in entries)) if device.type == "cuda" else None
         )
 
     def begin_pass(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.errors import OutOfBudget, SettingError
 from ...core.sizes import format_bytes
-from ...memory.limits import host_available_bytes
+from ...memory.books.limits import host_available_bytes
 from ..settings.train_settings import TrainSettings, is_callable_name
 from . import hf_model
 from .chunked_loss import ChunkedLoss

@@ -23,8 +23,8 @@ from ...checkpoint.folder import check_as_model
 from ...checkpoint.tensor_files import read_header
 from ...core.errors import SettingError, StorageError, WrongModel
 from ...core.sizes import MiB
-from ...memory.contained import inside, opened, parse_json, read_small
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import inside, opened, parse_json, read_small
 from ..errors import reason, require
 from .model_folder import CONFIG_LIMIT_BYTES, check_model_folder, has_value, read_plain, weight_map
 from .own_model import Batch

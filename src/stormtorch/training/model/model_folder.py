@@ -12,8 +12,8 @@ from ...checkpoint.folder import check_as_model
 from ...core.errors import StorageError
 from ...core.notices import say_once
 from ...core.sizes import MiB
-from ...memory.contained import inside, parse_json, read_small
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import inside, parse_json, read_small
 from ..errors import reason
 
 CONFIG_LIMIT_BYTES = 64 * MiB

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...api import Session
 from ...checkpoint.folder import read_manifest
 from ...core.errors import CheckpointError, StorageError
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...session.api import Session
 from ..reporting.usage import Spent
 from .run_folder import RunFolder
 

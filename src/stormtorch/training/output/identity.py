@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...checkpoint import disk
 from ...checkpoint.folder import file_in, read_manifest
 from ...core.errors import CheckpointError, SettingError, StorageError
-from ...memory.contained import parse_json, read_small
+from ...memory.disk.contained import parse_json, read_small
 from ..model.hf_model import fingerprint, samples, values_in_config
 from ..settings.schedule import warmup_steps
 from ..settings.train_settings import TrainSettings, is_callable_name

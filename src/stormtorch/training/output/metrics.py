@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Self, TextIO
 
 from ...core.errors import StorageError
 from ...core.sizes import MiB
-from ...memory.contained import check_no_link, open_to_write, opened, parse_json
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import check_no_link, open_to_write, opened, parse_json
 from ..errors import require
 from ..settings.train_settings import TrainSettings
 from .run_folder import RunFolder

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...api import Session
 from ...checkpoint.folder import all_complete, check_complete, check_sums, read_manifest, remove
 from ...core.errors import CheckpointError, SettingError, StorageError, WrongModel
 from ...data.loader import DataLoader
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...session.api import Session
 from ..reporting.usage import Spent
 from ..reporting.watcher import Watcher
 from ..settings.train_settings import TrainSettings

@@ -15,8 +15,8 @@ from typing import Self
 
 from ...checkpoint.folder import all_complete, not_created, remove_all, sweep
 from ...core.errors import SettingError, StorageError
-from ...memory.contained import check_no_link, open_to_write
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import check_no_link, open_to_write
 from ..settings.train_settings import METRICS
 
 _CHECKPOINT = re.compile(r"step-\d{8,}")

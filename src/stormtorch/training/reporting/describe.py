@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...api import Session
 from ...core.budget import Budget
 from ...core.sizes import format_bytes
 from ...core.tags import Tier
+from ...session.api import Session
 from ..settings.schedule import warmup_steps
 from ..settings.train_settings import TrainSettings
 

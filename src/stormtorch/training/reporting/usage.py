@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...api import Session
 from ...core.sizes import format_bytes
 from ...core.tags import Tier
+from ...session.api import Session
 
 
 class Spent(NamedTuple):

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...api import Session
 from ...core.tags import Tier
 from ...data.loader import DataLoader
+from ...session.api import Session
 from ..model.own_model import Batch, Loss
 from ..output.checkpoints import Checkpoints
 from ..output.metrics import Metrics

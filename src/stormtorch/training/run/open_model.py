@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...api import Session
 from ...checkpoint import load_weights
 from ...checkpoint.saver import write_configs
 from ...core.errors import SettingError
-from ...parts import check_budgets
+from ...session.api import Session
+from ...session.build import check_budgets
 from ...streams.settings import Settings
 from ..errors import reason
 from ..model.build import Built, build, build_outline, check_base

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from ...core.tags import Tag
-from ...memory.host import HostArena
-from ...memory.ledger import Ledger
-from ...memory.page_lock import page_lock_for
+from ...memory.books.ledger import Ledger
+from ...memory.host.arena import HostArena
+from ...memory.host.pinning import page_lock_for
 
 _SLOTS = 256  # steps that may be on their way; then the oldest is waited for
 

@@ -11,7 +11,7 @@ import torch
 
 from ...core.errors import SettingError
 from ...core.sizes import format_bytes
-from ...memory.limits import usable_device
+from ...memory.books.limits import usable_device
 from ..model.build import Built
 from ..model.chunked_loss import ChunkedLoss
 from ..output.checkpoints import Checkpoints

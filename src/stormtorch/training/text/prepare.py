@@ -26,8 +26,8 @@ from ...core.errors import SettingError, StorageError, StormError
 from ...data.formats.packed import read_index
 from ...data.formats.paths import file_size, whole_number
 from ...data.formats.text_lines import Progress
-from ...memory.contained import check_no_link, inside, parse_json, read_small
-from ...memory.file_calls import storage_error
+from ...memory.disk.calls import storage_error
+from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..errors import reason
 from .cache import being_written, digest_of, sweep
 from .documents import Document, Reading, settle
