@@ -210,6 +210,34 @@ def test_peak_is_within_vram_of_a_device_that_we_count(
         )
 
 
+@pytest.mark.parametrize("share", [3.5, 7.0])
+def test_before_there_is_a_plan_auto_takes_what_recompute_takes(share: float) -> None:
+    """Room for some blocks is no reason to keep these: the pool grows by the peak of the first steps, and would be
+    smaller for good."""
+    tops = []
+    for mode in ("auto", "recompute"):
+        torch.manual_seed(0)
+        with Counting() as meter:
+            model, given = Net(Layer, 32, 12, 64), torch.randint(0, 64, (8, 32))
+            model.checkpointed = True
+            model(given).backward()
+            limit = round(meter.peak() * share)
+            model.checkpointed = False
+            model.zero_grad()
+            trial = Trial(meter=meter, small_bytes=2048)
+            activations = OffloadedActivations(model, mode, limit, GiB, "cpu", trial=trial)
+            meter.forget_peak()
+            for _ in range(2):
+                with activations:
+                    loss = model(given)
+                loss.backward()
+                del loss
+                model.zero_grad()
+            tops.append(meter.peak())
+            activations.close()
+    assert tops[0] <= tops[1] * NARROW, f"{tops[0] / tops[1]:.2f} of what recompute takes"
+
+
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.wide), 2])
 @pytest.mark.parametrize("vocabulary", [64, 2048])
 def test_beside_checkpoints_of_the_users_own(vocabulary: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ class Saving:
         self._fits: dict[Any, bool] = {}  # of this pass, by shape: whether a second run has room for its weights
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._is_past_blocks = False
+        self._keeps_all = False  # whether this pass, for which there is no plan, has kept every block so far
         self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
         self._simple: ActivationPlan | None = None  # of the two plans that are compared, the one that recomputes
         self._candidates: list[ActivationPlan] = []  # and those that should be faster, the next one first
@@ -137,6 +138,7 @@ class Saving:
             self._stream.trim()
         self._loose.begin_pass()
         self._held, self._sequence, self._input_bytes = [], [], 0
+        self._keeps_all = self.mode == "auto"
         self._fits.clear()
         self._is_past_blocks = False
         self._hooks, self._sending = pack, self.mode == "offload" or self._loose.leaves
@@ -421,7 +423,8 @@ class Saving:
 
     def _provisional(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
         """Before there is a plan: recompute, with inputs on the device if there is room for all that follow. Keep, if
-        there is room for all that follows and for as much again; not before it is known what the loss will take."""
+        there is room for all blocks and for as much again; not before it is known what the loss will take. Never some
+        of them: the pool grows by the peak of these passes, and would be smaller for good than with none kept."""
         room, end = self._gauge.room(), self._levels.rise_at_the_end(kind)
         if room == UNCOUNTED:
             return KEEP if self.mode == "auto" else RECOMPUTE
@@ -429,8 +432,9 @@ class Saving:
         knows_the_end = self._age > 1 or self._levels.knows_the_end
         count = len(self._last_sequence) or len(self._blocks)
         ahead = max(1, count - position) + 1  # and one to compute with
-        if self.mode == "auto" and is_known and knows_the_end and 2 * saved * ahead + end <= room:
+        if self._keeps_all and is_known and knows_the_end and 2 * saved * ahead + end <= room:
             return KEEP
+        self._keeps_all = False
         is_tight = input_bytes * ahead + 2 * saved + end > room or (not knows_the_end and self._gauge.is_filling())
         return RECOMPUTE_FROM_RAM if is_tight else RECOMPUTE
 
