@@ -59,8 +59,8 @@ class OptimizerStream:
         self._is_separable = is_separable(optimizer)
         if self._own_step is not None:
             say_once(
-                f"The step of {type(optimizer).__name__} was set on the optimizer object: it runs as it is, on all parameters "
-                "at once, which is slower. Use hooks instead (register_step_pre_hook): they cost nothing."
+                f"The step of {type(optimizer).__name__} was set on the optimizer object: it is called as it is, on "
+                "all parameters at once, which is slower. Use hooks (register_step_pre_hook) instead: they are free."
             )
         self._shadow = Shadow(optimizer, PUT_ON)
         self.torch_step = TorchStep(self._shadow, parameters, masters=masters)
@@ -311,7 +311,7 @@ class OptimizerStream:
             f'step="backward" has updated {updated} of {len(self._units)} units while their gradients arrived, and '
             "optimizer.step() was not called since: the weights are those of a half-done step, and it cannot be "
             'undone. Load a checkpoint, or call zero_grad() again to go on from here. Use step="forward" (the "auto" '
-            'choice) to skip steps.'
+            "choice) to skip steps."
         )
 
     @locked
