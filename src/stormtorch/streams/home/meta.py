@@ -129,10 +129,10 @@ class Unwritten:
         if empty:
             more = f" and {len(empty) - 1} more have" if len(empty) > 1 else " has"
             raise StormError(
-                f"Cannot run the model: {empty[0]!r}{more} no values: the model came from the meta device, and they were "
-                "never written. Load weights first (storm.checkpoint.load_weights(model, folder), model.load_state_dict, "
-                "session.load), or initialise them (nn.init, reset_parameters; p.zero_() for parameters that the model "
-                "does not use)."
+                f"Cannot run the model: {empty[0]!r}{more} no values: the model came from the meta device, and they "
+                "were never written. Load weights first (storm.checkpoint.load_weights(model, folder), "
+                "model.load_state_dict, session.load), or initialise them (nn.init, reset_parameters; p.zero_() for "
+                "parameters that the model does not use)."
             )
         return not self._places and not self._left
 

@@ -69,8 +69,8 @@ class Moving:
         trim_heap()
         if self.held_bytes > least:
             say_once(
-                f"{format_bytes(self.held_bytes)} of RAM that held the model's weights could not be freed: other tensors "
-                "use it, perhaps in a state_dict. Until these are dropped, RAM holds these weights twice.",
+                f"{format_bytes(self.held_bytes)} of RAM that held the model's weights could not be freed: other "
+                "tensors use it, perhaps in a state_dict. Until these are dropped, RAM holds these weights twice.",
                 key="weights held twice",
             )
 

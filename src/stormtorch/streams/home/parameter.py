@@ -266,8 +266,8 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
         itself = args[0] if args else next(iter(kwargs.values()), None)
         if name in RESHAPING and isinstance(itself, HomeParameter) and homes:
             raise StormError(
-                f"{name} cannot give the streamed parameter {homes[0]._storm[1].name!r} another shape: its memory belongs "
-                "to its unit. Close the session first, then call storm.stream again."
+                f"{name} cannot give the streamed parameter {homes[0]._storm[1].name!r} another shape: its memory "
+                "belongs to its unit. Close the session first, then call storm.stream again."
             )
         if name in _OF_ITSELF and homes and homes[0] is itself:
             return _OF_ITSELF[name](homes[0])
