@@ -200,7 +200,7 @@ def test_names_and_shapes_must_be_those_of_the_model(tmp_path: Path) -> None:
 
 
 def test_folders_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         load_weights(small(), tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"holds no model.safetensors and no model.safetensors.index.json\. "):
         load_weights(small(), tmp_path)

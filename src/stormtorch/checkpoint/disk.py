@@ -253,7 +253,7 @@ def _sum(fd: int, path: Path) -> Record:
     return Record(size, crc)
 
 
-def check(path: Path, found: Record, expected: Record, *, remedy: str = "Take another checkpoint.") -> None:
+def check(path: Path, found: Record, expected: Record, *, remedy: str = "Use another checkpoint.") -> None:
     """Raise unless the file has the written size and checksum."""
     if found != expected:
         raise CheckpointError(
