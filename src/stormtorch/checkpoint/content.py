@@ -186,8 +186,7 @@ def _optimizer(
 
 
 def _has_file_form(key: str, value: Any, at_home: bool) -> bool:
-    """Whether the state goes to a tensor file. ``at_home``: it is read straight into home memory, even if it is one
-    number."""
+    """Whether the state goes to a tensor file. ``at_home``: even one number, read into home memory."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided

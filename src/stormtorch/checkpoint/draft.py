@@ -101,8 +101,7 @@ class Draft:
                 remove(self.path)
 
     def _rename_in_two(self) -> None:
-        """Replace an old checkpoint where names cannot be exchanged: it keeps its files until the new one has the
-        name."""
+        """Replace an old checkpoint if names cannot be exchanged: it keeps its files until the new one is named."""
         aside = beside(self.directory, "replaced")
         OURS.add(str(aside))
         try:

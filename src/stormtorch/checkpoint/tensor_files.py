@@ -74,8 +74,7 @@ def header_for(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file by name, in the order of their bytes. Raises CheckpointError if the file is not
-    complete."""
+    """The tensors of a file by name, in the order of their bytes. Raises CheckpointError if it is incomplete."""
     with disk.reading(path) as fd:
         size = os.fstat(fd).st_size
         head = bytearray(8)

@@ -80,8 +80,7 @@ class Live:
             self._drawn = False
 
     def _print(self, text: str, *, end: str = "\n") -> None:
-        """Print to the reader, if there is one. A closed pipe or terminal does not end a run: hours of work may depend
-        on it."""
+        """Print to the reader, if there is one. A closed pipe or terminal does not end a run of many hours."""
         if self._deaf:
             return
         try:

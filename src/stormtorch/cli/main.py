@@ -37,8 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _with_values(arguments: Sequence[str]) -> list[str]:
-    """Turn ``--vram -1GiB`` into ``--vram=-1GiB``: argparse would take the value for a flag, and report a missing
-    value."""
+    """Turn ``--vram -1GiB`` into ``--vram=-1GiB``: argparse would take the value for a flag."""
     joined: list[str] = []
     for word in arguments:
         if joined and _NEGATIVE.match(word) and joined[-1].startswith("--") and "=" not in joined[-1]:

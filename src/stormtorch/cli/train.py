@@ -69,8 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(settings: TrainSettings) -> int:
-    # transformers prints much that is not for our users, and draws bars into log files. It reads these when it is
-    # imported.
+    # transformers prints much that is not for our users, and draws bars into log files. It reads these at import.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -17,8 +17,7 @@ CHUNK = 1 << 18  # elements; about 10 MiB of temporaries
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Square root rounded to nearest, as in IEEE. torch's own on x86-64 is a vendor's, and off by one in 7 of 1,000
-    cases."""
+    """Square root rounded to nearest, as in IEEE. torch's on x86-64 is a vendor's, off by one in 7 of 1,000 cases."""
     return x.double().sqrt_().float()
 
 
@@ -28,8 +27,7 @@ def _fma(a: torch.Tensor | float, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
 
 @torch.inference_mode()
 def read_scale(tensors: AdamTensors, scalars: Scalars) -> torch.Tensor | float:
-    """The number by which gradients are multiplied, with the factor read now. It remains on its device: no wait for a
-    GPU."""
+    """The gradients' multiplier, with the factor read now. It remains on its device: no wait for a GPU."""
     factor = tensors.grad_factor
     return float(scalars.grad_scale) if factor is None else factor.view(()).mul(scalars.grad_scale)
 

@@ -126,8 +126,7 @@ class _Queue:
             gone.clear()  # after the lock: finalizers of their tensors may need it
 
     def _look_at_flags(self) -> list[_Job]:
-        """Move ready jobs to the heap, and return the abandoned ones. Checks abort flags last; csrc/worker.c says
-        why."""
+        """Move ready jobs to the heap; returns abandoned ones. Checks abort flags last: see csrc/worker.c."""
         gone: list[_Job] = []
         looked_at, self.waiting = self.waiting, []
         for job in looked_at:

@@ -92,8 +92,7 @@ class RowsPool(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Drop pieces that no thread has begun, wait for the rest, end the threads. Safe to call twice, and after a
-        fork."""
+        """Drop pieces that no thread has begun, wait for the rest, end the threads. Safe twice, and after a fork."""
 
     def __enter__(self) -> Self:
         return self

@@ -18,8 +18,7 @@ _NOTABLE = 0.05  # of the time
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTime:
-    """Shares of the last steps' time: kernels run, the GPU waits for the host's launches, or compute waits for a
-    lane."""
+    """Shares of the last steps' time: kernels run, the GPU waits for the host, or compute waits for a lane."""
 
     busy: float
     waits_for_host: float
@@ -171,7 +170,7 @@ def make_report(
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationReport:
-    """What was done with activations in all passes so far; ``str`` gives the text."""
+    """Treatment of activations in all passes so far; ``str`` gives the text."""
 
     steps: int
     bytes_in_per_step: dict[str, float]

@@ -42,8 +42,7 @@ _REST, _LATE = 16, 3  # calls between two attempts to arrange the pool; calls in
 
 @dataclass
 class _Seen:
-    """Calls with inputs of about one size: the largest size, and the bytes they took beyond those at their
-    beginning."""
+    """Calls with inputs of about one size: the largest size, and the bytes they took in addition."""
 
     size: int
     extra_bytes: int = 0

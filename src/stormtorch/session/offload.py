@@ -145,8 +145,7 @@ class OffloadedActivations:
             context.__exit__(kind, error, at)
 
     def close(self) -> None:
-        """Make the model ordinary again and return the memory. Backward of graphs that are still open raises from then
-        on."""
+        """Make the model ordinary again and return the memory. Open graphs cannot run backward any more."""
         if self._closed:
             return
         self._closed = True

@@ -107,8 +107,7 @@ def outline(
     settings: Settings,
     trial: Trial = Trial(),  # noqa: B008
 ) -> Outline:
-    """Raise for budgets or settings that do not allow the model. Needs sizes only: parameters may have no memory
-    yet."""
+    """Raise for budgets or settings that do not allow the model. Needs sizes only, no memory."""
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
     limit = ledger.budgets[Tier.DEVICE].limit_bytes

@@ -138,8 +138,7 @@ def _why_not(name: str) -> str:
 
 
 def device_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of ``device`` for this process. A CPU device uses host memory as its own, so these are the
-    host's numbers."""
+    """(free, total) bytes of ``device`` for this process. For a CPU device these are the host's."""
     if device.type == "cpu":
         return host_available_bytes(), host_total_bytes()
     # Cached by torch, but free to reuse.
@@ -154,7 +153,7 @@ def disk_bytes(directory: Path) -> tuple[int, int]:
         return usage.free, usage.total
     except OSError as error:
         raise StorageError(
-            f"Cannot find out how much space is free in {directory}: {error.strerror}. Is it still there?"
+            f"Cannot tell how much space is free in {directory}: {error.strerror}. Is it still there?"
         ) from error
 
 

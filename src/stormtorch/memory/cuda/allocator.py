@@ -124,8 +124,7 @@ def lost_bytes(device: torch.device, limit_bytes: int, *, most_allocated: int, l
 
 
 def streams_with_memory(device: torch.device) -> set[int]:
-    """The streams that have allocated memory on a GPU; empty if the allocator does not report them. Takes
-    milliseconds."""
+    """The streams that have allocated memory on a GPU; empty if unknown. Takes milliseconds."""
     if torch.cuda.get_allocator_backend() != "native":
         return set()
     index = device_index(device)

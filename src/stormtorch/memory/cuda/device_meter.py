@@ -25,8 +25,7 @@ class DeviceMeter(Protocol):
         """Bytes of the device that can still be taken, given what all processes use."""
 
     def lost(self, limit_bytes: int, least_bytes: int = 0) -> int:
-        """Bytes of ``limit_bytes`` that cannot be allocated because of holes; where this matters, at least
-        ``least_bytes``."""
+        """Bytes of ``limit_bytes`` lost to holes; where this matters, at least ``least_bytes``."""
 
 
 class CudaMeter:
@@ -37,8 +36,7 @@ class CudaMeter:
         self._most_bytes = 0  # the highest peak seen; user code may reset torch's
 
     def allocated(self) -> int:
-        # Like torch.cuda.memory_allocated, which first makes a sorted table of all its numbers: this is called per
-        # block.
+        # Like torch.cuda.memory_allocated, which first sorts all its numbers: this is called per block.
         found = torch.cuda.memory_stats_as_nested_dict(self._device)
         return int(found["allocated_bytes"]["all"]["current"]) if found else 0
 

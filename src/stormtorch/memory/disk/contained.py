@@ -122,8 +122,7 @@ def read_small(path: Path, *, limit_bytes: int = JSON_LIMIT_BYTES) -> bytes:
 
 
 def parse_json(data: bytes | bytearray | str, *, repeated: bool = True) -> Any:
-    """Parse JSON text. Raises ValueError for any defect, and for names that occur twice unless ``repeated`` is
-    accepted."""
+    """Parse JSON text. Raises ValueError for any defect, and for repeated names unless ``repeated``."""
     try:
         return json.loads(data, object_pairs_hook=None if repeated else _once)
     except (RecursionError, MemoryError) as error:

@@ -101,8 +101,7 @@ class File:
         return self._submit(bytes_of(buffer, writable=True), offset, write=False)
 
     def pwrite(self, buffer: Buffer, offset: int) -> Future[int]:
-        """Start to write ``buffer`` at ``offset``, inside the size of the file; does not block. Otherwise like
-        ``pread``."""
+        """Start to write ``buffer`` at ``offset``, inside the file's size; does not block. Otherwise like ``pread``."""
         return self._submit(bytes_of(buffer, writable=False), offset, write=True)
 
     def read(self, buffer: Buffer, offset: int) -> int:
@@ -208,8 +207,7 @@ def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """A stop event for the request of a blocking call, made before it so that Ctrl-C finds no moment between the
-    two."""
+    """A stop event for the request of a blocking call, made before it: Ctrl-C finds no gap between the two."""
     stop = threading.Event()
     try:
         yield stop

@@ -147,8 +147,7 @@ class RequestQueue:
         ending: Ending | None,
         stop: threading.Event | None,
     ) -> Transfer:
-        """Start one request, or raise before anything moved; Ctrl-C may raise later, and ``ending`` then shows that it
-        began.
+        """Start one request, or raise before anything moved; Ctrl-C may raise later; ``ending`` then shows it.
 
         ``padded``: the bytes between the end of this write and the next alignment boundary may be overwritten.
         ``stop``, once set, lets no further block begin.
@@ -202,8 +201,7 @@ class RequestQueue:
             raise storage_error(f"close {self.name}", error) from error
 
     def refuse_after_fork(self) -> None:
-        """Raise in a process that has no threads to serve this file. Comes before any lock; see the module's
-        docstring."""
+        """Raise in a process that has no threads to serve this file. Runs before any lock; see the top."""
         if self._descriptor.inherited:
             raise StorageError(
                 f"Cannot use {self.name}: it belongs to the process it was opened in; open it again after the fork."

@@ -164,8 +164,7 @@ class ScratchFile(File):
             raise
 
     def _read_news(self) -> None:
-        """Bring the extents up to date; the caller holds the lock. Removes an entry after handling it, lest Ctrl-C lose
-        it."""
+        """Bring the extents up to date; the caller holds the lock. Removes an entry last, lest Ctrl-C lose it."""
         while self._news:
             place, use = self._news[0]
             if use is None:

@@ -165,8 +165,7 @@ class Hold:
             self._unlock(address)
 
     def _unlock(self, address: int) -> None:
-        """Unlock a region once: the thread that removes it from the set does it, be it the locking thread or the ending
-        one."""
+        """Unlock a region once: done by the thread that removes it from the set, the locking or the ending one."""
         try:
             self.locked.remove(address)
         except KeyError:

@@ -109,8 +109,7 @@ class Flags:
         return len(self._flags)
 
     def abort(self, error: BaseException) -> None:
-        """Let every wait of a stream pass and make every later use raise LaneError from ``error``; keeps the first
-        error.
+        """Let every wait of a stream pass and make later uses raise LaneError from ``error``, the first one.
 
         The streams then work on stale data: jobs that name ``aborted`` are dropped, so that none of it reaches home.
         """

@@ -15,8 +15,7 @@ import torch
 
 
 class _CudaBytes:
-    """The interface that ``torch.as_tensor`` needs to make a tensor over device memory; the tensor's storage keeps
-    it."""
+    """Lets ``torch.as_tensor`` make a tensor over device memory; the tensor's storage keeps it."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self.target = target  # keeps the memory

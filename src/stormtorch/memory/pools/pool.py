@@ -62,12 +62,10 @@ class Memory(Protocol):
 
 
 class _Block:
-    """One allocation of the pool: its memory, the free parts of it, and uses of free bytes that may still be
-    running."""
+    """One allocation of the pool: its memory, its free parts, and uses of free bytes that may still run."""
 
     def __init__(self, memory: Memory, fresh: Event | None, *, single: bool = False, place: Hashable = None) -> None:
-        """``single``: it serves one piece of exactly its size. ``place``: the stream of compute when it was
-        allocated."""
+        """``single``: it serves one piece of exactly its size. ``place``: compute's stream at allocation."""
         self.memory, self.single, self.place = memory, single, place
         self.extents = Extents(memory.size, grain=GRAIN)
         self.uses: list[tuple[int, int, Event]] = [] if fresh is None else [(0, memory.size, fresh)]
@@ -82,8 +80,7 @@ class _Block:
         return [event for first, last, event in self.uses if first < end and start < last]
 
     def gated(self, start: int, end: int) -> None:
-        """Drop the events of a range that is taken: its new user waits for them, so later users need only that
-        one's."""
+        """Drop the events of a range that is taken: its new user waits for them, and later users for it."""
         kept: list[tuple[int, int, Event]] = []
         for first, last, event in self.uses:
             if first >= end or last <= start:

@@ -80,8 +80,8 @@ _sorts: dict[type, str] = {}
 
 
 def _sort_of(kind: type) -> str:
-    """How to compare a value of this type. Looks at the type alone: asking an object of transformers for its class
-    takes microseconds."""
+    """How to compare a value of this type. By type: asking an object of transformers for its class takes
+    microseconds."""
     if kind not in _sorts:
         known = (("tensor", torch.Tensor), ("container", _CONTAINERS), ("generator", torch.Generator))
         _sorts[kind] = next((sort for sort, kinds in known if issubclass(kind, kinds)), "")

@@ -40,8 +40,7 @@ class Anatomy:
         return [module._parameters.get(name) for module, name in self._places]
 
     def has_its_own(self) -> bool:
-        """Whether the block has its own parameters, not those of ``functional_call``, which will be gone in
-        backward."""
+        """Whether the block has its own parameters, not those of ``functional_call``, gone in backward."""
         return [id(parameter) for parameter in self.parameters()] == self._own
 
     def manner(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -70,8 +69,7 @@ def object_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """The items of nested tuples. Other objects count as one item, even if they contain others: the block may change
-    them."""
+    """The items of nested tuples. Other objects count as one item: the block may change their content."""
     if type(value) is tuple:
         return [leaf for item in value for leaf in leaves_of(item)]
     return [value]

@@ -24,7 +24,7 @@ def open_saving(
     weights: Callable[[], Iterable[torch.Tensor]],
     trial: Trial,
 ) -> tuple[Saving, Callable[[], None]]:
-    """Handle the activations of ``model`` by ``mode``; returns it and a function that ends it once the lanes are empty.
+    """Handle the activations of ``model`` by ``mode``; returns its `Saving`, and a call to end it when lanes are empty.
 
     ``weights``: parameters and buffers that are permanently on the device."""
     slabs = HostPool(

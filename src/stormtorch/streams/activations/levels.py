@@ -200,8 +200,7 @@ class Levels:
         return any((kind, way) in self.seen for way in _WAYS)
 
     def rise_at_the_end(self, kind: Hashable) -> int:
-        """The largest rise seen from the end of forward until backward has left the last block, if that is of this
-        kind."""
+        """The largest rise from the end of forward until backward has left the last block, of this kind."""
         at_once = (self._guessed_end or 0) if self._end is None else self._end.rise
         return max(at_once, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0)
 

@@ -91,8 +91,7 @@ class Loose:
         self.away_bytes += sum(parcel.size for parcel in sent)
 
     def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
-        """Keep all of it if it fits into the memory that ``plan`` does not use for blocks, or unless memory
-        ``is_short``."""
+        """Keep all of it, unless memory ``is_short`` and it exceeds the bytes that ``plan`` spares."""
         self.leaves = is_short and self.size > plan.spare_bytes
 
     def plan_alone(self, room_of: Callable[[int], int]) -> None:

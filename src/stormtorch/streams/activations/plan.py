@@ -164,8 +164,7 @@ def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
 
 
 def choose(profiles: list[BlockProfile], means: Means, *, offload: bool = True) -> ActivationPlan:
-    """The plan that should be fastest: keep what fits, with ``offload`` offload what the link hides, recompute the
-    rest."""
+    """The plan that should be fastest: keep what fits, offload what the link hides if wanted, recompute the rest."""
     means = means if offload else replace(means, ram_bytes=0)
     rooms = _Rooms(means, len(profiles), way_bytes=0, keep=True)
     if all(rooms.take(index, profile.saved_bytes) for index, profile in enumerate(profiles)):

@@ -67,8 +67,7 @@ class Profiles:
     def learn(
         self, kind: Any, in_pass: int, size: int, *, input_bytes: int, saved_bytes: int, forward: Reading
     ) -> None:
-        """Note a measured call with inputs of ``size``. Blocks of a kind, and passes, may differ: the largest
-        counts."""
+        """Note a measured call with inputs of ``size``. Calls of a kind may differ: the largest counts."""
         known = self._known.setdefault(kind, _Known(size=size, input_bytes=input_bytes, saved_bytes=saved_bytes))
         known.size, known.input_bytes = max(known.size, size), max(known.input_bytes, input_bytes)
         known.saved_bytes = max(known.saved_bytes, saved_bytes)

@@ -221,8 +221,7 @@ class BlockRun:
                 return True
             return has_all
 
-        # The graph of this run is never used; a block that computes gradients itself needs the tensors it saves,
-        # though.
+        # The graph of this run is never used, but a block that computes gradients itself needs its tensors.
         assert self._conditions is not None
         with saved_tensors_hooks(pack, lambda tensor: tensor), self._conditions.again():
             if self.tell_time is None:
@@ -247,8 +246,7 @@ class _Input:
     __slots__ = ("_stream", "_trained", "_value")
 
     def __init__(self, tensor: torch.Tensor, stream: ActivationStream, away: bool) -> None:
-        # A tensor that no differentiable operation has made is mostly alive anyway: the batch, masks, tables of
-        # positions.
+        # A tensor without a graph is mostly alive anyway: the batch, masks, tables of positions.
         self._stream, self._trained, away = stream, tensor.requires_grad, away and tensor.grad_fn is not None
         self._value: Held | Note = stream.pack(tensor, made=True) if away else Held(tensor)
 

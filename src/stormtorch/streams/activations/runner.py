@@ -402,8 +402,8 @@ class Saving:
         return plan
 
     def _drop_last(self) -> None:
-        """Release what the previous block has saved. Waits for the next one: the previous block's inputs may be
-        overwritten in between, as by ``x.add_(block(x))``, and then it cannot run again."""
+        """Release what the previous block has saved. Called when the next one begins: inputs may be overwritten in
+        between, as by ``x.add_(block(x))``, and then it cannot run again."""
         last, self._undropped = self._undropped, None
         if last is None:
             return

@@ -141,7 +141,7 @@ class Undecided:
 
 
 class Ride:
-    """One forward pass and its backward: the parcels in the order of saving, and the order in which backward asks."""
+    """A forward pass and its backward: offloaded tensors in the order of saving, and the order of requests."""
 
     def __init__(self, past: Ride | None) -> None:
         """``past``: the last pass that had a backward."""
@@ -166,7 +166,7 @@ class Ride:
         self._order = []
 
     def to_come(self) -> Iterator[Parcel]:
-        """The parcels that backward should ask for next, in that order."""
+        """The offloaded tensors that backward should ask for next, in that order."""
         if not self._order:
             known = self.as_expected and len(self.expected_sizes) == len(self.sizes)
             self._order = self._expected_order if known else list(reversed(range(len(self.sizes))))
@@ -193,8 +193,7 @@ class ActivationStream:
         ahead_bytes: int,
         small_bytes: int = SMALL_BYTES,
     ) -> None:
-        """``weights``: parameters and buffers that are permanently on the device. They and their casts are not
-        offloaded."""
+        """``weights``: parameters and buffers permanently on the device. They and their casts are not offloaded."""
         self._lanes, self._slabs, self._waits, self.lock = lanes, slabs, waits, lock
         self._weights, self._small_bytes = weights, small_bytes
         self._addresses: set[int] = set()  # of the weights
@@ -265,8 +264,7 @@ class ActivationStream:
 
     @locked
     def pack(self, tensor: torch.Tensor, *, made: bool = False) -> Any:
-        """For autograd: a note of ``tensor``, or ``Held`` if it remains. ``made``: the operation that saved it has
-        run."""
+        """For autograd: a note of ``tensor``, or ``Held`` if it remains. ``made``: its operation has run."""
         self._sweep()
         self._send_what_is_made(now=made)
         return self.send(tensor, made=made) if not self._closed and self.travels(tensor) else Held(tensor)
@@ -497,7 +495,7 @@ class ActivationStream:
         self._slabs.close()
 
     def bury(self, parcel: Parcel) -> None:
-        """Set the memory of a parcel without notes aside. Runs in a finalizer, on any thread."""
+        """Set the memory of an offloaded tensor without notes aside. Runs in a finalizer, on any thread."""
         if parcel.here is not None and parcel.stored is not None and not parcel.stored.done():
             self._orphans.append((parcel.here, parcel.stored, 0))
         if parcel.back is not None and parcel.loaded is not None and not parcel.asked_for:
@@ -506,7 +504,7 @@ class ActivationStream:
             self._slabs.give(parcel.slab, *(event for event in (parcel.stored, parcel.loaded) if event is not None))
 
     def _sweep(self) -> None:
-        """Return the memory of dead parcels to torch; compute waits for the lanes that may use it."""
+        """Return the memory of dead tensors to torch; compute waits for the lanes that may use it."""
         self.place()
         while self._orphans:
             memory, event, size = self._orphans[0]

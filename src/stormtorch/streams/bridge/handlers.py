@@ -68,8 +68,7 @@ def handler_here() -> int:
 
 
 class Deferred:
-    """Stands in for a user's handler. May remain installed when no session is open: it then calls the handler at
-    once."""
+    """Stands in for a user's handler. May remain installed without a session: it then calls it at once."""
 
     __slots__ = ("handler",)
 
@@ -113,8 +112,7 @@ def _run(handler: Handler, number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _as_user_code() -> Iterator[None]:
-    """Undo what our code or a pass has set for the calling thread: `__torch_function__` works, saved tensors are
-    kept."""
+    """Undo what our code or a pass has set for this thread: `__torch_function__` works, saved tensors are kept."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_torch_function())
         if innermost_hooks() is not None:

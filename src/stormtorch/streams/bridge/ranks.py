@@ -30,8 +30,7 @@ _has_group = distributed.is_initialized if distributed.is_available() else lambd
 
 
 def refuse_ranks() -> None:
-    """Raise if there are several ranks. Runs at every call of a model: costs a fraction of a microsecond without a
-    group."""
+    """Raise if there are several ranks. At every call of a model: without a group in a fraction of a microsecond."""
     if _has_group() and (ranks := distributed.get_world_size()) > 1:
         raise SettingError(
             f"STORM streams a model in one process, and torch.distributed has {ranks} ranks here: each would train a "

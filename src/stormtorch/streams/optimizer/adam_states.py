@@ -151,8 +151,7 @@ class AdamStates:
             self._show(place, state)
 
     def _sources(self, place: Place, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Tensors to write, by name: without those in place already, and without a master that is a view of another
-        state."""
+        """Tensors to write, by name: not those in place already, nor a master that views another's state."""
         sources, shown = {}, self._shown.get(id(place.parameter), {})
         for name in MOMENTS:
             value = plain(joined(state[name]))
