@@ -85,8 +85,8 @@ class Transfer(Future[int]):
     def result(self, timeout: float | None = None) -> int:
         if os.getpid() != self._process and not self.done():
             raise StorageError(
-                "Cannot wait for this request: it runs in the process that made it. After the fork, open the file "
-                "again and repeat the request."
+                "Cannot wait for this request: it runs in the process that made it. Open the file again "
+                "after the fork, and repeat it."
             )
         if timeout is None:
             _wait(self)

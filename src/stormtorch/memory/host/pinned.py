@@ -35,7 +35,7 @@ class Hold:
 
     def __init__(self, reservation: Reservation | None, page_lock: PageLock | None, *, behind: bool = False) -> None:
         self.reservation, self.page_lock, self.behind = reservation, page_lock, behind
-        # Else the code that maps it does.
+        # Whether the locking thread touches the pages; else the code that maps them does.
         self.touches = behind and page_lock is not None and can_touch_beside_writers()
         self.owner_pid = os.getpid()
         self.locked: set[int] = set()

@@ -225,7 +225,7 @@ class DevicePool(Pool):
         for block in list(self._blocks):
             if block.extents.taken_bytes or address not in (None, block.memory.tensor().data_ptr()):
                 continue
-            # Else torch hands it to another stream than the current one.
+            # Else torch hands the memory to another stream than the current one.
             is_ordered = block.place == self._compute.place()
             for _, _, event in block.uses:
                 if is_ordered:
@@ -352,7 +352,7 @@ class HostPool(Pool):
         if found is None:
             self._close_empty()
             free = round_down(self._ledger.free_bytes(Tier.HOST), PAGE)
-            # Requests the least if that is too much, so that the error names it.
+            # At least ``size``, even if the budget has less: the error then names it.
             self.grow(max(size, min(_HOST_STEP, free)))
             found = self.take(size, lane)
         assert found is not None

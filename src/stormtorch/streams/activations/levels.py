@@ -68,7 +68,7 @@ class _Pass:
     travelling: dict[int, int] = field(default_factory=dict)
     early: dict[int, int] = field(default_factory=dict)  # bytes in flight that were used up until backward had left
     ways: dict[int, int] = field(default_factory=dict)  # bytes that may have been in flight until then
-    # By a peak that went up: less what remained, or may have arrived.
+    # The rise that a higher peak proves: less bytes that remained, or may have arrived.
     shown: dict[int, int] = field(default_factory=dict)
     last: int | None = None
     is_through: bool = False

@@ -404,7 +404,7 @@ class ActivationStream:
             return saved.get()
         assert isinstance(saved, Note)
         if self._closed:
-            raise StaleGraph("Cannot run backward: the session or context that held its activations was closed.")
+            raise StaleGraph("Cannot run backward: the owner of its activations was closed.")
         self._sweep()
         self._send_what_is_made(now=True)
         if saved.probe is not None and saved.probe.changed:

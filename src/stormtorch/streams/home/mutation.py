@@ -43,7 +43,7 @@ def target_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
         return args[0] if args else next(iter(kwargs.values()), None)
     if name in ("embedding", "embedding_bag") and _argument(func, "max_norm", args, kwargs) is not None:
         return _argument(func, "weight", args, kwargs)
-    # Torch.ops have one, also those of other libraries.
+    # Functions of torch.ops have a schema, also those of other libraries.
     schema = getattr(getattr(func, "default", func), "_schema", None)
     if schema is None or not schema.is_mutable:
         return None

@@ -267,7 +267,7 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
         if name in RESHAPING and isinstance(itself, HomeParameter) and homes:
             raise StormError(
                 f"{name} cannot give the streamed parameter {homes[0]._storm[1].name!r} another shape: its memory "
-                "belongs to its unit. Close the session first, then call storm.stream again."
+                "belongs to its unit. Close the session, then stream again."
             )
         if name in _OF_ITSELF and homes and homes[0] is itself:
             return _OF_ITSELF[name](homes[0])

@@ -120,7 +120,7 @@ def growth(
     ``state_bytes``: what each unit takes that is not there yet.
     """
     left = headroom(limit_bytes)
-    # Memory that the device lacks is in both.
+    # Memory that the device lacks reduces both terms.
     spare = min(limit_bytes - peak_bytes - max(left, lost_bytes), free_bytes - left)
     missing = max(0, placement.whole_bytes - pool_bytes)
     if spare < missing:
