@@ -260,7 +260,7 @@ class GradientStream:
         if home.there is not None:
             assert home.ready is not None
             lane.wait(home.ready)
-            earlier.bytes.copy_(source)  # the bucket has the same bytes, perhaps in another form
+            earlier.bytes.copy_(source)  # the bucket lies in the same memory, perhaps in another form
         else:
             if home.stored is not None:
                 lane.wait(home.stored)

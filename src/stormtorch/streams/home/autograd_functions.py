@@ -3,8 +3,8 @@
 All other torch functions pass through ``__torch_function__``, where parameter.py replaces a parameter by its device
 view (twin). ``Function.apply`` does not, so a fused loss that is given ``lm_head.weight`` would get the weight in home
 memory. While a session is open, the same replacement is done between ``Function.apply`` and torch's C++: it is set as
-``apply`` of the class between the two, which has none of its own. ``Function`` itself is unchanged, and ``mul =
-Mul.apply``, taken before, is covered too.
+``apply`` of the class between the two, which has none of its own. ``Function`` itself is unchanged, and
+``mul = Mul.apply``, taken before, is covered too.
 
 The road not taken: setting twins as attributes of all modules while a forward runs, for code that reads a weight
 without calling its module. That brings a unit to the device for a mere ``weight.dtype``, and code that swaps

@@ -10,9 +10,9 @@ parameter by user code passes through ``__torch_function__``:
   another module. ``autograd.Function`` needs separate treatment: autograd_functions.py. A write goes to home memory
   here too, and the forward goes on with a new twin.
 
-Tensors that share home memory are handed out as `HomeView`, which does the same for as long as they live: ``w =
-p.data`` taken once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` does not wait, using
-it does.
+Tensors that share home memory are handed out as `HomeView`, which does the same for as long as they live:
+``w = p.data`` taken once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` does not wait,
+using it does.
 
 ``p.data = x`` cannot give the parameter other memory: it copies ``x``. Views that were taken before must not see that,
 so they get a copy of the old values; when one of them is assigned back, they are views of home memory again. So code

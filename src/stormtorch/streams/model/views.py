@@ -157,8 +157,7 @@ class _GraphTwins:
     """
 
     def __init__(self, nothing: torch.Tensor) -> None:
-        """``nothing``: a tensor of no bytes on the device, made beforehand: counts of a block's operations exclude
-        it."""
+        """``nothing``: an empty tensor on the device. Made beforehand: else it counts as an operation of a block."""
         self._nothing = nothing
         self._known: dict[int, dict[int, torch.Tensor]] = {}  # unit -> place -> twin
         self._away: set[int] = set()  # units whose twins show no device copy, or a dropped one

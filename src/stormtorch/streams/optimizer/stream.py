@@ -260,8 +260,7 @@ class OptimizerStream:
         return True
 
     def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:
-        """The unit's hyperparameters; None if the optimizer does not have all its gradients: user code may read
-        them."""
+        """The unit's hyperparameters; None if the optimizer lacks some of its parameters: user code may use those."""
         if self._adam is not None and not self._unstepped:  # check before the first unit changes
             refuse_unknown(self.optimizer, self._place)
         mine = self._groups.of(home.unit)
