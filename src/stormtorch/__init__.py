@@ -43,7 +43,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Names that need torch are imported when they are asked for: `storm --help` answers without it."""
+    """Import names that need torch on first use: `storm --help` works without it."""
     if name == "data":
         return importlib.import_module(".data", __name__)
     if name in _HOMES:

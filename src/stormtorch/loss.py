@@ -2,17 +2,17 @@
 
 The logits of 16384 tokens over a vocabulary of 128256 are 7.8 GiB in fp32, and plain PyTorch holds them more than once.
 Here one *tile* of them exists at a time. Forward keeps only each row's *logsum*, the logarithm of the sum of its
-exponentials; backward computes each tile anew, and takes both products with it.
+exponentials; backward computes each tile again, and takes both products with it.
 
-The road not taken: gradients computed in forward already, block of rows by block of rows, and only scaled in backward.
-That saves one product of four. But a block must then be whole rows, which are long, and every block adds to all of the
-weight's gradient: an fp32 sum as large as the weight, which lives from forward to backward. With the logsum known, a
-tile may be cut both ways: the weight's gradient is finished slice by slice and rounded once, and only the gradient of
-``hidden`` needs a sum beside it. Forward, backward and their peak on an H200, for those logits of a width of 4096, in
-bf16: plain 97 ms and 23.5 GiB, this 143 ms and 1.7 GiB, the other road 129 ms and 3.1 GiB (105 ms and 4.1 GiB with
-chunks of 1 GiB). The head is a small part of a step, and memory is what a streamed model lacks. What else it gives: the
-scale of the gradient is known before anything is rounded, so fp16 with a loss scale underflows no sooner than in plain
-PyTorch; a loss for each row is no case of its own; a forward without a backward does no work for gradients.
+The road not taken: computing gradients in forward already, block of rows by block of rows, and only scaling them in
+backward. That saves one product of four. But a block must then be whole rows, which are long, and every block adds to
+all of the weight's gradient: an fp32 sum as large as the weight, which lives from forward to backward. With the logsum
+known, a tile may be cut both ways: the weight's gradient is finished slice by slice and rounded once, and only the
+gradient of ``hidden`` needs a sum beside it. Forward, backward and their peak on an H200, for those logits of a width
+of 4096, in bf16: plain 97 ms and 23.5 GiB, this 143 ms and 1.7 GiB, the other road 129 ms and 3.1 GiB (105 ms and 4.1
+GiB with chunks of 1 GiB). The head is a small part of a step, and memory is what a streamed model lacks. Further gains:
+the scale of the gradient is known before anything is rounded, so fp16 with a loss scale underflows no sooner than in
+plain PyTorch; a loss for each row needs no special case; a forward without a backward does no work for gradients.
 
 All sums are fp32 for bf16 and fp16 (fp64 for fp64): logits, logsums, gradients until they are complete."""
 
@@ -44,15 +44,15 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), target)``, with at most ``chunk_bytes`` of logits at any time.
 
-    ``hidden`` is (..., D), ``target`` has its leading shape, ``weight`` is (V, D). The other settings mean what they
-    mean to torch. The loss is fp32 for bf16 and fp16: a loss scale would overflow fp16. On a GPU these have a copy of
-    the tile in 16 bits beside it, half of ``chunk_bytes``; the host waits for nothing.
+    ``hidden`` is (..., D), ``target`` has its leading shape, ``weight`` is (V, D). The other settings are torch's. The
+    loss is fp32 for bf16 and fp16: a loss scale would overflow fp16. On a GPU these dtypes need a 16-bit copy of the
+    tile in addition, half of ``chunk_bytes``; the host does not wait.
 
     Backward computes the logits again, so ``hidden`` and ``weight`` must not change until then. There is no second
     derivative.
     """
     given = (hidden, weight, target, bias)
-    if has_torch_function(given):  # a streamed parameter: home/parameter.py puts a device copy in its place
+    if has_torch_function(given):  # a streamed parameter: home/parameter.py puts a device view in its place
         result: torch.Tensor = handle_torch_function(
             linear_cross_entropy,
             given,
@@ -66,7 +66,7 @@ def linear_cross_entropy(
             chunk_bytes=chunk_bytes,
         )
         return result
-    # home/parameter.py has waited for it, and there is nothing to watch in backward.
+    # home/parameter.py has waited for it, and backward needs no watching.
     weight, bias = plain(weight), None if bias is None else plain(bias)
     if reduction not in ("mean", "sum", "none"):
         raise SettingError(f"reduction={reduction!r} is not valid. Accepted: 'mean', 'sum' or 'none'.")
@@ -91,7 +91,7 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How the logits are cut, and what they are computed in: products of ``work`` are added up in ``wide``."""
+    """How the logits are cut, and their dtypes: products of ``work`` are added up in ``wide``."""
 
     rows: int
     columns: int
@@ -104,20 +104,20 @@ def _tiles(
 ) -> _Tiles:
     dtype = _dtype(hidden, weight, bias)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # Only CUDA has a product with factors of 16 bits and a result of 32; elsewhere the factors are widened.
+    # Only CUDA has a product with 16-bit factors and a 32-bit result; elsewhere the factors are widened.
     mixed = hidden.device.type == "cuda" and torch.version.cuda is not None
     # Square where both sides are long: the most work per byte in a product, and the fewest additions to a sum.
     room = max(1, chunk_bytes // wide.itemsize)
     height = max(1, min(rows, math.isqrt(room)))
     width = max(1, min(weight.shape[0], room // height))
     if 64 < width < weight.shape[0]:
-        width -= width % 64  # rows that begin where tensor cores like them to
+        width -= width % 64  # rows aligned for tensor cores
     height = max(1, min(rows, room // width))
     return _Tiles(height, width, dtype if mixed else wide, wide)
 
 
 def _dtype(*tensors: torch.Tensor | None) -> torch.dtype:
-    """What a linear layer would compute in here: the tensors' own dtype, or autocast's."""
+    """The dtype in which a linear layer would compute here: the tensors' own, or autocast's."""
     present = [tensor for tensor in tensors if tensor is not None]
     given = ", ".join(str(tensor.dtype) for tensor in present)
     dtypes = {tensor.dtype for tensor in present}
@@ -126,7 +126,7 @@ def _dtype(*tensors: torch.Tensor | None) -> torch.dtype:
     kind = present[0].device.type
     if torch.is_autocast_enabled(kind):
         cast = torch.get_autocast_dtype(kind)
-        dtypes = {dtype if dtype == torch.float64 else cast for dtype in dtypes}  # it leaves fp64 alone
+        dtypes = {dtype if dtype == torch.float64 else cast for dtype in dtypes}  # autocast leaves fp64 alone
     if len(dtypes) > 1:
         raise SettingError(
             f"hidden, weight and bias differ in dtype: {given}. Cast them to one, or use torch.autocast."
@@ -158,7 +158,7 @@ def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tens
 def _check_range(target: torch.Tensor, ignored: torch.Tensor, classes: int, ignore_index: int) -> None:
     wrong = ~ignored & ((target < 0) | (target >= classes))
     if target.device.type != "cpu":
-        torch._assert_async(~wrong.any())  # as torch's own loss does: to look here would be to wait
+        torch._assert_async(~wrong.any())  # like torch's own loss: a check on the host would wait
     elif wrong.any():
         raise SettingError(
             f"target holds {int(target[wrong][0])}. Accepted: 0 to {classes - 1}, and ignore_index={ignore_index}."
@@ -168,7 +168,7 @@ def _check_range(target: torch.Tensor, ignored: torch.Tensor, classes: int, igno
 class _RowLosses(torch.autograd.Function):
     """``apply(hidden, weight, bias, target, smoothing, tiles)`` gives the loss of each row.
 
-    Rows with a negative target have none, and no gradient. Autocast is kept out: ``tiles`` says what to compute in.
+    Rows with a negative target have no loss and no gradient. Autocast is kept out: ``tiles`` has the dtypes.
     """
 
     @staticmethod
@@ -195,7 +195,7 @@ class _RowLosses(torch.autograd.Function):
                     if smoothing:
                         total[here] += tile.sum(1)
                     logsum[here] = torch.logaddexp(logsum[here], _logsumexp_(tile))
-                    del tile  # before there is another one
+                    del tile  # before the next one is made
         losses = logsum - (1 - smoothing) * aimed
         if smoothing:
             losses -= smoothing / classes * total
@@ -205,7 +205,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # once_differentiable would be silent where ``grad`` itself has no graph, and the result taken for a constant.
+        # once_differentiable would be silent if ``grad`` itself has no graph, and the result would count as a constant.
         if torch.is_grad_enabled():
             raise StormError(
                 "Cannot build a graph of linear_cross_entropy's backward (create_graph=True). "
@@ -213,7 +213,7 @@ class _RowLosses(torch.autograd.Function):
             )
         hidden, weight, bias, target, logsum = ctx.saved_tensors
         tiles: _Tiles = ctx.tiles
-        scale = grad.to(tiles.wide).masked_fill(target < 0, 0.0)  # not by a product: where all are ignored it is inf
+        scale = grad.to(tiles.wide).masked_fill(target < 0, 0.0)  # not by a product: it is inf where all are ignored
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         hidden_sum = torch.zeros_like(hidden, dtype=tiles.wide) if to_hidden else None
         weight_grad = torch.empty_like(weight) if to_weight else None
@@ -255,7 +255,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _places(target: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """(where in its row of a tile each target lies, whether it does), one column each; others are at the edge."""
+    """(each target's column in the tile, whether it lies there), one column each; those outside are set to the edge."""
     place = target.unsqueeze(1) - columns.start
     size = columns.stop - columns.start
     return place.clamp(0, size - 1), (place >= 0) & (place < size)
@@ -271,7 +271,7 @@ def _logsumexp_(tile: torch.Tensor) -> torch.Tensor:
 def _slope_(
     tile: torch.Tensor, logsum: torch.Tensor, target: torch.Tensor, columns: slice, smoothing: float, classes: int
 ) -> None:
-    """Turn logits into the derivative of their row's loss: the softmax less what was wanted."""
+    """Turn logits into the derivative of their row's loss: the softmax less the target distribution."""
     tile.sub_(logsum.unsqueeze(1)).exp_()
     if smoothing:
         tile.sub_(smoothing / classes)

@@ -31,4 +31,4 @@ def test_a_tiny_model_generates_in_every_case(tmp_path: Path) -> None:
     assert loaded == pytest.approx(absent, rel=0.2)  # some of it is on its way when a token is there
     assert float(rows["storm"]["of the link"]) > 0
     assert float(rows["storm"]["of vram"]) > 0.9
-    assert "units stay there" in (tmp_path / "t.log").read_text()
+    assert "units are resident" in (tmp_path / "t.log").read_text()

@@ -295,10 +295,10 @@ def test_one_line_for_each_thing_that_can_be_wrong(tmp_path: Path) -> None:
     refused(
         Run(width=8), tmp_path / "good", WrongModel, r"'scale' has shape \(16,\) there and \(8,\) in the model|shape"
     )
-    refused(Run(), tmp_path / "nowhere", CheckpointError, r"nowhere is no folder")
+    refused(Run(), tmp_path / "nowhere", CheckpointError, r"nowhere is not a folder")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "model.safetensors").write_bytes((tmp_path / "good" / "model.safetensors").read_bytes())
-    refused(Run(), tmp_path / "foreign", CheckpointError, "is no checkpoint of STORM.*load_weights")
+    refused(Run(), tmp_path / "foreign", CheckpointError, "is not a checkpoint of STORM.*load_weights")
     (tmp_path / "good" / "storm" / "optimizer.safetensors").rename(tmp_path / "aside")
     refused(Run(), tmp_path / "good", CheckpointError, r"optimizer.safetensors is missing")
     (tmp_path / "aside").rename(tmp_path / "good" / "storm" / "optimizer.safetensors")

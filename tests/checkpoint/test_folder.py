@@ -136,7 +136,7 @@ def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     run = Run()
     for name in ("work", "file"):
-        with pytest.raises(SettingError, match="is no checkpoint"):
+        with pytest.raises(SettingError, match="is not a checkpoint"):
             run.session.save(tmp_path / name)
     run.session.save(tmp_path / "empty")
     assert complete(tmp_path / "empty")

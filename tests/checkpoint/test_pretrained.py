@@ -168,6 +168,6 @@ def test_adapters_and_whole_models_are_told_apart(tmp_path: Path) -> None:
 def test_what_is_trained_beside_an_adapter_is_not_lost_unsaid(tmp_path: Path) -> None:
     model = adapted()
     model.base_model.model.model.norm.weight.requires_grad_(True)
-    with session_of(model) as session, pytest.raises(CheckpointError, match=r"norm.weight' are trained and not part"):
+    with session_of(model) as session, pytest.raises(CheckpointError, match=r"norm.weight' are trained but not part"):
         session.save(tmp_path / "one")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""``optimizer=False``: the weights alone, for disks too small for the rest; the optimizer begins anew."""
+"""``optimizer=False``: the weights alone, for disks too small for the rest; the optimizer starts again."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_it_goes_on_as_a_new_optimizer_on_these_weights(
     caplog.clear()
     assert other.session.load(tmp_path / "weights", also={"scheduler": other.scheduler}) == {"note": 7}
     assert equal(weights(other.model), saved)
-    assert [record.message for record in caplog.records if "begins anew" in record.message] != []
+    assert [record.message for record in caplog.records if "starts again" in record.message] != []
     assert all(not state for state in other.optimizer.state.values())
     assert other.optimizer.param_groups[0]["lr"] == 5e-3
     assert other.session._saver.steps == 3
@@ -99,7 +99,7 @@ def test_any_optimizer_may_begin(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     other.optimizer.param_groups[0]["lr"] = 0.25
     forget_notices()
     other.session.load(tmp_path / "weights")
-    assert "SGD begins anew" in caplog.text
+    assert "SGD starts again" in caplog.text
     assert other.optimizer.param_groups[0]["lr"] == 0.25
     other.session.close()
     with session_of(small()) as session:  # and none
@@ -110,7 +110,7 @@ def test_a_session_that_had_none_is_still_refused(tmp_path: Path) -> None:
     with session_of(small()) as session:
         session.save(tmp_path / "inference")
     run = Run("adamw", torch.float32)
-    with pytest.raises(WrongModel, match="saved from a session without one"):
+    with pytest.raises(WrongModel, match="saved from a session without an optimizer"):
         run.session.load(tmp_path / "inference")
     run.session.close()
 
@@ -129,7 +129,7 @@ def test_a_full_disk_names_this_way_out(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk, "CALLS", DiskCalls(write=full))
-    with pytest.raises(StorageError, match="--no-save-optimizer; the optimizer then begins anew") as caught:
+    with pytest.raises(StorageError, match="--no-save-optimizer; the optimizer then starts again") as caught:
         run.session.save(tmp_path / "one")
     assert caught.value.errno == 28
     run.session.close()

@@ -106,12 +106,12 @@ def test_arrays_become_rows_and_are_verified(tmp_path: Path, capsys: pytest.Capt
         (["x.npy", "--shard-size", "0"], ["--shard-size 0"]),
         (["x.npy", "--dtype", "float31"], ["--dtype='float31'", "Accepted"]),
         (["x.npy", "--dtype", "int8"], ["only floats"]),
-        (["x.npy", "--eos-id", "3"], ["--eos-id means nothing for arrays"]),
+        (["x.npy", "--eos-id", "3"], ["--eos-id has no effect for arrays"]),
         (["x.npy", "--columns", "y"], ["has fields data; asked for y"]),
         (["a.txt"], ["a.txt is text", "--tokenizer"]),
         (["a.txt", "--tokenizer", "no.json"], ["no.json does not exist"]),
         (["a.txt", "--text-field", "text", "--dtype", "int32"], ["text, not tokens"]),
-        (["a.jsonl", "--text-field", "text", "--columns", "x"], ["--columns means nothing for documents"]),
+        (["a.jsonl", "--text-field", "text", "--columns", "x"], ["--columns has no effect for documents"]),
         (["a.jsonl", "--text-field", "text"], ["Say --dtype"]),
         (["a.jsonl", "--text-field", "text", "--eos-id", "-1"], ["--eos-id -1"]),
         (["no.npy"], ["no.npy", "does not exist"]),
@@ -142,7 +142,7 @@ def test_a_tokenizer_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "a.txt").write_text("the\n")
     command = ["data", "pack", str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--tokenizer", str(name)]
     assert main(command) == 1
-    assert "which token ends a document. Say it: --eos-id N, or none." in capsys.readouterr().err
+    assert "which token ends a document. Give it: --eos-id N, or none." in capsys.readouterr().err
     assert main([*command, "--eos-id", "9"]) == 0
     assert np.fromfile(tmp_path / "o" / "00000-0.bin", np.uint16).tolist() == [1, 9]
 

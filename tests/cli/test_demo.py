@@ -28,7 +28,7 @@ def test_it_trains_within_its_budget_and_compares(capsys: pytest.CaptureFixture[
     assert "The loss falls." in out
     assert "The budget held: 6.9 MiB of 6.9 MiB." in out
     assert "equals plain PyTorch's, bit for bit" in out or "Losses differ from plain PyTorch's by at most" in out
-    assert "That is not right" not in out
+    assert "This is a defect" not in out
 
 
 def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +37,7 @@ def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("stormtorch.memory.lanes.cpu.CpuLane.copy", lambda _lane, target, *_: target.zero_())
     assert main(["demo", "--device", "cpu", "--steps", "2"]) != 0
     shown = capsys.readouterr()
-    assert "That is not right" in shown.out
+    assert "This is a defect" in shown.out
 
 
 def test_without_transformers_a_module_of_its_own(

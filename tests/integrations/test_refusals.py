@@ -25,7 +25,7 @@ from .small import Rows, arguments, llama
 @pytest.mark.parametrize(
     ("storm", "message"),
     [
-        ({"vrm": "8GiB"}, r"'vrm'.*not known. Accepted: vram, ram, "),
+        ({"vrm": "8GiB"}, r"'vrm'.*not valid. Accepted: vram, ram, "),
         ("8GiB", r"storm='8GiB' is not valid. Accepted: a dict"),
         ({"step": "later"}, r"step='later' is not valid"),
         ({"device": "cuda"}, r"the trainer's device is cpu"),

@@ -169,7 +169,7 @@ def test_calls_load_what_does_not_stay_and_the_budget_is_used() -> None:
     assert seen.loaded[3:] == [seen.total - seen.kept[-1]] * 3
     assert min(seen.peaks[3:]) >= 0.9 * seen.vram, seen.shown
     assert all(seen.ahead), "the next call's first loads are not on their way when a call ends"
-    assert "units stay there" in seen.report
+    assert "units are resident" in seen.report
 
 
 def test_where_nothing_counts_the_pool_has_the_budget_from_the_start() -> None:

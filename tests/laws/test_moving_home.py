@@ -102,7 +102,7 @@ def test_memory_that_user_code_holds_is_said() -> None:
     found = measured(blocks=6, held=True)
     assert found["right"]
     assert len(found["said"]) == 1
-    assert "96.0 MiB of RAM that the model's weights lay in could not be freed" in found["said"][0]
+    assert "96.0 MiB of RAM that held the model's weights could not be freed" in found["said"][0]
 
 
 def test_a_mapped_file_is_no_memory_of_the_process(tmp_path: Any) -> None:

@@ -300,7 +300,7 @@ def test_a_lock_refused_behind_is_undone_and_said(
     assert ledger.pinned_bytes == 0
     assert not caplog.messages, "nobody was there to be told: that was a thread"
     arena.say_if_refused()
-    assert "Optimizer states stay with the CPU" in caplog.messages[0]
+    assert "Optimizer states remain on the CPU" in caplog.messages[0]
     assert float(tensor.sum()) == 56
     arena.close()
 

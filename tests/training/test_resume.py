@@ -262,7 +262,7 @@ def test_from_a_named_checkpoint(tmp_path: Path) -> None:
     branch = elsewhere(chosen, "branch", resume=str(checkpoint(chosen, 3)))
     assert run(branch) == 0
     assert losses(branch) == {step: loss for step, loss in losses(chosen).items() if step > 3}
-    with pytest.raises(CheckpointError, match="no checkpoint of STORM"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of STORM"):
         run(elsewhere(chosen, "third", resume=str(tmp_path / "model")))
     for folder in (Path(chosen.output), Path(chosen.output) / "checkpoints"):
         with pytest.raises(SettingError, match=r"holds checkpoints and is none\. Name one of them, such as .*00000008"):

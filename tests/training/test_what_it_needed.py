@@ -144,7 +144,7 @@ def test_checkpoints_without_states_by_choice(tmp_path: Path, caplog: pytest.Log
     assert all(not list(checkpoint(chosen, step).glob("storm/optimizer*")) for step in (4, 8))
     shutil.rmtree(checkpoint(chosen, 8))
     assert run(chosen) == 0
-    assert "AdamW begins anew" in caplog.text
+    assert "AdamW starts again" in caplog.text
     again = losses(chosen)
     assert [again[step] == expected[step] for step in range(1, 9)] == [True] * 5 + [False] * 3
     shutil.rmtree(checkpoint(chosen, 8))

@@ -1,4 +1,4 @@
-"""Checkpoints that survive anything: written beside and renamed, checked by sums, opened by ``from_pretrained``."""
+"""Checkpoints that survive a crash: written aside and renamed, with checksums, opened by ``from_pretrained``."""
 
 from .folder import all_complete, complete, newest, prune, sweep
 from .weights import load_weights

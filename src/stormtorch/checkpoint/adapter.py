@@ -1,7 +1,7 @@
-"""Models of PEFT: what is saved of them is the adapter, in PEFT's own form and under its own names.
+"""Models of PEFT: a checkpoint holds the adapter alone, in PEFT's own form and under its own names.
 
-PEFT is asked which tensors those are, with the parameters themselves in the state dict, so that what comes back can be
-traced to home memory, written from there, and read into it again."""
+PEFT chooses the tensors, from a state dict of the parameters themselves. So each chosen tensor can be traced to home
+memory, written from there, and read into it again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def adapter_files(model: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """By file, the adapters' tensors by the names that PEFT gives them: the model's own objects."""
+    """The adapters' tensors by file and by PEFT's names: the model's own objects."""
     from peft import get_peft_model_state_dict
 
     own = names_of(model)
@@ -48,7 +48,7 @@ def adapter_files(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     beside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
     if beside:
         raise CheckpointError(
-            f"{beside[0]!r}{f' and {len(beside) - 1} more' if len(beside) > 1 else ''} are trained and not part of an "
+            f"{beside[0]!r}{f' and {len(beside) - 1} more' if len(beside) > 1 else ''} are trained but not part of an "
             "adapter: they would be lost. Freeze them, or name their modules in modules_to_save."
         )
     return files
@@ -58,7 +58,7 @@ def write_configs(model: Any, folder: Path) -> None:
     """``adapter_config.json`` of each adapter."""
     for adapter, config in model.peft_config.items():
         shown = copy.deepcopy(config)
-        shown.inference_mode = True  # as PEFT writes it: whoever opens it to train says so
+        shown.inference_mode = True  # as PEFT writes it; code that opens it for training overrides it
         if shown.base_model_name_or_path is None:
             shown.base_model_name_or_path = getattr(getattr(model, "config", None), "name_or_path", None)
         where = folder if adapter == "default" else folder / adapter
@@ -70,14 +70,14 @@ _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=
 
 
 def base_name(model: nn.Module, name: str) -> str:
-    """What a tensor of the model is called in the files of the base model."""
+    """The name of a model's tensor in the files of the base model."""
     return _WRAPPED.sub("", name.removeprefix("base_model.model.")) if is_adapted(model) else name
 
 
 def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
     """By the name in the base model's files, the model's own names of the tensors that are made from it.
 
-    A module that PEFT has a copy of, to train it, is there twice."""
+    A module that PEFT copies in order to train it has two names."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(base_name(model, name), []).append(name)
@@ -85,7 +85,7 @@ def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def is_adapter_name(model: Any, name: str) -> bool:
-    """Whether a tensor belongs to an adapter and so to no base model's file."""
+    """Whether a tensor belongs to an adapter, and so to no file of the base model."""
     return is_adapted(model) and any(prefix in name for prefix in _prefixes(model))
 
 

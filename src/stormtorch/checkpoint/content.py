@@ -1,7 +1,7 @@
-"""What goes into a checkpoint: which tensors into which file, and the rest as one small file.
+"""The content of a checkpoint: which tensors go into which file, and the rest as one small file.
 
-Tensors are named by parameter: ``<name>`` among the weights, ``<name>.<key>`` among the optimizer's states. What an
-optimizer keeps as numbers, or in forms that safetensors has not, goes to ``storm/state.pt``, with everything else."""
+Tensors are named by parameter: ``<name>`` among the weights, ``<name>.<key>`` among the optimizer's states. States that
+are numbers, or have no form in safetensors, go to ``storm/state.pt``, with everything else."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .tensor_files import NAMES, Shard, header_for, into_shards
 STATE = f"{STORM}/state.pt"
 OPTIMIZER = f"{STORM}/optimizer"
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000  # as transformers cuts its files
+SHARD_BYTES = 5_000_000_000  # as in files of transformers
 
 
 @dataclass
 class TensorFile:
-    """A file to write: its first bytes, and the pieces behind them."""
+    """A file to write: its header, and the pieces after it."""
 
     name: str
     header: bytes
@@ -47,7 +47,7 @@ class TensorFile:
 
 @dataclass
 class Content:
-    """Everything that one checkpoint holds, but for what others put beside it."""
+    """Everything in one checkpoint, except for files that user code or transformers adds."""
 
     step: int
     files: list[TensorFile] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Content:
 
     @property
     def optimizer_bytes(self) -> int:
-        """What of it the optimizer's tensors take."""
+        """Bytes of the optimizer's tensors."""
         return sum(file.size for file in self.files if file.name.startswith(OPTIMIZER))
 
     @property
@@ -70,7 +70,7 @@ class Content:
 def gather(
     model: nn.Module, durable: Durable, *, step: int, also: Mapping[str, Any], with_states: bool = True
 ) -> Content:
-    """Look at everything as it is now; without ``with_states``, at nothing that the optimizer keeps.
+    """Collect the present content; without ``with_states``, without the optimizer's states.
 
     Copies nothing large; home memory must be settled."""
     content = Content(step)
@@ -125,7 +125,7 @@ def _index(shards: list[Shard], total: int) -> bytes:
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """What the optimizer's parameters are called, by identity; those that the model has not, by their place."""
+    """Names of the optimizer's parameters, by identity; those that the model does not have are named by position."""
     known = {id(tensor): name for name, tensor in names.items()}
     return {
         id(parameter): known.get(id(parameter), f"param_groups.{number}.{position}")
@@ -135,22 +135,22 @@ def parameter_names(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.
 
 
 def _say_what_is_left_out(optimizer: torch.optim.Optimizer | None, model: nn.Module, also: Iterable[Any]) -> None:
-    """Parameters of the optimizer that are neither the model's nor of a module in ``also``."""
+    """Warn of parameters of the optimizer that are neither the model's nor of a module in ``also``."""
     modules = [model, *(value for value in also if isinstance(value, nn.Module))]
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     groups = optimizer.param_groups if optimizer is not None else ()
     beside = sum(id(parameter) not in known for group in groups for parameter in group["params"])
     if beside:
         say_once(
-            f"The optimizer holds {beside} parameters that the model does not. A checkpoint has their states, not "
-            "their values: save those too, with also={...} and the module that they are in."
+            f"The optimizer holds {beside} parameters that the model does not have. A checkpoint has their states, not "
+            "their values: save these too, by also={...} with the module that has them."
         )
 
 
 def _optimizer(
     content: Content, durable: Durable, tensors: Mapping[str, torch.Tensor], with_states: bool
 ) -> dict[str, Any] | None:
-    """The optimizer's tensors to files of their own; returns the rest. Without them, "numbers" is None."""
+    """Put the optimizer's tensors into files of their own; returns the rest. Without states, "numbers" is None."""
     optimizer = durable.optimizer
     if optimizer is None:
         return None
@@ -186,7 +186,7 @@ def _optimizer(
 
 
 def _has_file_form(key: str, value: Any, at_home: bool) -> bool:
-    """``at_home``: it is read straight into the memory that it lives in, also if it is one number."""
+    """Whether the state goes to a tensor file. ``at_home``: even one number, read into home memory."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
@@ -197,7 +197,7 @@ def _has_file_form(key: str, value: Any, at_home: bool) -> bool:
 
 
 def _serialised(state: dict[str, Any]) -> bytes:
-    """As ``torch.load`` reads it without running code; what it would not read is refused now, not when it is needed."""
+    """Serialise for ``torch.load`` without running code; refuses now what that would refuse when it is needed."""
     try:
         return _read_back(state)
     except Exception as error:
@@ -207,7 +207,7 @@ def _serialised(state: dict[str, Any]) -> bytes:
             except Exception as cause:
                 raise SettingError(
                     f"also[{name!r}] cannot be saved: it holds objects that torch.load(weights_only=True) refuses. "
-                    f"Give numbers, strings, tensors, and lists and dicts of them. ({str(cause).splitlines()[0]})"
+                    f"Use numbers, strings, tensors, and lists and dicts of them. ({str(cause).splitlines()[0]})"
                 ) from cause
         raise SettingError(
             "The optimizer's state, or an extra state of a module, cannot be saved: it holds objects that "
@@ -216,7 +216,7 @@ def _serialised(state: dict[str, Any]) -> bytes:
 
 
 def _read_back(value: Any) -> bytes:
-    """The bytes of a file with ``value``, which can be read."""
+    """The bytes of a file with ``value``, after a test that it can be read."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

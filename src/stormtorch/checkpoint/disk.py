@@ -1,9 +1,9 @@
-"""What checkpoints ask of the file system, in one replaceable object, and files with checksums.
+"""File system calls of checkpoints, in one replaceable object, and files with checksums.
 
 Tests exchange `CALLS` for one that fails, fills up, answers slowly or kills the process at a chosen call. Everything
 goes through the page cache: pieces of a model are neither aligned nor padded. The kernel is told to write each 32 MiB
-to the disk at once, while the next are summed and copied; what is there is dropped from the cache. So a save neither
-floods it, nor waits for the disk and for the processor in turns, nor ends in one long wait.
+to the disk at once, while the next are summed and copied; pages that are on the disk are dropped from the cache. So a
+save neither floods the cache, nor waits for the disk and for the processor in turns, nor ends in one long wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def _exchange(one: str, other: str) -> None:
-    """Swap two names in one step. Raises OSError where the system cannot."""
+    """Swap two names in one step. Raises OSError if the system cannot."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -42,13 +42,13 @@ def _exchange(one: str, other: str) -> None:
 
 
 def _write_out(fd: int, offset: int, size: int, wait: bool) -> None:
-    """Have the kernel write a range of a file to the disk; ``wait`` until it has. No promise: `sync` gives that."""
+    """Let the kernel write a range of a file to the disk; ``wait`` until it has. Only `sync` makes it durable."""
     library = ctypes.CDLL(None, use_errno=True)
     if hasattr(library, "sync_file_range"):
         flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER if wait else _WRITE
         if library.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(flags)):
             code = ctypes.get_errno()
-            if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # of an error of the disk, the kernel tells once
+            if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # the kernel reports an error of the disk once
                 raise OSError(code, os.strerror(code))
 
 
@@ -62,12 +62,12 @@ def _pread(fd: int, view: memoryview, offset: int) -> int:
 
 def _free(directory: str) -> int:
     usage = shutil.disk_usage(directory)
-    return usage.free if usage.total else sys.maxsize  # some that are mounted by programs do not know
+    return usage.free if usage.total else sys.maxsize  # some FUSE file systems report 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskCalls:
-    """Everything that is asked of the kernel. Only tests replace a member."""
+    """The system calls of checkpoints. Only tests replace a member."""
 
     mkdir: Callable[[str], None] = os.mkdir
     open: Callable[[str, int, int], int] = os.open
@@ -86,14 +86,14 @@ CALLS = DiskCalls()
 
 @dataclass(frozen=True)
 class Record:
-    """What the manifest says of a file."""
+    """The manifest's entry of a file."""
 
     size: int
     crc: int
 
 
 class Stopped(Exception):
-    """Somebody does not want the rest any more. Never leaves the package."""
+    """The caller has given up the rest. Never leaves the package."""
 
 
 class FileWriter:
@@ -129,7 +129,7 @@ class FileWriter:
             raise self._failed("write", error) from error
 
     def _move_window(self) -> None:
-        """Begin to write what is new to the disk, and wait for what was begun the last time."""
+        """Begin to write the new window to the disk, and wait for the previous one."""
         CALLS.write_out(self._fd, self._begun, self._size - self._begun, False)
         if self._begun > self._dropped:
             CALLS.write_out(self._fd, self._dropped, self._begun - self._dropped, True)
@@ -175,7 +175,7 @@ def write_file(path: Path, data: bytes) -> Record:
 
 
 def sync_file(path: Path) -> Record:
-    """Force a file that somebody else has written to the disk; what the manifest says of it."""
+    """Force a file that other code has written to the disk; returns its manifest entry."""
     with reading(path) as fd, _in_words(f"sync {path}"):
         CALLS.sync(fd)
         return _sum(fd, path)
@@ -188,7 +188,7 @@ def sync_folder(path: Path) -> None:
         try:
             CALLS.sync(fd)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system without such a thing
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot sync folders
                 raise
         finally:
             os.close(fd)
@@ -196,41 +196,41 @@ def sync_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[int]:
-    """A descriptor of ``path``, a plain file, to read."""
+    """Open the plain file ``path`` for reading; yields a descriptor."""
     try:
-        fd = CALLS.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, 0)  # NONBLOCK: a pipe has no end
+        fd = CALLS.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, 0)  # NONBLOCK: opening a pipe would wait
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing. Copy it there, or take another folder.") from None
+        raise CheckpointError(f"{path} is missing. Copy it there, or use another folder.") from None
     except OSError as error:
         raise storage_error(f"open {path}", error) from error
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(f"{path} is no plain file. Take another folder.")
+            raise CheckpointError(f"{path} is not a plain file. Use another folder.")
         yield fd
     finally:
         os.close(fd)
 
 
 def read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill ``view`` from ``offset``; a file that ends before is damaged."""
+    """Fill ``view`` from ``offset``; raises for a file that ends before."""
     while len(view):
         try:
             count = CALLS.read(fd, view, offset)
         except OSError as error:
             raise storage_error(f"read {path}", error, numbers=f"{len(view)} bytes at {offset}") from error
         if count <= 0:
-            raise CheckpointError(f"{path} is truncated: it ends at byte {offset}. Copy it again, or take another one.")
+            raise CheckpointError(f"{path} is truncated: it ends at byte {offset}. Copy it again, or use another one.")
         view, offset = view[count:], offset + count
 
 
 def read_whole(path: Path, *, limit_bytes: int) -> bytearray:
-    """A file that has at most ``limit_bytes``: a stranger's may claim any size, and be sparse."""
+    """Read a file of at most ``limit_bytes``: one from an untrusted source may claim any size, and be sparse."""
     with reading(path) as fd:
         size = os.fstat(fd).st_size
         if size > limit_bytes:
             raise CheckpointError(
                 f"{path} has {format_bytes(size)}, and at most {format_bytes(limit_bytes)} can be read. Copy it again, "
-                "or take another folder."
+                "or use another folder."
             )
         data = bytearray(size)
         read_exactly(fd, memoryview(data), 0, path)
@@ -238,7 +238,7 @@ def read_whole(path: Path, *, limit_bytes: int) -> bytearray:
 
 
 def sum_of(path: Path) -> Record:
-    """What the manifest would say of the file as it is. Reads all of it."""
+    """The manifest entry for the file's present content. Reads all of it."""
     with reading(path) as fd:
         return _sum(fd, path)
 
@@ -253,8 +253,8 @@ def _sum(fd: int, path: Path) -> Record:
     return Record(size, crc)
 
 
-def check(path: Path, found: Record, expected: Record, *, remedy: str = "Take another checkpoint.") -> None:
-    """Raise unless the file is the one that was written."""
+def check(path: Path, found: Record, expected: Record, *, remedy: str = "Use another checkpoint.") -> None:
+    """Raise unless the file has the written size and checksum."""
     if found != expected:
         raise CheckpointError(
             f"{path} is damaged: checksum {found.crc:08x} of {found.size} bytes, the manifest says {expected.crc:08x} "

@@ -1,4 +1,4 @@
-"""A checkpoint on its way: made beside its place, and given its name when everything is on the disk."""
+"""A checkpoint that is being written: made beside its final place, and renamed when everything is on the disk."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 def place_of(directory: Path | str | os.PathLike[str]) -> Path:
-    """Where a checkpoint of that name lies, whatever the working directory becomes. A link leads to its target."""
-    path = Path(os.path.abspath(directory))  # noqa: PTH100  # links among the parents stay as they are
+    """The absolute path of a checkpoint, independent of later changes of directory. A link leads to its target."""
+    path = Path(os.path.abspath(directory))  # noqa: PTH100  # links among the parents are kept
     return Path(os.path.realpath(path)) if os.path.islink(path) else path  # noqa: PTH114  # never raises
 
 
 class Draft:
-    """A checkpoint on its way: a folder beside the place that it will have."""
+    """A checkpoint that is being written, in a folder beside its final place."""
 
     def __init__(self, directory: Path | str | os.PathLike[str]) -> None:
         self.directory = place_of(directory)
         self.path = beside(self.directory, "writing")
-        self._done = True  # nothing is there yet
+        self._done = True  # there is no folder yet
         self._fd: int | None = None  # holds the lock
 
     def make(self) -> None:
@@ -38,7 +38,7 @@ class Draft:
         try:
             if self.directory.exists() and not _may_be_replaced(self.directory):
                 raise SettingError(
-                    f"{self.directory} exists and is no checkpoint. Give a name that is free, or that of a checkpoint."
+                    f"{self.directory} exists and is not a checkpoint. Use a free name, or that of a checkpoint."
                 )
             self._done = False
             OURS.add(str(self.path))
@@ -53,12 +53,12 @@ class Draft:
             raise
 
     def publish(self, step: int, records: Mapping[str, Record], versions: dict[str, str]) -> None:
-        """Write the manifest and give the folder its name. ``records``: the files that are on the disk already."""
+        """Write the manifest and rename the folder. ``records``: entries of files that are on the disk already."""
         known = dict(records)
         folders = {self.path / STORM}
         for path in sorted(self.path.rglob("*")):
             if path.is_symlink() and not _leads_inside(path, self.path):
-                continue  # no file of the checkpoint: loading would refuse it
+                continue  # not a file of the checkpoint: loading would refuse it
             if path.is_dir():
                 folders.add(path)
             elif path.is_file() and str(path.relative_to(self.path)) not in known:
@@ -79,7 +79,7 @@ class Draft:
         self._end()
 
     def _rename(self) -> None:
-        """To the final name. A checkpoint that has it is exchanged in one step, where the file system can."""
+        """Rename to the final name. An existing checkpoint is exchanged in one step, if the file system can."""
         if not self.directory.exists() or not any(self.directory.iterdir()):
             try:
                 disk.CALLS.rename(str(self.path), str(self.directory))
@@ -94,13 +94,14 @@ class Draft:
                 raise
             self._rename_in_two()
         else:
-            self._end()  # our name is the old one's now: whatever happens, it must not go before the new one is safe
+            # Our draft's name is the old checkpoint's now: it must not be removed before the new one is safe.
+            self._end()
             disk.sync_folder(self.directory.parent)
             with contextlib.suppress(StorageError):  # the new one is there; the next sweep tries again
                 remove(self.path)
 
     def _rename_in_two(self) -> None:
-        """The same where two names cannot be exchanged: the old one keeps its files until the new one has the name."""
+        """Replace an old checkpoint if names cannot be exchanged: it keeps its files until the new one is named."""
         aside = beside(self.directory, "replaced")
         OURS.add(str(aside))
         try:
@@ -108,7 +109,7 @@ class Draft:
             try:
                 disk.CALLS.rename(str(self.path), str(self.directory))
             except BaseException:
-                os.rename(aside, self.directory)  # noqa: PTH104  # as it was
+                os.rename(aside, self.directory)  # noqa: PTH104  # restores the old one
                 raise
             disk.sync_folder(self.directory.parent)
             with contextlib.suppress(OSError):  # the next sweep tries again
@@ -117,7 +118,7 @@ class Draft:
             OURS.discard(str(aside))
 
     def discard(self) -> None:
-        """Remove what was written, unless it is published. Never raises: what went wrong before must be heard."""
+        """Remove an unpublished draft. Never raises: the first error is the one that users must see."""
         if not self._done:
             with contextlib.suppress(OSError):
                 disk.CALLS.remove(str(self.path))
@@ -136,14 +137,14 @@ def _leads_inside(link: Path, folder: Path) -> bool:
 
 
 def _make_parents(parent: Path) -> None:
-    """Folders that are not there yet, with their names on the disk as far as that can be."""
+    """Make missing folders, and force their names to the disk as far as possible."""
     missing = []
     while not parent.exists():
         missing.append(parent)
         parent = parent.parent
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
-        with contextlib.suppress(StorageError):  # one may write into a folder that one may not open
+        with contextlib.suppress(StorageError):  # a folder may be writable but not readable
             disk.sync_folder(path.parent)
 
 

@@ -1,11 +1,12 @@
-"""Folders of checkpoints: which are complete, which is the newest, how one comes and goes.
+"""Folders of checkpoints: which are complete, which is the newest, how they are published and removed.
 
-A checkpoint is written under another name, `.<name>.writing-<pid>-<random>`, beside its place. When every file is on
-the disk, the manifest is written as the last one, the folder is renamed, and its parent is forced to the disk. So a
-folder with a checkpoint's name is whole, whenever the machine stopped. It goes the same way: first its name, to
-`.<name>.removing-...`, then its files. Where two names cannot be exchanged in one step, the old checkpoint is
-`.<name>.replaced-...` for a moment. What dead processes have left under such names is removed by `sweep`, which gives
-a replaced one its name back if the new one did not come to have it. Whoever writes a folder holds a lock on it.
+A checkpoint is written under another name, `.<name>.writing-<pid>-<random>`, beside its final place. When every file is
+on the disk, the manifest is written as the last one, the folder is renamed, and its parent is forced to the disk. So a
+folder with a checkpoint's name is complete, whenever the machine stopped. Removal works the same way: first it is
+renamed to `.<name>.removing-...`, then its files are removed. Where two names cannot be exchanged in one step, the old
+checkpoint is `.<name>.replaced-...` for a moment. `sweep` removes what dead processes have left under such names, and
+gives a replaced checkpoint its name back if the new one did not get it. A process that writes a folder holds a lock on
+it.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from . import disk
 from .disk import Record
 
 FORMAT = 1
-STORM = "storm"  # the folder inside of a checkpoint with what only STORM reads
+STORM = "storm"  # the folder inside of a checkpoint for files that only STORM reads
 MANIFEST = "manifest.json"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<why>writing|removing|replaced)-(?P<pid>\d+)-[0-9a-f]+")
 OURS: set[str] = set()  # unfinished folders of this process
-_YOUNG_S = 60.0  # a folder of this age may be about to be locked
+_YOUNG_S = 60.0  # a younger folder may be about to be locked
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """Content of a checkpoint's manifest."""
 
     step: int
     created: str
@@ -68,7 +69,7 @@ class Manifest:
 
 
 def not_created(folder: Path, error: OSError) -> StorageError:
-    """For a folder whose parents were made first, if need be: that something is missing then means another thing."""
+    """The error for a folder whose parents were made first: a missing part then means that none can be made there."""
     if error.errno != errno.ENOENT:
         return storage_error(f"create {folder}", error)
     found = StorageError(f"Cannot create {folder}: no folders can be made there [ENOENT]. Name a directory on a disk.")
@@ -77,14 +78,14 @@ def not_created(folder: Path, error: OSError) -> StorageError:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError, with what the folder is instead, if there is none."""
+    """Read the manifest of a checkpoint. Raises CheckpointError, with what the folder is instead, if there is none."""
     path = directory / STORM / MANIFEST
     if not path.is_file():
         if not directory.is_dir():
-            raise CheckpointError(f"{directory} is no folder. Name a checkpoint.")
+            raise CheckpointError(f"{directory} is not a folder. Name a checkpoint.")
         raise CheckpointError(
-            f"{directory} is no checkpoint of STORM: it has no {STORM}/{MANIFEST}. A plain folder of weights is opened "
-            "by stormtorch.checkpoint.load_weights, or as --model."
+            f"{directory} is not a checkpoint of STORM: it has no {STORM}/{MANIFEST}. Open a plain folder of weights "
+            "with stormtorch.checkpoint.load_weights, or as --model."
         )
     try:
         content = parse_json(disk.read_whole(file_in(directory, f"{STORM}/{MANIFEST}"), limit_bytes=JSON_LIMIT_BYTES))
@@ -95,12 +96,12 @@ def read_manifest(directory: Path) -> Manifest:
         files = {str(name): Record(_count(f["bytes"]), int(f["crc32"], 16)) for name, f in content["files"].items()}
         return Manifest(_count(content["step"]), str(content["created"]), files, dict(content["versions"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}). Take another checkpoint.") from None
+        raise CheckpointError(f"{path} is damaged ({error}). Use another checkpoint.") from None
 
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or not 0 <= value < 1 << 63:
-        raise ValueError(f"{str(value)[:40]!r} is no count")
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
     return value
 
 
@@ -113,12 +114,12 @@ def file_in(directory: Path, name: str) -> Path:
 
 
 def is_tensors(name: str) -> bool:
-    """Whether a file of a checkpoint holds tensors, which are summed while they are read, and not before."""
+    """Whether a file of a checkpoint holds tensors, whose checksum is computed while they are read."""
     return name.endswith(".safetensors")
 
 
 def check_sums(directory: Path, manifest: Manifest, names: Iterable[str], *, remedy: str | None = None) -> None:
-    """Read these files and compare them with their sums; raises CheckpointError for the first that differs."""
+    """Read these files and compare their checksums; raises CheckpointError for the first that differs."""
     said = {} if remedy is None else {"remedy": remedy}
     for name in names:
         path = file_in(directory, name)
@@ -126,8 +127,8 @@ def check_sums(directory: Path, manifest: Manifest, names: Iterable[str], *, rem
 
 
 def check_as_model(directory: Path, *, tensors: bool = False) -> None:
-    """Compare the small files of a checkpoint that is opened as a model, with ``tensors`` all of it; other folders have
-    no sums."""
+    """Check the small files of a checkpoint that is opened as a model, with ``tensors`` all files; other folders have
+    no checksums."""
     if (directory / STORM / MANIFEST).is_file():
         manifest = check_complete(directory)
         names = [name for name in manifest.files if not name.startswith(f"{STORM}/")]
@@ -136,26 +137,26 @@ def check_as_model(directory: Path, *, tensors: bool = False) -> None:
 
 
 def check_complete(directory: Path) -> Manifest:
-    """The manifest, if all the files that it names are there with their sizes; raises CheckpointError otherwise."""
+    """The manifest, if all its files exist with their sizes; raises CheckpointError otherwise."""
     manifest = read_manifest(directory)
     for name, record in manifest.files.items():
         try:
             size = os.stat(file_in(directory, name)).st_size  # noqa: PTH116  # not a folder's, and one call
         except FileNotFoundError:
-            raise CheckpointError(f"{directory / name} is missing. Take another checkpoint.") from None
+            raise CheckpointError(f"{directory / name} is missing. Use another checkpoint.") from None
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG):
-                raise CheckpointError(f"{directory / name[:200]} is missing. Take another checkpoint.") from None
+                raise CheckpointError(f"{directory / name[:200]} is missing. Use another checkpoint.") from None
             raise storage_error(f"look at {directory / name}", error) from error
         if size != record.size:
             raise CheckpointError(
-                f"{directory / name} has {size} bytes where {record.size} were written. Take another checkpoint."
+                f"{directory / name} has {size} bytes where {record.size} were written. Use another checkpoint."
             )
     return manifest
 
 
 def complete(path: Path | str) -> bool:
-    """Whether ``path`` is a checkpoint with all its files in their sizes. Sums are checked by loading."""
+    """Whether ``path`` is a checkpoint with all its files in their sizes. Loading checks the checksums."""
     try:
         check_complete(Path(path))
     except (CheckpointError, StorageError):
@@ -166,7 +167,7 @@ def complete(path: Path | str) -> bool:
 def all_complete(parent: Path | str) -> list[Path]:
     """The complete checkpoints in ``parent``, oldest first: by step, then by the time of writing.
 
-    A link to one of them is not another one."""
+    A link to one of them does not count again."""
     found = []
     entries = _entries(Path(parent))
     here = {os.path.realpath(path) for path in entries if not path.is_symlink()}
@@ -187,14 +188,14 @@ def newest(parent: Path | str) -> Path | None:
 
 
 def prune(parent: Path | str, keep: int) -> list[Path]:
-    """Remove all but the ``keep`` newest complete checkpoints; returns what was removed. Touches nothing else."""
+    """Remove all but the ``keep`` newest complete checkpoints; returns those removed. Touches nothing else."""
     if keep < 1:
-        raise SettingError(f"keep={keep} is not accepted. Accepted: whole numbers of at least 1.")
+        raise SettingError(f"keep={keep} is not valid. Accepted: whole numbers of at least 1.")
     return remove_all(all_complete(parent)[:-keep])
 
 
 def remove_all(old: list[Path]) -> list[Path]:
-    """Remove these checkpoints, as far as they are still there; returns them."""
+    """Remove these checkpoints, as far as they still exist; returns them."""
     for path in old:
         try:
             remove(path)
@@ -205,7 +206,7 @@ def remove_all(old: list[Path]) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: at no moment is there half of one under its name. Of a link, only the link goes."""
+    """Remove a checkpoint so that never half of one has its name. Of a link, only the link is removed."""
     hidden = beside(path, "removing")
     OURS.add(str(hidden))
     try:
@@ -221,15 +222,15 @@ def remove(path: Path) -> None:
 
 
 def sweep(parent: Path | str) -> list[Path]:
-    """Remove what dead processes have left unfinished in ``parent``; returns the folders."""
+    """Remove unfinished folders of dead processes in ``parent``; returns the folders."""
     removed = []
     for path in _entries(Path(parent)):
         match = _LEFTOVER.fullmatch(path.name)
         if match is not None and path.is_dir() and not _is_at_work(int(match["pid"]), path):
-            with contextlib.suppress(OSError):  # another process sweeps too, or it is another user's
+            with contextlib.suppress(OSError):  # another process sweeps too, or the folder is another user's
                 before = path.parent / match["name"]
                 if match["why"] == "replaced" and not before.exists() and complete(path):
-                    disk.CALLS.rename(str(path), str(before))  # killed between the two names
+                    disk.CALLS.rename(str(path), str(before))  # killed between the two renames
                 else:
                     _delete(path)
                     removed.append(path)
@@ -244,10 +245,10 @@ def _delete(path: Path) -> None:
 
 
 def _is_at_work(pid: int, path: Path) -> bool:
-    """Whether somebody still writes, or removes, an unfinished folder.
+    """Whether a process still writes, or removes, an unfinished folder.
 
-    The lock knows best: it ends with its process, and numbers of processes are given again, and in each container
-    anew. Where there is no lock, because the file system has none or it is yet to be taken, the number decides."""
+    The lock is the best evidence: it ends with its process, while process numbers are reused, and repeat in each
+    container. Without a lock, because the file system has none or it is yet to be taken, the number decides."""
     if pid == os.getpid() and str(path) in OURS:
         return True
     try:
@@ -259,14 +260,14 @@ def _is_at_work(pid: int, path: Path) -> bool:
         began, changed = psutil.Process(pid).create_time(), path.stat().st_mtime
         would_be_locked = locked is False and ".writing-" in path.name and time.time() - changed > _YOUNG_S
         return not would_be_locked and began <= changed + 1  # else the number has passed on to another process
-    except (psutil.NoSuchProcess, FileNotFoundError, OverflowError):  # the last: of a number that no process has
+    except (psutil.NoSuchProcess, FileNotFoundError, OverflowError):  # OverflowError: a number beyond all processes
         return False
     except psutil.AccessDenied:
         return True
 
 
 def lock(path: Path) -> int | None:
-    """A descriptor that holds a lock on a folder until it is closed; None where that cannot be."""
+    """Lock a folder and return the descriptor that holds the lock until it is closed; None if that is not possible."""
     fd = None
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -278,7 +279,7 @@ def lock(path: Path) -> int | None:
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Whether somebody holds a lock on a folder; None where that cannot be known."""
+    """Whether a process holds a lock on a folder; None if that cannot be known."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -297,7 +298,7 @@ def _is_locked(path: Path) -> bool | None:
 
 
 def beside(path: Path, why: str) -> Path:
-    """Another name for a checkpoint, in the same folder, that says why it has it and by whom."""
+    """Another name for a checkpoint in the same folder, which says why it has it and which process gave it."""
     stem = path.name
     match = _LEFTOVER.fullmatch(stem)
     if match is not None:
@@ -315,7 +316,7 @@ def _entries(parent: Path) -> list[Path]:
 
 
 def describe_versions() -> dict[str, Any]:
-    """Which versions wrote a checkpoint."""
+    """The versions that write this checkpoint."""
     import numpy as np
     import torch
 

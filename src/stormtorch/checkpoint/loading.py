@@ -1,4 +1,4 @@
-"""Puts a checkpoint back: checked against the model before anything changes, then read straight into home memory."""
+"""Loads a checkpoint: checks it against the model before anything changes, then reads straight into home memory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ from .threads import Task, run_all
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PARTS = {"step", "optimizer", "random", "extra", "also"}
 _FLAGS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
-_FIXED = ("amsgrad", "capturable", "differentiable")  # what decides which arithmetic a session has begun with
+# Settings that decide the arithmetic with which a session has begun.
+_FIXED = ("amsgrad", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
 class Loaded:
     step: int
-    rest: dict[str, Any]  # what was saved as ``also`` and had no object to go to
+    rest: dict[str, Any]  # saved ``also`` entries without an object to go to
 
 
 def load_into(
@@ -50,7 +51,7 @@ def load_into(
     also: Mapping[str, Any],
     begin: Callable[[Path], None],
 ) -> Loaded:
-    """Restore everything. ``begin`` is called when all is checked that can be, before the first change."""
+    """Restore everything. ``begin`` is called after all checks, before the first change."""
     manifest = check_complete(directory)
     check_sums(directory, manifest, [name for name in manifest.files if not is_tensors(name) and name != STATE])
     state = _read_state(directory, manifest)
@@ -86,13 +87,13 @@ def load_into(
         rest = dict(state["also"])
         for name, target in also.items():
             target.load_state_dict(rest.pop(name))
-        set_random_state(state["random"])  # last: what came before may have drawn some
+        set_random_state(state["random"])  # last: the steps before may have drawn random numbers
         return Loaded(int(state["step"]), rest)
 
 
 @contextlib.contextmanager
 def _or_damaged(directory: Path) -> Iterator[None]:
-    """Whatever else is raised in here, the checkpoint's content is the cause: its sums may fit and its form may not."""
+    """Report any other error in here as damaged content: a checkpoint's checksums may fit while its form does not."""
     try:
         yield
     except (StormError, torch.OutOfMemoryError):
@@ -100,14 +101,14 @@ def _or_damaged(directory: Path) -> Iterator[None]:
     except Exception as error:
         lines = str(error).splitlines() or [""]
         raise CheckpointError(
-            f"{directory / STATE} does not hold what it should ({type(error).__name__}: {lines[0][:200]}). Take "
-            "another checkpoint."
+            f"{directory / STATE} has unexpected content ({type(error).__name__}: {lines[0][:200]}). Use another "
+            "checkpoint."
         ) from error
 
 
 @dataclass(frozen=True)
 class Job:
-    """A file to read, and where its tensors go."""
+    """A file to read, and the targets of its tensors."""
 
     path: Path
     fillings: list[Filling]
@@ -129,18 +130,18 @@ def read_all(jobs: list[Job]) -> None:
 
 def _read_state(directory: Path, manifest: Manifest) -> dict[str, Any]:
     if STATE not in manifest.files:
-        raise CheckpointError(f"{directory} has no {STATE}. Take another checkpoint.")
+        raise CheckpointError(f"{directory} has no {STATE}. Use another checkpoint.")
     path = file_in(directory, STATE)
     data = disk.read_whole(path, limit_bytes=host_available_bytes())
     disk.check(path, Record(len(data), zlib.crc32(data)), manifest.files[STATE])
     try:
         state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception as error:  # pickle's, zipfile's, torch's: it holds code, or is no such file
+    except Exception as error:  # from pickle, zipfile or torch: it holds code, or is not such a file
         reason = (str(error).splitlines() or [""])[0][:200]
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {reason}). Take another one.") from error
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {reason}). Use another one.") from error
     missing = _PARTS - (state.keys() if isinstance(state, dict) else set())
     if missing:
-        raise CheckpointError(f"{path} does not hold what it should: no {sorted(missing)[0]!r}. Take another one.")
+        raise CheckpointError(f"{path} has unexpected content: no {sorted(missing)[0]!r}. Use another one.")
     found: dict[str, Any] = state
     return found
 
@@ -156,12 +157,12 @@ def _check_also(directory: Path, wanted: Mapping[str, Any], saved: Mapping[str, 
 def _weights(
     model: nn.Module, names: Names, directory: Path, manifest: Manifest
 ) -> tuple[list[Job], list[torch.Tensor]]:
-    """The jobs that fill the model's tensors, all or the adapters'; and these."""
+    """Jobs that fill the model's tensors, all or the adapters', and these tensors."""
     if is_adapted(model):
         wanted_by_file = adapter_files(model)
         if not any(name.endswith(WEIGHTS) for name in manifest.files):
             raise WrongModel(
-                f"{directory} holds a whole model, no adapter. Load it into the base model with load_weights."
+                f"{directory} holds a whole model, not an adapter. Load it into the base model with load_weights."
             )
     else:
         wanted_by_file = {"": names.tensors}
@@ -181,11 +182,12 @@ def _weights(
 
 @dataclass(frozen=True)
 class _States:
-    """The optimizer's, as they will be when all of this is done."""
+    """The optimizer's states after loading."""
 
     by_parameter: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
-    single: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # where to copy a number, and it
+    # A target for a number, and the number.
+    single: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 def _states(
@@ -217,13 +219,13 @@ def _states(
     for name, numbers in saved["numbers"].items():
         parameter = parameters[name]
         if not _is_count(numbers.get("step", 0)):
-            raise CheckpointError(f"{directory / STATE} gives no step count of {name!r}. Take another checkpoint.")
+            raise CheckpointError(f"{directory / STATE} gives no step count of {name!r}. Use another checkpoint.")
         if MASTER in numbers and durable.unit_of(parameter) is None:
             raise WrongModel(
                 f"{directory} was saved with an fp32 master of {name!r}, which is not streamed here. Give the only= "
                 "and leave= of that run."
             )
-        beside = {  # checkpoints of earlier versions, for a parameter that is one number
+        beside = {  # from checkpoints of earlier versions, for a parameter that is one number
             key: value
             for key, value in numbers.items()
             if isinstance(value, torch.Tensor) and durable.has_home(parameter, key)
@@ -233,7 +235,7 @@ def _states(
             rooms = durable.room_for(parameter, {**forms.get(name, {}), **shapes})
         except TypeError as error:
             raise WrongModel(
-                f"{directory} has {error.args[0]!r} of {name!r} in another shape or dtype than is kept here."
+                f"{directory} has {error.args[0]!r} of {name!r} in another shape or dtype than here."
             ) from None
         states.single.extend((rooms[key], value) for key, value in beside.items())
         states.by_parameter[parameter] = {
@@ -249,9 +251,9 @@ def _states(
 def _where_torch_wants(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, numbers: dict[str, Any], on_device: bool
 ) -> dict[str, Any]:
-    """The small tensors of a state, which were read into RAM: with a parameter that is not streamed, beside it.
+    """Move small tensors of a state, which were read into RAM, beside their parameter if that is not streamed.
 
-    But for "step", which only some of torch's kernels want there."""
+    Except for "step", which only some of torch's kernels want there."""
     if not on_device:
         return numbers
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
@@ -266,7 +268,7 @@ def _where_torch_wants(
 
 
 def _groups_that_fit(optimizer: torch.optim.Optimizer, names: Names, saved: dict[str, Any]) -> list[dict[str, Any]]:
-    """The saved settings of the groups, learning rates say, if they are of this very optimizer; else none."""
+    """The saved settings of the groups, e.g. learning rates, if they belong to this optimizer; else none."""
     called = parameter_names(optimizer, names.tensors)
     mine = [[called[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     groups: list[dict[str, Any]] = saved["groups"]
@@ -282,8 +284,8 @@ def _groups_that_fit(optimizer: torch.optim.Optimizer, names: Names, saved: dict
 def _say_anew(directory: Path, optimizer: torch.optim.Optimizer, has_groups: bool) -> None:
     settings = "Learning rates and other settings are those" if has_groups else "Its settings are not those"
     say_once(
-        f"{directory} was saved without the optimizer's states: {type(optimizer).__name__} begins anew, with moments "
-        f"of zero. {settings} of the checkpoint."
+        f"{directory} was saved without the optimizer's states: {type(optimizer).__name__} starts again, with "
+        f"moments of zero. {settings} of the checkpoint."
     )
 
 
@@ -300,7 +302,7 @@ def _check_optimizer(
     here = type(optimizer).__name__
     if saved is None:
         raise WrongModel(
-            f"{directory} holds no state of an optimizer: it was saved from a session without one. Take the weights "
+            f"{directory} has no optimizer state: it was saved from a session without an optimizer. Load the weights "
             "alone with load_weights."
         )
     there = " ".join(saved["class"][:80].split()) if isinstance(saved["class"], str) else "another kind of optimizer"
@@ -333,13 +335,13 @@ def _check_optimizer(
 
 
 def _check_values(directory: Path, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    """A learning rate must be a number: torch would find out in the middle of a step."""
+    """Raise unless a learning rate is a number: torch would fail in the middle of a step."""
     for group, theirs in zip(optimizer.param_groups, saved, strict=bool(saved)):
         for key, value in theirs.items():
             fits = value is None or isinstance(value, bool) if key in _FLAGS else _is_like(group.get(key), value)
             if key != "params" and not fits:
                 raise CheckpointError(
-                    f"{directory / STATE} gives {key} as {str(value)[:40]!r}, which is no such value. Take another one."
+                    f"{directory / STATE} gives {key} as {str(value)[:40]!r}, which is not valid. Use another one."
                 )
 
 
@@ -352,14 +354,14 @@ def _is_like(now: Any, then: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether it can be the number of an optimizer's steps: torch keeps it as a tensor, or as a number."""
+    """Whether it can be an optimizer's step count: torch keeps it as a tensor, or as a number."""
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else None
     return isinstance(value, int | float) and 0 <= value < 1 << 53
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    """In place: schedulers hold these very dictionaries."""
+    """Set them in place: schedulers hold these very dictionaries."""
     for group, theirs in zip(optimizer.param_groups, saved, strict=bool(saved)):
         for key, value in theirs.items():
             if key == "params":

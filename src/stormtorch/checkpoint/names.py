@@ -1,7 +1,7 @@
-"""What a model's weights are called in files: as in its ``state_dict``, each tensor once, under its first name.
+"""Names of a model's weights in files: as in its ``state_dict``, each tensor once, under its first name.
 
 Tied parameters have several names; ``from_pretrained`` and `load_weights` want one of them in the file. Wrappers that
-``torch.compile`` puts around modules do not show."""
+``torch.compile`` puts around modules do not show in the names."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .tensor_files import Entry
 
 @dataclass
 class Names:
-    """The tensors of a model by name, and what else its ``state_dict`` would hold."""
+    """The tensors of a model by name, and the other content of its ``state_dict``."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)  # every name of a tensor to its first
-    passing: set[str] = field(default_factory=set)  # buffers that no state_dict holds
+    passing: set[str] = field(default_factory=set)  # buffers that are in no state_dict
     modules_with_extra: dict[str, nn.Module] = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ def extra_states(names: Names) -> dict[str, Any]:
 def compare(
     found: Mapping[str, Entry], wanted: Mapping[str, torch.Tensor], where: str, *, dtypes: bool, what: str = "model"
 ) -> None:
-    """Raise WrongModel unless the file has what the model wants, in its shapes, and nothing else."""
+    """Raise WrongModel unless the file has exactly the wanted tensors, in the model's shapes."""
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted]
     if missing or unexpected:
@@ -76,7 +76,7 @@ def compare(
         if dtypes and entry.dtype != tensor.dtype:
             raise WrongModel(
                 f"{where} has {name!r} in {entry.dtype}, the {what} in {tensor.dtype}. Build it in that dtype to go on "
-                "exactly, or take the weights alone with load_weights, which converts."
+                "exactly, or load the weights alone with load_weights, which converts."
             )
 
 

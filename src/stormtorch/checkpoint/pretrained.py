@@ -1,4 +1,4 @@
-"""The small files that ``from_pretrained`` wants beside the weights: the model's config and how it generates."""
+"""The small files that ``from_pretrained`` needs beside the weights: the model's config and its generation settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
-    """``config.json`` and ``generation_config.json`` of a model of transformers; nothing for others."""
+    """Write ``config.json`` and ``generation_config.json`` of a model of transformers; nothing for other models."""
     inner: Any = getattr(model, "_orig_mod", model)
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "save_pretrained"):

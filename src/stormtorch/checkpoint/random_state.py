@@ -1,4 +1,4 @@
-"""The state of all random numbers: Python's, numpy's, torch's on the CPU and on every GPU."""
+"""The state of all random generators: Python's, numpy's, torch's on the CPU and on every GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """As data that torch reads back without running code. Draws nothing."""
+    """The state as data that torch reads back without running code. Draws nothing."""
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -18,13 +18,13 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": [],
     }
-    if torch.cuda.is_initialized():  # not whether there is one: to ask that loads the driver
+    if torch.cuda.is_initialized():  # not is_available(), which loads the driver
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put them back. Of GPUs, as many as this machine has."""
+    """Restore it. Of GPUs, as many as this machine has."""
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, words, position, has_gauss, cached = state["numpy"]

@@ -1,4 +1,4 @@
-"""`Session.save` and `Session.load`: what they do, and in which order."""
+"""`Session.save` and `Session.load`: their steps, in order."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Directory = Path | str | os.PathLike[str]
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
-    """What ``from_pretrained``, or peft's, wants beside the weights."""
+    """Write the configs that ``from_pretrained``, or PEFT's, needs beside the weights."""
     (adapter if adapter.is_adapted(model) else pretrained).write_configs(model, folder)
 
 
 class Saver:
-    """Saves and loads one session's model and optimizer; knows the save that is under way."""
+    """Saves and loads one session's model and optimizer; knows the running save."""
 
     def __init__(self, model: nn.Module, durable: Durable, count_steps: Callable[[], int]) -> None:
         self._model, self._durable, self._count_steps = model, durable, count_steps
         self._steps_before = 0
         self._writing: Writing | None = None
         self._is_busy = False  # a signal handler may ask for a save in the middle of one
-        self._damaged: str | None = None  # the checkpoint of which only a part was loaded
+        self._damaged: str | None = None  # the checkpoint that was loaded only in part
 
     def save(
         self,
@@ -67,8 +67,8 @@ class Saver:
         durable = self._durable
         if durable.has_unused_gradients:
             say_once(
-                "A checkpoint holds no gradients, and there are some that no step has used: a run that is resumed from "
-                "it goes on without them. Save after optimizer.step()."
+                "A checkpoint holds no gradients, and some have not been used by a step: a run that resumes from it "
+                "goes on without them. Save after optimizer.step()."
             )
         durable.settle()
         content = gather(self._model, durable, step=self.steps, also=also or {}, with_states=optimizer)
@@ -92,7 +92,7 @@ class Saver:
                 self._finish()
         except BaseException:
             writing, self._writing = self._writing, None
-            if writing is not None:  # Ctrl-C, before anybody waited for it
+            if writing is not None:  # Ctrl-C came before a wait for it
                 writing.give_up()
             durable.still.release(pieces)
             if draft is not None:
@@ -100,7 +100,7 @@ class Saver:
             raise
 
     def _write_beside(self, path: Path, files: Callable[[Path], None] | None) -> None:
-        """What others read, and what the user wants there."""
+        """Write the configs, and the files that user code adds."""
         try:
             write_configs(self._model, path)
             if files is not None:
@@ -112,7 +112,7 @@ class Saver:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, those before the checkpoint that was loaded included."""
+        """Optimizer steps, including those before the loaded checkpoint."""
         return self._steps_before + self._count_steps()
 
     def load(self, directory: Directory, *, also: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -129,13 +129,13 @@ class Saver:
         self._damaged = str(path)
 
     def finish(self) -> None:
-        """Wait for the save that is under way, if there is one, and raise what went wrong with it."""
+        """Wait for a running save, if there is one, and raise its error."""
         with self._alone("wait for a save"):
             self._finish()
 
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:
-        """A signal handler may call in the middle of any of this, and would change what is under way."""
+        """Refuse a call from a signal handler that has interrupted one of these methods: it would change its state."""
         if self._is_busy and handler_here():
             raise inside_step(what)
         before, self._is_busy = self._is_busy, True

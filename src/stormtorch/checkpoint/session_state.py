@@ -1,8 +1,8 @@
-"""What of a session outlives it: weights, the optimizer's states and masters, where each lies, how others get there.
+"""The durable state of a session, weights, optimizer states and masters: where each lies, and how to read and write it.
 
 `settle` brings home memory up to date; after it, and until the next change that `Still` announces, plain reads of it
-are right. `rewriting` is the other way round: nothing reads or writes home memory meanwhile, and afterwards every copy
-on the device counts as stale. The numbers are written by others, straight into the tensors that are named here."""
+are right. `rewriting` is for writes: inside it, no stream reads or writes home memory, and afterwards every device copy
+counts as stale. The caller writes the numbers, straight into the tensors that are named here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .snapshot import Still
 
 
 class Durable:
-    """A session's home memory, seen as what is saved and loaded."""
+    """A session's home memory, for saving and loading."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Durable:
         still: Still,
         drain: Callable[[], None],
     ) -> None:
-        """``drain`` blocks until all that was asked for is done."""
+        """``drain`` blocks until all requested work is done."""
         self._units, self._parameters, self._gradients, self._drain = units, parameters, gradients, drain
         self._access, self._optimizer, self._adam, self.still = access, optimizer, adam, still
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
@@ -58,18 +58,18 @@ class Durable:
         self.still.before_change(None if unit is None else unit.index, by_step=True)
 
     def check_idle(self, *, loading: bool) -> None:
-        """Raise where a backward, or for loading a forward, is under way on this thread: a hook has called, or a signal
-        handler. One that has interrupted a step may not save either."""
+        """Raise if a backward, or for loading a forward, runs on this thread: a hook or a signal handler has called. A
+        handler that has interrupted a step may not save either."""
         what = "load" if loading else "save"
         if self._access.is_interrupted(forward=loading):
             raise inside_step(what)
         if in_backward():
             raise StormError(
                 f'Cannot {what} inside a backward pass: with step="backward" half of the weights are those of the next '
-                "step. Do it after optimizer.step()."
+                "step. Call it after optimizer.step()."
             )
         if loading and self._access.in_forward():
-            raise StormError("Cannot load inside a forward pass: it computes with the weights. Do it before or after.")
+            raise StormError("Cannot load inside a forward pass: it uses the weights. Call it before or after.")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -85,33 +85,33 @@ class Durable:
         return any(residence.outdated for residence in self._parameters.residences)
 
     def unit_of(self, tensor: torch.Tensor) -> int | None:
-        """The index of the unit whose home memory a parameter is in; None for what is not streamed."""
+        """The index of the unit whose home memory holds a parameter; None for tensors that are not streamed."""
         place = self._place.get(id(tensor))
         return None if place is None else place.unit.index
 
     def is_steady(self, tensor: torch.Tensor) -> bool:
-        """Whether no step changes it: a streamed parameter that is frozen."""
+        """Whether no step changes it: it is a streamed parameter that is frozen."""
         place = self._place.get(id(tensor))
         return place is not None and not place.trained
 
     # --- saving
 
     def settle(self) -> None:
-        """Block until home memory has everything: weights, states, also those that are kept on the device."""
+        """Block until home memory is complete: weights, and states, also those that are kept on the device."""
         if self._optimizer is not None:
             self._optimizer.settle()
         self._drain()
         if self._access.device.type == "cuda":
-            torch.cuda.synchronize(self._access.device)  # what is not streamed, and computed on whatever stream
+            torch.cuda.synchronize(self._access.device)  # for tensors that are not streamed, computed on any stream
 
     def states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        """The optimizer's state of each parameter that has one, as it lies; with the masters, where there are any."""
+        """The optimizer's state of each parameter that has one, in place, with masters where there are any."""
         if self._optimizer is None:
             return
         states: dict[Any, dict[str, Any]] = dict(self._optimizer.optimizer.state)
         for place in self._place.values():
             if self._adam is None and self._optimizer.torch_step.master(place) is not None:
-                states.setdefault(place.parameter, {})  # an optimizer without a state of its own, as plain SGD is
+                states.setdefault(place.parameter, {})  # an optimizer without states of its own, such as plain SGD
             elif self._adam is not None and place.trained and place.parameter not in states:
                 home = self._adam.homes[place.unit.index]
                 if home.steps[place.index]:  # updated in backward; step() has not shown it yet
@@ -133,8 +133,8 @@ class Durable:
 
     @contextlib.contextmanager
     def rewriting(self, parameters: Iterable[nn.Parameter], *, with_states: bool) -> Iterator[None]:
-        """Within this, home memory of these may be written. With ``with_states``, by somebody who writes masters too;
-        otherwise they become what the new weights are."""
+        """Allow writes to home memory of these inside the block. With ``with_states`` the caller writes masters too;
+        otherwise they are made from the new weights."""
         places = [self._place[id(p)] for p in parameters if id(p) in self._place]
         self._begin(places)
         try:
@@ -154,7 +154,8 @@ class Durable:
     @undisturbed
     def _end(self, places: list[Place], with_states: bool) -> None:
         if self._access.device.type == "cuda":
-            torch.cuda.synchronize(self._access.device)  # what is not streamed came on other threads' streams
+            # Tensors that are not streamed were written on other threads' streams.
+            torch.cuda.synchronize(self._access.device)
         for unit in {place.unit.index: place.unit for place in places}.values():
             self._parameters.changed(unit, by_step=False)
         with without_torch_function():
@@ -164,13 +165,13 @@ class Durable:
                 self._optimizer.masters.reset(place)
 
     def note_written(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These have got their values, of those that ``rewriting`` was allowed."""
+        """Mark these, out of those in ``rewriting``, as written."""
         for tensor in tensors:
             if (place := self._place.get(id(tensor))) is not None:
                 place.written = True
 
     def room_for(self, parameter: nn.Parameter, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
-        """Tensors for the state of a parameter, to be filled: those that exist where they fit, else new ones."""
+        """Tensors for the state of a parameter, to be filled: existing ones if they fit, else new ones."""
         assert self._optimizer is not None
         place = self._place.get(id(parameter))
         mine = self._homes_of(place) if place is not None else {}
@@ -192,14 +193,14 @@ class Durable:
         return found
 
     def has_home(self, parameter: torch.Tensor, key: str) -> bool:
-        """Whether such a state of the parameter lies in memory of the session's own."""
+        """Whether such a state of the parameter lies in the session's own memory."""
         place = self._place.get(id(parameter))
         if place is None or not place.trained:
             return False
         return self.has_masters and place.is_split if key == MASTER else self._adam is not None and key in MOMENTS
 
     def _homes_of(self, place: Place) -> dict[str, torch.Tensor]:
-        """The tensors of home memory that belong to a parameter's state; none where torch keeps it."""
+        """The tensors of home memory for a parameter's state; none if torch keeps it."""
         if self._adam is None or not place.trained:
             return {}
         home = self._adam.homes[place.unit.index]
@@ -208,7 +209,7 @@ class Durable:
         return mine if master is None else {**mine, MASTER: master}
 
     def install(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Make these the optimizer's states, all of them. Their tensors are those of ``room_for``, filled."""
+        """Install these as all of the optimizer's states. Their tensors are those of ``room_for``, filled."""
         assert self._optimizer is not None
         for unit in self._units:
             for place in unit.trained:
@@ -220,15 +221,15 @@ class Durable:
         self._optimizer.replace_states(dict(states))
 
     def forget_gradients(self) -> None:
-        """They belong to other weights."""
+        """Drop the gradients: they belong to other weights."""
         self._gradients.clear()
         if self._optimizer is not None:
             self._optimizer.forget_factor()
-            self._optimizer.zero_grad()  # ours: what the user's own does beyond that is for the user to call
+            self._optimizer.zero_grad()  # ours: if the user has their own, user code must call it
 
 
 def durable_of(model: nn.Module) -> Durable | None:
-    """That of the session that streams ``model``, if one does."""
+    """The `Durable` of the session that streams ``model``, or None."""
     for parameter in model.parameters():
         access = getattr(parameter, "_storm", (None,))[0]
         if isinstance(access, UserAccess) and not access.closed:

@@ -1,9 +1,9 @@
-"""Keeps what is being saved as it was, while training goes on.
+"""Keeps a snapshot of what is being saved, while training goes on.
 
-A save names its *pieces*: tensors in home memory, by the unit that they belong to. From then on whoever is about to
-change a unit calls `before_change`. Pieces that are not in their file yet are then copied, as far as the budget for RAM
-has room, and waited for where it has none. The reader of a piece takes it with `lend`, which gives the copy where there
-is one. Training sees the same numbers either way, and so does the file.
+A save names its *pieces*: tensors in home memory, by the unit that they belong to. From then on, code that is about to
+change a unit calls `before_change`. It copies pieces that are not in their file yet, as far as the RAM budget has room,
+and waits for the others to be written. The reader of a piece takes it with `lend`, which gives the copy if there is
+one. Training sees the same numbers either way, and so does the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..streams.bridge.handlers import undisturbed
 
 
 class Released(Exception):
-    """The save was given up while somebody waited for a piece of it. Never leaves the package."""
+    """The save was given up while a thread waited for one of its pieces. Never leaves the package."""
 
 
 class Charge:
@@ -41,7 +41,7 @@ class Charge:
 class Piece:
     """One tensor of a save. ``unit``: the index of the unit whose changes it must survive; None: it is not streamed.
 
-    ``steady``: no step of the optimizer changes it, as it does not what is frozen."""
+    ``steady``: no optimizer step changes it, because it is frozen."""
 
     tensor: torch.Tensor
     unit: int | None = None
@@ -51,19 +51,19 @@ class Piece:
 
 
 class Still:
-    """The pieces of the save that is under way, if there is one. Thread-safe; takes no other lock."""
+    """The pieces of the running save, if there is one. Thread-safe; takes no other lock."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        # Taken as itself: Ctrl-C may come inside of a condition's own __enter__. Re-entrant: so may another
-        # signal, whose handler writes a weight.
+        # The lock itself is entered: Ctrl-C may come inside of a condition's own __enter__. Re-entrant: another signal
+        # may come too, whose handler writes a weight.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._pieces: dict[int | None, list[Piece]] = {}  # by unit
         self.copied_bytes = 0  # of the last save
 
     def hold(self, pieces: Sequence[Piece]) -> None:
-        """Let nobody change these until they are done."""
+        """Protect these from changes until they are done."""
         by_unit: dict[int | None, list[Piece]] = {}
         for piece in pieces:
             by_unit.setdefault(piece.unit, []).append(piece)
@@ -73,16 +73,16 @@ class Still:
             self._pieces = by_unit
 
     def copy_loose(self, pieces: Sequence[Piece]) -> None:
-        """Copy what belongs to no unit, and may change unseen. Raises OutOfBudget where there is no room."""
+        """Copy pieces that belong to no unit and may change unnoticed. Raises OutOfBudget if there is no room."""
         loose = [piece for piece in pieces if piece.unit is None]
         charge = self._room_for(loose)
         for piece in loose:
             piece.tensor, piece.charge, piece.state = _copy(piece.tensor), charge, "copied"
 
     def before_change(self, unit: int | None, *, by_step: bool = False) -> None:
-        """The unit is about to change; with None, anything may. Copies, or waits, until that does no harm.
+        """Prepare for a change of the unit; with None, of anything. Copies its pieces, or waits until they are written.
 
-        ``by_step``: an optimizer will change it, and so nothing that is frozen."""
+        ``by_step``: an optimizer makes the change, so frozen pieces are safe."""
         if not self._pieces:  # nearly always
             return
         for key, group in list(self._pieces.items()):
@@ -102,7 +102,7 @@ class Still:
 
     @undisturbed  # a handler that writes the same weight would wait for a copy that cannot go on
     def _set_aside(self, piece: Piece, charge: Charge) -> None:
-        """Copy a piece, unless somebody else has begun to do something with it."""
+        """Copy a piece, unless another thread has begun to copy or write it."""
         mine = False
         try:
             with self._lock:
@@ -117,7 +117,7 @@ class Still:
                 else:
                     charge.end_one()
                 self._changed.notify_all()
-        except BaseException:  # no memory, or Ctrl-C
+        except BaseException:  # out of memory, or Ctrl-C
             with self._lock:
                 if mine and piece.state == "copying":
                     piece.state = "waiting"
@@ -130,9 +130,10 @@ class Still:
 
     @contextlib.contextmanager
     def lend(self, piece: Piece) -> Iterator[torch.Tensor]:
-        """The piece as it was when it was held, to read. It is done afterwards, and so is the copy.
+        """The piece with the values it had when it was held, for reading. Afterwards it is done, and its copy is
+        released.
 
-        Raises Released where the save was given up."""
+        Raises Released if the save was given up."""
         with self._lock:
             self._changed.wait_for(lambda: piece.state != "copying")
             if piece.state == "done":
@@ -147,7 +148,7 @@ class Still:
                 self._changed.notify_all()
 
     def release(self, others: Sequence[Piece] = ()) -> None:
-        """The save is over, well or not: everything may change. ``others``: pieces that were perhaps not held yet."""
+        """End the save, successful or not: everything may change. ``others``: pieces that perhaps were not held yet."""
         with self._lock:
             held, self._pieces = self._pieces, {}
             for group in (*held.values(), others):

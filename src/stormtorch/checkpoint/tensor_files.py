@@ -1,6 +1,6 @@
 """safetensors files: 8 bytes (the header's length, little endian), a JSON header, the tensors' bytes.
 
-Written and read here and not by the library, which wants all tensors of a file in memory to write it, and maps it to
+Written and read here and not by the library, which needs all tensors of a file in memory to write it, and maps it to
 read it. Here bytes go straight from home memory to the file, and from the file to home memory.
 """
 
@@ -58,7 +58,7 @@ class Entry:
 
 
 def header_for(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """The first bytes of a file that holds these, one behind the other."""
+    """The header of a file that holds these tensors, one after another."""
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors:
@@ -74,7 +74,7 @@ def header_for(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """What the file holds, by name, in the order of its bytes. Raises CheckpointError if it is not whole."""
+    """The tensors of a file by name, in the order of their bytes. Raises CheckpointError if it is incomplete."""
     with disk.reading(path) as fd:
         size = os.fstat(fd).st_size
         head = bytearray(8)
@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         content = parse_json(text, repeated=False)
         if not isinstance(content, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         content.pop("__metadata__", None)
         entries = {name: _entry(path, name, value, 8 + length, size) for name, value in content.items()}
     except (ValueError, AttributeError) as error:
@@ -130,7 +130,7 @@ def _count(value: object) -> int:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is no whole safetensors file ({why}). Copy or write it again.")
+    return CheckpointError(f"{path} is not a complete safetensors file ({why}). Copy or write it again.")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -143,13 +143,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _is_as_in_files(tensor: torch.Tensor) -> bool:
-    """Whether its memory is what a file would hold: in order, in RAM, no lazy sign or conjugate."""
+    """Whether its memory is as in a file: in order, in RAM, no lazy sign or conjugate."""
     return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
 
 
 @dataclass(frozen=True)
 class Filling:
-    """A tensor of a file and the memory that it goes to; None: it is read for the checksum alone."""
+    """A tensor of a file and its target memory; None: it is read for the checksum alone."""
 
     entry: Entry
     target: torch.Tensor | None
@@ -158,7 +158,7 @@ class Filling:
 def fill(
     path: Path, fillings: Sequence[Filling], *, expected: Record | None = None, stop: threading.Event | None = None
 ) -> None:
-    """Read tensors into memory that exists: straight where it is laid out as the file is, else by pieces.
+    """Read tensors into existing memory: straight if it is laid out as in the file, else by pieces.
 
     With ``expected`` every byte is read and compared with the checksum. Blocks."""
     with disk.reading(path) as fd:
@@ -173,7 +173,7 @@ def fill(
 
 
 class _Source:
-    """A file that is read from the front."""
+    """A file that is read from front to end."""
 
     def __init__(self, fd: int, path: Path, stop: threading.Event | None, *, sums: bool) -> None:
         self._fd, self._path, self._stop, self._sums = fd, path, stop, sums
@@ -222,14 +222,14 @@ class _Source:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of a set, and the names of what it holds."""
+    """A file of a set, and the names of its tensors."""
 
     file: str
     names: list[str]
 
 
 def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> list[Shard]:
-    """Which tensors share a file, in order: as many as fit ``limit_bytes``, at least one."""
+    """Divide tensors into files, in order: as many as fit ``limit_bytes``, at least one."""
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

@@ -15,7 +15,7 @@ _MOST = 4  # one thread sums 2 GB/s, more than most disks write
 def run_all(tasks: Sequence[Task], stop: threading.Event | None = None) -> None:
     """Run the tasks, begun in order. Blocks; raises the first error, when all threads have ended.
 
-    Whoever sets ``stop`` ends them early, as an error or Ctrl-C does: tasks look at it between pieces."""
+    Setting ``stop`` ends them early, as an error or Ctrl-C does: tasks check it between pieces."""
     stop = threading.Event() if stop is None else stop
     waiting, lock = iter(tasks), threading.Lock()
     errors: list[BaseException] = []
@@ -55,9 +55,9 @@ def run_all(tasks: Sequence[Task], stop: threading.Event | None = None) -> None:
 
 
 def _start(threads: Sequence[threading.Thread]) -> bool:
-    """Start as many as there are to be had; False if that is none.
+    """Start as many threads as possible; False if none started.
 
-    From Python 3.12 on there are none any more when the main thread has ended, which a save may outlive."""
+    From Python 3.12 on no thread starts after the main thread has ended, which a save may outlive."""
     for thread in threads:
         try:
             thread.start()

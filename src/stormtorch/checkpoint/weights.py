@@ -1,4 +1,4 @@
-"""`load_weights`: a folder of safetensors, as transformers writes them, straight into a model, streamed or not."""
+"""`load_weights`: reads a folder of safetensors, as transformers writes them, into a model, streamed or not."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SINGLE = "model.safetensors"
 def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> list[str]:
     """Fill the model's parameters and buffers from the safetensors in ``directory``; returns the names loaded.
 
-    One file or several with an index. Bytes go straight into the memory that the parameters have, home memory if the
-    model is streamed; where dtypes differ they are converted piece by piece. Every name must be there, of tied ones one
-    of them, and no other; nothing is changed otherwise. Blocks. Masters follow the weights, moments stay as they are.
+    One file or several with an index. Bytes go straight into the parameters' memory, home memory if the model is
+    streamed; where dtypes differ they are converted piece by piece. Exactly the model's names must be there, one name
+    for tied weights; otherwise nothing is changed. Blocks. Masters follow the weights, moments remain unchanged.
     """
     path = Path(directory)
     names = names_of(model)
@@ -50,7 +50,7 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
                 continue
             known = name if name in places else alias.get(name, name)
             if known in found and known != name:
-                continue  # a tied weight that is there under both names
+                continue  # a tied weight that has both names in the file
             found[known] = entry
             where[known] = (file, entry)
     wanted = {name: names.tensors[mine[0]] for name, mine in places.items()}
@@ -95,8 +95,8 @@ def _fill(
 def _files(path: Path) -> list[str]:
     """The names of the safetensors files that hold the model."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder. Name one with {SINGLE} or {INDEX} in it.")
-    if (path / SINGLE).is_file():  # as transformers looks
+        raise CheckpointError(f"{path} is not a folder. Name one with {SINGLE} or {INDEX} in it.")
+    if (path / SINGLE).is_file():  # in the order of transformers
         return [file_in(path, SINGLE).name]
     if (path / INDEX).is_file():
         try:

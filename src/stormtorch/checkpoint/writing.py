@@ -1,4 +1,4 @@
-"""Writes a checkpoint from home memory, on threads of its own; whoever wants to, waits."""
+"""Writes a checkpoint from home memory, on threads of its own; a caller may wait for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KEPT_FREE = 1 << 20  # names, manifest, blocks that are not full
 
 
 class Writing:
-    """One save under way. The draft is published or gone when it ends, and everything may change again."""
+    """One running save. When it ends, the draft is published or removed, and everything may change again."""
 
     def __init__(self, content: Content, draft: Draft, still: Still) -> None:
         self._content, self._draft, self._still, self._process = content, draft, still, os.getpid()
@@ -42,14 +42,14 @@ class Writing:
         self._begun = True
         try:
             self._thread.start()
-        except RuntimeError:  # no thread to be had
+        except RuntimeError:  # no thread available
             self._begun = False
             raise
 
     def wait(self) -> None:
-        """Block until it has ended; raises what went wrong, once. Ctrl-C gives it up."""
+        """Block until it has ended; raises its error, once. Ctrl-C gives the save up."""
         if os.getpid() != self._process:
-            return  # the thread stayed with the parent, whose save it is
+            return  # the thread remained in the parent, whose save it is
         try:
             while not self._ended.wait(1.0):
                 pass
@@ -63,16 +63,16 @@ class Writing:
             raise error
 
     def give_up(self) -> None:
-        """End it early; the draft is removed. Blocks for a moment."""
+        """End it early and remove the draft. Blocks for a moment."""
         self._stop.set()
         self._still.release()
         while self._begun and not self._ended.wait(5.0) and self._thread.ident is not None:
-            pass  # without a number it never came to life: Ctrl-C was quicker
+            pass  # without a number the thread never started: Ctrl-C came first
         self._error = None
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(OSError):  # sums and copies give way to training; threads begun here do too
+            with contextlib.suppress(OSError):  # checksums and copies yield to training, on threads started here too
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._write()
         except (Stopped, Released):
@@ -86,7 +86,7 @@ class Writing:
             self._ended.set()
 
     def _say_unheard(self) -> None:
-        """The script has ended without a close that would have raised it."""
+        """Report an error at exit, if the script ended without a close that would have raised it."""
         if self._error is not None and os.getpid() == self._process:
             say_once(f"A save in the background has failed: {self._error}")
 
@@ -113,7 +113,7 @@ def write_tensors(
     lend: Callable[[Piece], contextlib.AbstractContextManager[torch.Tensor]],
     stop: threading.Event | None = None,
 ) -> Record:
-    """A new file; each piece is borrowed while it is written."""
+    """Write a new file; each piece is borrowed while it is written."""
     try:
         path.parent.mkdir(exist_ok=True)
     except OSError as error:
@@ -147,12 +147,12 @@ def _way_out(content: Content) -> str:
     rest = content.size - states
     return (
         f" The weights alone need {format_bytes(rest)}: save(..., optimizer=False), or storm train "
-        "--no-save-optimizer; the optimizer then begins anew."
+        "--no-save-optimizer; the optimizer then starts again."
     )
 
 
 def _with_a_way_out(error: BaseException, content: Content) -> BaseException:
-    """What fills a disk while it is written has one more remedy than the file system knows."""
+    """Add one more remedy to the error of a disk that fills up during the write."""
     if not isinstance(error, StorageError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     longer = StorageError(f"{error}{_way_out(content)}")

@@ -20,15 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pack.add_argument("--out", type=Path, required=True, help="the directory to make; it must not exist")
     pack.add_argument("--tokenizer", type=Path, help="a tokenizer.json, or a tokenizer's directory; for documents")
     pack.add_argument("--text-field", help="key or column with the text, or its tokens (default with text: text)")
-    pack.add_argument("--prompt-field", help="key or column with what comes before the text; adds a loss mask")
-    pack.add_argument("--eos-id", help="token behind each document, or none (default: what the tokenizer says)")
+    pack.add_argument("--prompt-field", help="key or column with the prompt before the text; adds a loss mask")
+    pack.add_argument("--eos-id", help="token after each document, or none (default: the tokenizer's)")
     pack.add_argument("--document-numbers", action="store_true", help="write the number of each token's document too")
     pack.add_argument("--skip-bad-lines", action="store_true", help="count unreadable lines instead of stopping")
     pack.add_argument("--columns", nargs="+", help="fields of the arrays to pack (default: all)")
-    pack.add_argument("--dtype", help="of the tokens (default: the smallest that fits); of arrays: what floats become")
-    pack.add_argument("--shard-size", default="512MiB", help="bytes of a shard at most (default: 512MiB)")
+    pack.add_argument("--dtype", help="of the tokens (default: the smallest that fits), or of the arrays' floats")
+    pack.add_argument("--shard-size", default="512MiB", help="most bytes of a shard (default: 512MiB)")
     verify = actions.add_parser("verify", help="compare packed shards with their checksums")
-    verify.add_argument("directory", type=Path, help="what storm data pack made")
+    verify.add_argument("directory", type=Path, help="a directory that storm data pack made")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,7 +112,7 @@ def _pack_rows(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype
     )
     for path in options.input:
         if path.suffix.lower() in TEXTS:
-            raise SettingError(f"{path} is text. Say how it becomes tokens: --tokenizer PATH.")
+            raise SettingError(f"{path} is text. Name a tokenizer: --tokenizer PATH.")
     fields, chunks, total = rows_to_pack(options.input, options.columns)
     progress = Progress(total)
     rows = pack_rows(fields, chunks, options.out, shard_bytes=shard_bytes, dtype=dtype, progress=progress)
@@ -127,23 +127,23 @@ def _end_token(given: str | None, tokenizer: TextTokenizer | None) -> int | None
 
     if given is None:
         if tokenizer is None:
-            return None  # who tokenised the documents has put in what belongs between them
+            return None  # the tool that tokenised the documents has put separators in already
         if tokenizer.end is None:
             raise SettingError(
-                f"--tokenizer {tokenizer.path} does not say which token ends a document. Say it: --eos-id N, or none."
+                f"--tokenizer {tokenizer.path} does not say which token ends a document. Give it: --eos-id N, or none."
             )
         return tokenizer.end
     if given == "none":
         return None
     if not given.isascii() or not given.isdecimal():
-        raise SettingError(f"--eos-id {given} is no token. Accepted: a number of at least 0, or none.")
+        raise SettingError(f"--eos-id {given} is not valid. Accepted: a number of at least 0, or none.")
     return int(given)
 
 
 def _refuse(options: argparse.Namespace, kind: str, **flags: str) -> None:
-    """Flags that mean nothing for this kind of input are mistakes, not noise."""
+    """Raise for flags that have no effect for this kind of input: they are mistakes."""
     from ..core.errors import SettingError
 
     for name, flag in flags.items():
         if getattr(options, name):
-            raise SettingError(f"{flag} means nothing for {kind}. Leave it out; documents are named by --tokenizer.")
+            raise SettingError(f"{flag} has no effect for {kind}. Remove it; documents need --tokenizer.")

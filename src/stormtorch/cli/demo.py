@@ -1,8 +1,8 @@
 """``storm demo``: a small language model is trained with less device memory than its weights need.
 
-It runs ``storm train`` on a bundled corpus (what STORM's own files say of themselves), and beside it the loop that
-anybody would write with torch and transformers; then it compares every loss and every weight, and the device memory
-with the budget. Where transformers is missing, demo_module.py does the same with a module of its own.
+It runs ``storm train`` on a bundled corpus (STORM's own documentation), and an ordinary loop of torch and transformers
+beside it; then it compares every loss and every weight, and the device memory with the budget. If transformers is
+missing, demo_module.py does the same with a module of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..training.settings.train_settings import TrainSettings
 
 _BUNDLED = Path(__file__).parent.parent / "demo_data"
-# A GPU would have nothing to do with the bundled shape, and its libraries take more than such a budget by themselves.
+# A GPU would have nothing to do with the bundled shape, and its libraries alone take more than such a budget.
 _GPU_SHAPE: dict[str, float] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if missing:
         from . import demo_module
 
-        print(f"{missing[0]} is not installed (pip install 'stormtorch[hf]'): a module of our own is trained instead.")
+        print(f"{missing[0]} is not installed (pip install 'stormtorch[hf]'): training STORM's own module instead.")
         return demo_module.run(options)
     with tempfile.TemporaryDirectory(prefix="storm-demo-") as folder:
         return _run(options, Path(folder))
@@ -102,7 +102,7 @@ def _compare(plain: _Run, streamed: _Run, peak_bytes: int, vram_bytes: int) -> i
     print(
         f"streamed loss {streamed.losses[0]:.3f} -> {streamed.losses[-1]:.3f} in {streamed.seconds:.1f} s, all in all"
     )
-    print("         (one run of each, whatever else the machine does: not a comparison of speed)")
+    print("         (one run of each on a machine that may be busy: not a comparison of speed)")
     print(f"The loss {'falls' if falls else 'does not fall'}.")
     print(f"The budget {'held' if held else 'was broken'}: {format_bytes(peak_bytes)} of {format_bytes(vram_bytes)}.")
     if plain.losses == streamed.losses and same:
@@ -111,12 +111,12 @@ def _compare(plain: _Run, streamed: _Run, peak_bytes: int, vram_bytes: int) -> i
         print(f"Losses differ from plain PyTorch's by at most {apart:.1e} of their value (another AdamW kernel).")
     right = apart < 1e-2 and held and falls
     if not right:
-        print("That is not right: please report it.")
+        print("This is a defect: please report it.")
     return int(not right)
 
 
 def _write_model(folder: Path, *, on_gpu: bool) -> Path:
-    """A directory as a model of transformers has it, without weights: they are random."""
+    """Write a model directory in the form of transformers, without weights: they are random."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(_BUNDLED / name, folder / name)
@@ -147,7 +147,7 @@ def _settings(model: Path, folder: Path, device: torch.device, vram: str, steps:
 
 
 def _command(settings: TrainSettings) -> str:
-    """What a user types for the same training of the bundled model."""
+    """The command line for the same training of the bundled model."""
     flags = {"model": _BUNDLED, "data": _BUNDLED / "corpus.jsonl", "output": "my-run"}
     flags |= {name: getattr(settings, name) for name in ("vram", "device", "dtype", "sequence", "batch", "lr")}
     return f"storm train {' '.join(f'--{name} {value}' for name, value in flags.items())}"
@@ -170,7 +170,7 @@ def _weight_bytes(directory: Path) -> int:
 
 
 def _train_plain(settings: TrainSettings, device: torch.device) -> _Run:
-    """The same training as anybody would write it; only the rows and their order are ours."""
+    """The same training as an ordinary loop; only the rows and their order are ours."""
     import torch
     import transformers
 
@@ -183,7 +183,7 @@ def _train_plain(settings: TrainSettings, device: torch.device) -> _Run:
     cache = Path(settings.output) / "data"
     rows = prepare(settings.data, tokenizer, sequence=settings.sequence, cache=cache)
     model = _new_model(Path(settings.model), seed=settings.seed).to(device).train()
-    optimizer = make_optimizer(model, settings)  # an ordinary torch.optim.AdamW, and nobody streams it
+    optimizer = make_optimizer(model, settings)  # an ordinary torch.optim.AdamW, not streamed
     losses, start_s = [], time.perf_counter()
     with DataLoader(rows.arrays, settings.batch, shuffle=True, device=device, drop_last=True, epochs=999) as loader:
         for _, batch in zip(range(settings.steps or 0), loader, strict=False):
@@ -199,7 +199,7 @@ def _train_plain(settings: TrainSettings, device: torch.device) -> _Run:
 
 
 def _train_streamed(settings: TrainSettings) -> tuple[_Run | None, int]:
-    """``storm train``, watched: losses from its metrics, weights from its checkpoint, and the most device memory."""
+    """Run ``storm train`` and observe it: losses from its metrics, weights from its checkpoint, peak device memory."""
     import torch
 
     from ..training.reporting.watcher import Status
@@ -210,7 +210,7 @@ def _train_streamed(settings: TrainSettings) -> tuple[_Run | None, int]:
         peak_bytes = 0
 
         def say(self, line: str) -> None:
-            if settings.output not in line:  # where the trained model is, which goes with the demo's other files
+            if settings.output not in line:  # the trained model is removed with the demo's other files
                 super().say(line)
 
         def show(self, status: Status) -> None:
@@ -231,7 +231,7 @@ def _train_streamed(settings: TrainSettings) -> tuple[_Run | None, int]:
     finally:
         live.close()
     seconds = time.perf_counter() - start_s
-    if on_gpu:  # with activations; on the CPU device, whose memory is RAM, those of torch cannot be told apart
+    if on_gpu:  # includes activations; on the CPU device, whose memory is RAM, torch's cannot be told apart
         live.peak_bytes = max(live.peak_bytes, torch.cuda.max_memory_allocated(settings.device) - before)
     lines = (Path(settings.output) / "metrics.jsonl").read_text().splitlines()
     losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "step"]

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"Losses differ from plain PyTorch's by at most {apart:.1e} of their value (another AdamW kernel).")
     right = apart < 1e-2 and peak <= vram and losses[-1] < losses[0]
     if not right:
-        print("That is not right: please report it.")
+        print("This is a defect: please report it.")
     return int(not right)
 
 

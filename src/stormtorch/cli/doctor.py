@@ -1,4 +1,4 @@
-"""``storm doctor``: what this machine offers, and what is missing with where to look."""
+"""``storm doctor``: reports what this machine offers, and what is missing with where to look."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--disk", type=Path, help="directory to look at (default: the one for temporary files)")
+    parser.add_argument("--disk", type=Path, help="directory to check (default: the one for temporary files)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _signals(index: int) -> str:
-    """Page-lock a word and pass it through a stream: says in one phrase what works, and if not, where to look."""
+    """Page-lock a word and pass it through a stream: one phrase on what works or, if not, where to look."""
     import torch
 
     from ..core.budget import Budget
@@ -60,7 +60,7 @@ def _signals(index: int) -> str:
     if on_stream:
         return "page-lock and stream flags work"
     if pinned:
-        return "the driver cannot wait for flags on a stream: the host has to, which is slower"
+        return "the driver cannot wait for flags on a stream: the host waits, which is slower"
     return f"no page-lock: copies need the slower staged lanes; the limit is {limits.page_lock_limit()}"
 
 

@@ -1,4 +1,4 @@
-"""A run on the screen: a line that redraws itself on a terminal, a line now and then anywhere else."""
+"""Shows a run on the screen: a line that redraws itself on a terminal, an occasional line anywhere else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REDRAW_S = 0.2
 
 
 class Live:
-    """Says, warns and shows; what is said stands above the line that is redrawn."""
+    """Prints messages, warnings and progress; messages appear above the line that is redrawn."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Live:
             print(f"storm train: {line}", file=self._errors, flush=True)
 
     def reading(self, total_bytes: int) -> Callable[[int], None]:
-        """A bar that appears with the first piece: text that was made tokens before is not read again."""
+        """A bar that appears with the first piece: text whose tokens are cached is not read again."""
 
         def read(count: int) -> None:
             if self._dumb:
@@ -80,7 +80,7 @@ class Live:
             self._drawn = False
 
     def _print(self, text: str, *, end: str = "\n") -> None:
-        """To whoever listens. A pipe or a terminal that is gone ends no run: hours of work may hang on it."""
+        """Print to the reader, if there is one. A closed pipe or terminal does not end a run of many hours."""
         if self._deaf:
             return
         try:
@@ -88,8 +88,8 @@ class Live:
         except (OSError, ValueError):  # closed by the reader, or by ourselves
             self._deaf = True
             if self._out is sys.stdout:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more when it flushes at exit
-            self.warn("Nobody reads what is printed any more. Training goes on; metrics.jsonl has its numbers.")
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains again when it flushes at exit
+            self.warn("The output was closed by its reader. Training goes on; metrics.jsonl has its numbers.")
 
     def _end_progress(self) -> None:
         if self._progress is not None and self._errors.isatty():
@@ -105,12 +105,12 @@ class Live:
 
 
 def _stream(given: TextIO | None, usual: TextIO | None) -> TextIO:
-    """Python has no stream at all where the process was started without one: what is said then is lost."""
+    """The stream to use. A process that was started without one has none in Python: its messages are lost."""
     return given or usual or io.StringIO()
 
 
 def status_line(status: Status, width: int | None = None) -> str:
-    """Progress, time left, loss, speed, memory against its budgets: as many of them as fit in ``width``, none cut."""
+    """Progress, time left, loss, speed, memory against its budgets: as many as fit in ``width``, none cut."""
     loss = f"{status.loss:.4f}" if status.loss is not None else "-"
     speed = f"{status.tokens_per_s:,.0f}" if status.tokens_per_s is not None else "-"
     line, *more = (
@@ -129,7 +129,7 @@ def status_line(status: Status, width: int | None = None) -> str:
 
 
 def _share(used: int, limit: int) -> str:
-    """Both in the unit of the limit, where the used part then still says something: a terminal has 80 columns."""
+    """Both in the unit of the limit, if the used part is then more than zero: a terminal has 80 columns."""
     text = format_bytes(limit)
     scaled = used / limit * float(text.split()[0]) if limit else 0.0
     return f"{scaled:.1f}/{text}" if scaled >= 0.1 else f"{format_bytes(used)}/{text}"

@@ -20,10 +20,10 @@ from ..training.settings.suggestions import suggestion
 COMMANDS = {
     "data": "pack text or arrays into shards that load fast, and verify such shards",
     "demo": "train a model larger than its device budget, and compare it with plain PyTorch",
-    "doctor": "say what this machine offers STORM and what is missing",
+    "doctor": "report what this machine offers STORM and what is missing",
     "train": "fine-tune a language model that does not fit in VRAM, with checkpoints that survive anything",
 }
-_NEGATIVE = re.compile(r"-\.?\d+\.?\d*[A-Za-z]+$")  # plain numbers argparse knows
+_NEGATIVE = re.compile(r"-\.?\d+\.?\d*[A-Za-z]+$")  # argparse knows plain numbers itself
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _with_values(arguments: Sequence[str]) -> list[str]:
-    """``--vram -1GiB`` as ``--vram=-1GiB``: argparse would take the value for a flag, and say that there is none."""
+    """Turn ``--vram -1GiB`` into ``--vram=-1GiB``: argparse would take the value for a flag."""
     joined: list[str] = []
     for word in arguments:
         if joined and _NEGATIVE.match(word) and joined[-1].startswith("--") and "=" not in joined[-1]:
@@ -48,7 +48,7 @@ def _with_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Flags that there are not are refused by their own command, which says what may have been meant."""
+    """Parse; unknown flags are refused by their own command, with a suggestion."""
     root = parser()
     options, unknown = root.parse_known_args(arguments)
     if unknown:
@@ -62,7 +62,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _command(root: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[argparse.ArgumentParser, list[str]]:
-    """The command that was chosen, or its action, and the names of its flags."""
+    """The chosen command, or its action, and the names of its flags."""
     found = root
     for name in (options.command, getattr(options, "action", None)):
         choices = [action.choices for action in found._actions if isinstance(action, argparse._SubParsersAction)]
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Errors meant for users become one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows less, and is no error
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes instead of an error
     name = "storm"
     try:
         options = _parsed(_with_values(sys.argv[1:] if arguments is None else arguments))
@@ -87,6 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # somebody piped us into head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more when it flushes at exit
+    except BrokenPipeError:  # the output is piped into a program that has ended, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains again when it flushes at exit
         return 141

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar that redraws itself on a terminal, a line now and then anywhere else."""
+"""Progress of a long command: a bar that redraws itself on a terminal, an occasional line anywhere else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Progress:
             self._show("\r" if self._bar else "", "" if self._bar else "\n")
 
     def close(self) -> None:
-        """Show where it ended, on a line of its own."""
+        """Show the final state, on a line of its own."""
         self._show("\r" if self._bar else "", "\n")
 
     def text(self) -> str:
@@ -48,5 +48,5 @@ class Progress:
         return f"{bar}{share:4.0%}  {amount}  {format_bytes(int(rate))}/s  ETA {minutes}:{seconds:02d}"
 
     def _show(self, before: str, after: str) -> None:
-        clear = "\x1b[K" if self._bar else ""  # what a longer text left behind it
+        clear = "\x1b[K" if self._bar else ""  # the end of a longer text before
         print(f"{before}{self.text()}{clear}", end=after, file=self._stream, flush=True)

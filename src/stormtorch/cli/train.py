@@ -1,4 +1,4 @@
-"""``storm train``: fine-tunes a model that does not fit, with checkpoints that survive anything.
+"""``storm train``: fine-tunes a model that does not fit, with checkpoints that survive a crash at any moment.
 
 Its flags are the fields of `TrainSettings`. Exit status: 0 trained, 1 an error, 2 flags that argparse refuses (unknown
 ones, or without a value), 3 a loss that is not finite, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM, with a
@@ -26,14 +26,14 @@ from .live import Live
 
 _EPILOG = """\
 exit status: 0 trained; 1 an error, in one line; 2 a flag that does not exist or lacks its value; 3 a loss that is not
-finite; 129, 130, 143 stopped by a terminal that went, Ctrl-C or SIGTERM, with a checkpoint. The same command goes on
-from the last one. SIGUSR1 saves a checkpoint, and training goes on.
+finite; 129, 130, 143 stopped by a closed terminal, Ctrl-C or SIGTERM, with a checkpoint. The same command resumes from
+the last checkpoint. SIGUSR1 saves a checkpoint, and training goes on.
 """
 _ERROR_FILE = "error.txt"
 
 
 class _Wide(argparse.HelpFormatter):
-    """Flags in a column that most of them fit in, and lines of 100 columns where the terminal has them."""
+    """Help with a column that most flags fit in, and lines of 100 columns if the terminal has them."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = _Wide
     parser.epilog = _EPILOG
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings; flags override it")
-    parser.add_argument("--print-config", action="store_true", help="print the settings as YAML, and do nothing")
+    parser.add_argument("--print-config", action="store_true", help="print the settings as YAML, and exit")
     groups: dict[str, Any] = {}
     for item in dataclasses.fields(TrainSettings):
         title = item.metadata["group"]
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(settings: TrainSettings) -> int:
-    # transformers says much that is not for our users, and draws bars into log files. Read when it is imported.
+    # transformers prints much that is not for our users, and draws bars into log files. It reads these at import.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -108,7 +108,7 @@ def _run(settings: TrainSettings, live: Live, stopping: Stopping) -> int:
             "--activations recompute."
         )
         return 1
-    except Exception as error:  # of the user's model, of a library, or a mistake of ours
+    except Exception as error:  # from the user's model, a library, or a defect of ours
         live.warn(_unexpected(error, Path(settings.output)))
         return 1
     finally:
@@ -116,7 +116,7 @@ def _run(settings: TrainSettings, live: Live, stopping: Stopping) -> int:
 
 
 class _Notices(logging.Handler):
-    """What STORM itself has to say, above the line that is redrawn."""
+    """STORM's own notices, above the line that is redrawn."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -136,7 +136,7 @@ def _in_one_line(warn: Callable[[str], None]) -> Callable[..., None]:
 
 
 def _unexpected(error: Exception, output: Path) -> str:
-    """One line; everything else goes to a file, where whoever mends it finds it."""
+    """One line for the user; the traceback goes to a file, for a bug report."""
     from ..memory.disk.contained import replace_file
     from ..training.errors import reason_and_place
 
@@ -150,7 +150,7 @@ def _unexpected(error: Exception, output: Path) -> str:
 
 
 def _add_flag(group: Any, name: str, kind: Kind, meaning: str) -> None:
-    """Absent flags leave no trace, so that those given override a file."""
+    """Add a flag without a default, so that only flags that were given override a file."""
     flag = f"--{name.replace('_', '-')}"
     if kind.switch:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=meaning)

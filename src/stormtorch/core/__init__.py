@@ -1,1 +1,1 @@
-"""The words of STORM: sizes, tiers, tags, budgets, records, errors. Pure data; imports nothing else of ours."""
+"""STORM's vocabulary: sizes, tiers, tags, budgets, records, errors. Pure data; imports nothing else of ours."""

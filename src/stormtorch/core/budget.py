@@ -1,4 +1,4 @@
-"""What the user allows on one tier, and why the number is what it is."""
+"""A user's limit on one tier, and the reason for its number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tags import Tier
 class Budget:
     """A hard limit on one tier.
 
-    ``given`` is how the limit came to be, in the user's own words: ``vram='8GiB'`` or ``vram='auto'``.
+    ``given`` shows where the limit comes from, as the user wrote it: ``vram='8GiB'`` or ``vram='auto'``.
     ``reason`` explains an automatic limit with its numbers; empty where the user set it.
     """
 

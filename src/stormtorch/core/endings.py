@@ -1,4 +1,4 @@
-"""What has to be undone, in the order in which it will be."""
+"""Calls that undo what was opened, in the order in which they will run."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Callable
 
 
 class Endings:
-    """Calls that end what was opened. Each part adds its own as soon as it is there."""
+    """Calls that end what was opened. Each part adds its own as soon as it exists."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
         self._last: list[Callable[[], object]] = []
 
     def before_others(self, call: Callable[[], object]) -> None:
-        """The usual place: what was opened last ends first."""
+        """The usual place: the part that was opened last ends first."""
         self._calls.insert(0, call)
 
     def after_others(self, call: Callable[[], object]) -> None:
-        """For what is opened late, and used by others that end."""
+        """For a part that is opened late but used by parts that end before it."""
         self._calls.append(call)
 
     def last(self, call: Callable[[], object]) -> None:
-        """For what all others must have ended before, also those that are opened later."""
+        """For a part that ends after all others, also after those that are opened later."""
         self._last.insert(0, call)
 
     def run(self) -> None:
-        """Each is tried, once; the first error is raised."""
+        """Run each call once, even after an error; the first error is raised."""
         calls = [*self._calls, *self._last]
         self._calls, self._last = [], []
         error: BaseException | None = None

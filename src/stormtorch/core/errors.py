@@ -1,4 +1,4 @@
-"""What a user can be told.
+"""The errors that users see.
 
 An error has four parts: what failed, the numbers, which setting set the limit, what to do.
 """
@@ -11,7 +11,7 @@ class StormError(Exception):
 
 
 class SettingError(StormError, ValueError):
-    """A value given by the user that is not valid; the message lists what is accepted."""
+    """A value given by the user is not valid; the message lists what is accepted."""
 
 
 class OutOfBudget(StormError, MemoryError):
@@ -36,15 +36,15 @@ class StorageError(StormError, OSError):
 
 
 class CheckpointError(StormError):
-    """A checkpoint, or a folder of weights, that cannot be used: incomplete, damaged, or not one; names the file."""
+    """A checkpoint or a folder of weights cannot be used: incomplete, damaged, or not one; names the file."""
 
 
 class WrongModel(CheckpointError):
-    """Whole files, but for another model or optimizer: names, shapes or dtypes differ; the first few are listed."""
+    """The files are whole, but for another model or optimizer: names, shapes or dtypes differ; lists the first few."""
 
 
 class StaleGraph(StormError, RuntimeError):
-    """A backward pass needs weights that are not those of its forward any more."""
+    """A backward pass needs weights that have changed since its forward."""
 
 
 class LaneError(StormError, RuntimeError):
@@ -52,6 +52,6 @@ class LaneError(StormError, RuntimeError):
 
 
 class InsideStep(StormError, RuntimeError):
-    """A signal handler has interrupted a step, and asks for what cannot be done in the middle of it.
+    """A signal handler has interrupted a step, and asks for something that cannot be done in the middle of it.
 
     Set a flag in the handler, and act on it in the loop, after ``optimizer.step()``."""

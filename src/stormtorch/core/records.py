@@ -1,4 +1,4 @@
-"""What happened, as data. Lanes and files emit records into a sink; reports are made from them and from nothing else.
+"""Records of events, as data. Lanes and files emit records into a sink; reports are made from them alone.
 
 A sink is called on the thread that noticed the event, often not the user's: it must be quick and must not raise.
 """
@@ -35,8 +35,8 @@ class FileAccess:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Compute stood still for ``seconds`` because of ``cause``: "weights", "states" or "gradients" on their way, or
-    "updates" that weights have to wait for themselves."""
+    """Compute waited for ``seconds`` because of ``cause``: "weights", "states" or "gradients" in flight, or "updates"
+    for which weights have to wait themselves."""
 
     cause: str
     seconds: float
@@ -44,7 +44,7 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How often the GPU was looked at since the session began, and how often it had nothing to do."""
+    """How often the GPU was checked since the session began, and how often it had nothing to do."""
 
     times: int
     idle: float  # partly an estimate

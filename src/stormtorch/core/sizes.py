@@ -31,7 +31,7 @@ _ACCEPTED = (
 def parse_bytes(value: object, *, setting: str = "size") -> int:
     """The number of bytes that ``value`` means; fractions of a byte are dropped.
 
-    ``setting`` is the name the user knows the value by; it opens the error message.
+    ``setting`` is the name of the value in the user's code; the error message begins with it.
     A bare suffix such as "8G" is refused, because half of all users read it as 10^9 and the other half as 2^30.
     """
     if isinstance(value, str):
@@ -43,7 +43,7 @@ def parse_bytes(value: object, *, setting: str = "size") -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
-        count = operator.index(value)  # type: ignore[arg-type]  # the except answers for everything else
+        count = operator.index(value)  # type: ignore[arg-type]  # the except clause handles everything else
     except TypeError:
         raise SettingError(f"{setting}={value!r} is not a byte size. {_ACCEPTED}") from None
     return _in_range(count, value, setting)

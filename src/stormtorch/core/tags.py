@@ -1,4 +1,4 @@
-"""Where bytes live (tiers) and what they are for (tags). Every reservation carries one of each."""
+"""Where bytes live (tiers) and their purpose (tags). Every reservation has one of each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Tier(enum.Enum):
 
 
 class Tag(enum.Enum):
-    """What a reservation is for; reports break peaks down by it."""
+    """The purpose of a reservation; reports break peaks down by it."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
     DATA = "data"
-    CHECKPOINT = "checkpoint"  # copies of what a background save has not written yet, and training changes already
-    STAGING = "staging"  # small rings and flag words that exist only so that bytes can move
+    CHECKPOINT = "checkpoint"  # copies of tensors that a background save has not written yet and that training changes
+    STAGING = "staging"  # small rings and flag words that exist only to move bytes

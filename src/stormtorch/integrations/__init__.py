@@ -1,1 +1,1 @@
-"""STORM inside other people's training loops; each needs its own packages, and none is imported by the core."""
+"""STORM inside training loops of other libraries; each needs its own packages, and the core imports none of them."""

@@ -1,1 +1,1 @@
-"""Where bytes live and how they move: ledger, arenas, lanes, flags, files. No ``nn.Module`` is known here."""
+"""Where bytes live and how they move: ledger, arenas, lanes, flags, files. Knows no ``nn.Module``."""

@@ -1,1 +1,1 @@
-"""The C kernels with their worker, and the pure-torch fallback that stands in for them. No torch headers are needed."""
+"""The C kernels with their worker, and the pure-torch fallback. Needs no torch headers."""

@@ -1,4 +1,4 @@
-"""Runs an update where its tensors are: on the CPU to its end, on a GPU in its stream. update.py says what one is."""
+"""Runs an update where its tensors are: on the CPU, blocking, or on a GPU in its stream. update.py defines updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .update import AdamStep, AdamTensors
 
 @functools.cache
 def _device_update() -> Callable[[AdamTensors, Scalars], None] | str:
-    """The GPU's kernel, or why there is none. Triton is imported here, at the first update on a GPU."""
+    """The GPU's kernel, or the reason why there is none. Imports triton here, at the first update on a GPU."""
     try:
         found: Callable[[AdamTensors, Scalars], None] = importlib.import_module(".device_adamw", __package__).update_
     except ImportError as error:
@@ -25,13 +25,13 @@ def _device_update() -> Callable[[AdamTensors, Scalars], None] | str:
 
 
 def adamw_(tensors: AdamTensors, step: AdamStep, *, threads: int | None = None, isa: str | None = None) -> None:
-    """Updates weight, master and moments in place.
+    """Update weight, master and moments in place.
 
-    On the CPU: blocks, without the GIL, until all is done. ``threads``: all usable cores where not given. ``isa``: one
-    of ``library().isas`` instead of the fastest; every one of them gives the same bits.
+    On the CPU: blocks, without the GIL, until all is done. ``threads``: by default all usable cores. ``isa``: one of
+    ``library().isas`` instead of the fastest; every one of them gives the same bits.
 
-    On a GPU: launched on the current stream of the tensors' device, waits for nothing, and gives the CPU's bits.
-    ``threads`` and ``isa`` have no meaning there.
+    On a GPU: launches on the current stream of the tensors' device, does not wait, and gives the CPU's bits.
+    ``threads`` and ``isa`` have no effect there.
     """
     if threads is not None and threads < 1:
         raise SettingError(f"threads={threads!r} is not valid. Accepted: a whole number of at least 1, or None.")
@@ -44,7 +44,7 @@ def adamw_(tensors: AdamTensors, step: AdamStep, *, threads: int | None = None, 
         fallback.update_(tensors, step.scalars, 0, tensors.numel)
         return
     if isa is not None and isa not in native.isas:
-        raise SettingError(f"isa={isa!r} is not one this CPU runs. Accepted: {', '.join(native.isas)}.")
+        raise SettingError(f"isa={isa!r} is not valid on this CPU. Accepted: {', '.join(native.isas)}.")
     update = tensors.bind(step.scalars)
     status = native.c.storm_adamw(update, native.isas[isa or native.isa], threads or usable_count())
     assert status == 0, f"storm_adamw refused a checked update: {status}"

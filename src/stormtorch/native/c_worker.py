@@ -14,7 +14,7 @@ from .jobs import FlagValue, Worker, WorkerStats, check_job
 from .library import FlagWord, Library, PoolStats
 from .update import AdamStep, AdamTensors
 
-_SLICE_S = 0.1  # longest time inside C at once, so that Ctrl-C is noticed
+_SLICE_S = 0.1  # longest time inside C per call, so that Ctrl-C is noticed
 _REAP = 16  # tickets fetched at once
 
 
@@ -26,12 +26,13 @@ def _word(flag: FlagValue | None) -> FlagWord:
 
 
 class _Pool:
-    """The C object and what it needs alive. Apart from the worker, so that it can outlive it for its own ending.
+    """The C object and what it needs alive. Separate from the worker, so that it can outlive it for its own ending.
 
-    What a job needs is let go after the lock was: with a tensor goes whatever its owner has attached to it, and that
-    may call the worker. For what the garbage collector or a signal handler does in the middle, the lock is re-entrant.
+    A job's tensors are released after the lock: with a tensor goes everything that its owner has attached to it, and
+    that may call the worker. The lock is re-entrant, because the garbage collector or a signal handler may interrupt a
+    call.
 
-    Made without threads: whoever will end them must know them before they start, as Ctrl-C may come right after.
+    Made without threads: the finalizer that ends them must exist before they start, as Ctrl-C may come right after.
     """
 
     def __init__(self, library: Library) -> None:
@@ -56,17 +57,17 @@ class _Pool:
             )
 
     def reap(self) -> list[object]:
-        """What jobs that are over have needed, to be let go. Needs the lock."""
+        """Take out the tensors and flags of finished jobs, to be released by the caller. Needs the lock."""
         gone: list[object] = []
         while self.pointer:
-            # Those fetched last time come first, mostly for nothing: Ctrl-C may have ended that call right after C's.
+            # Those fetched last time come first, mostly in vain: Ctrl-C may have ended that call right after C's.
             gone += [self.held.pop(ticket, None) for ticket in self.over]
             if self.c.storm_pool_reap(self.pointer, self.over, _REAP) == 0:
                 break
         return gone
 
     def stats(self) -> WorkerStats:
-        """Needs the lock."""
+        """Statistics so far. Needs the lock."""
         if self.final is not None:
             return self.final
         counted = PoolStats()
@@ -75,7 +76,7 @@ class _Pool:
         return WorkerStats(**{name: getattr(counted, name) for name, _ in PoolStats._fields_})
 
     def stop(self) -> int:
-        if os.getpid() != self.pid:  # the threads stayed with the parent, and so did its jobs
+        if os.getpid() != self.pid:  # threads and jobs remained in the parent
             return 0
         gone: dict[int, object] = {}
         with self.lock:
@@ -89,7 +90,7 @@ class _Pool:
         return abandoned
 
     def end(self) -> None:
-        """For when nobody can use the worker any more: it was collected, or the interpreter exits."""
+        """End the threads when the worker was collected, or the interpreter exits."""
         if os.getpid() == self.pid:
             self.stop()
             with self.lock:
@@ -112,7 +113,7 @@ class PoolWorker(Worker):
     def _own(self) -> _Pool:
         if os.getpid() != self._pool.pid:
             raise LaneError(
-                f"This worker belongs to process {self._pool.pid}, and its threads did not follow the fork "
+                f"This worker belongs to process {self._pool.pid}; its threads do not exist after the fork "
                 f"into {os.getpid()}. Open another one there."
             )
         return self._pool

@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use, and which of them the optimizer's worker takes."""
+"""How many CPU cores this process may use, and which of them the optimizer's worker uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _read(path: Path) -> str:
 
 
 def quota_cores(root: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> float:
-    """How many cores' worth of time the control groups allow; infinite without a limit. The tightest one counts."""
+    """How many cores' worth of time the control groups allow, by the tightest one; infinite without a limit."""
     limits = [math.inf]
     groups = {root}
     for line in _read(membership).splitlines():
@@ -35,7 +35,7 @@ def quota_cores(root: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> float:
 
 
 def usable_count() -> int:
-    """Cores this process may keep busy: those it may run on, limited by its quota, at least one."""
+    """Cores that this process may keep busy: those it may run on, limited by its quota, at least one."""
     return max(1, math.floor(min(len(os.sched_getaffinity(0)), quota_cores())))
 
 
@@ -43,7 +43,8 @@ def worker_share() -> tuple[int, list[int]]:
     """Threads for the worker, and the CPU ids they may run on.
 
     One core of two to four is spared, two of more: for the thread that launches GPU work, which must never wait for a
-    core. Where a quota limits us, rather than the number of cores, no core is ours to spare and threads may run on any.
+    core. If a quota limits the process, rather than the number of cores, no core can be spared and threads may run on
+    any.
     """
     allowed = sorted(os.sched_getaffinity(0))
     usable = usable_count()

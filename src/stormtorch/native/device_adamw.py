@@ -1,6 +1,6 @@
 """The update of csrc/adamw.h as a Triton kernel. It gives the C kernels' bits: an element may be updated anywhere.
 
-Importing this needs triton, so only adamw.py does, at the first update on a GPU.
+Importing this needs triton, so only adamw.py imports it, at the first update on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = 1024  # elements of one program
 
 
 # A factor's alignment must not cost a compilation of its own. Scalars are floats, which triton takes as fp32 and never
-# specialises on their value; ours are fp32 values already, so nothing is rounded on the way.
+# specialises on; ours are fp32 values already, so nothing is rounded on the way.
 @triton.jit(do_not_specialize=["grad_factor"])  # type: ignore[untyped-decorator]
 def _update(  # type: ignore[no-untyped-def]
     weight, master, exp_avg, exp_avg_sq, grad, grad_factor, count,
@@ -64,7 +64,7 @@ def _update(  # type: ignore[no-untyped-def]
 
 
 def update_(tensors: AdamTensors, scalars: Scalars) -> None:
-    """Launches the update on the current stream of the tensors' device, and waits for nothing."""
+    """Launch the update on the current stream of the tensors' device, without waiting."""
     count, s = tensors.numel, scalars
     if count == 0:
         return
@@ -73,7 +73,7 @@ def update_(tensors: AdamTensors, scalars: Scalars) -> None:
     with torch.cuda.device(tensors.device):
         _update[(triton.cdiv(count, _BLOCK),)](
             weight.view(torch.int16) if split else weight,
-            weight if master is None else master,  # any pointer where there is none: the kernel does not look at it
+            weight if master is None else master,  # without a master, any pointer: the kernel does not read it
             tensors.exp_avg, tensors.exp_avg_sq, tensors.grad,
             tensors.exp_avg if factor is None else factor,
             count,

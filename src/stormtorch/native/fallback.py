@@ -1,4 +1,4 @@
-"""The update of csrc/adamw.h in torch operations: where the C library could not be built, or on a GPU without triton.
+"""The update of csrc/adamw.h in torch operations: for a missing C library, or a GPU without triton.
 
 It follows the specification operation by operation. Only fma has no counterpart: it is computed in float64, where the
 product is exact, so that a result can differ from the native one by a single rounding, and hardly ever does. The work
@@ -17,7 +17,7 @@ CHUNK = 1 << 18  # elements; about 10 MiB of temporaries
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """To nearest, as IEEE has it. torch's own on x86-64 is a vendor's, and off by one in 7 of 1,000 cases."""
+    """Square root rounded to nearest, as in IEEE. torch's on x86-64 is a vendor's, off by one in 7 of 1,000 cases."""
     return x.double().sqrt_().float()
 
 
@@ -27,18 +27,18 @@ def _fma(a: torch.Tensor | float, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
 
 @torch.inference_mode()
 def read_scale(tensors: AdamTensors, scalars: Scalars) -> torch.Tensor | float:
-    """What gradients are multiplied with, the factor read now. It stays on its device: a GPU is not waited for."""
+    """The gradients' multiplier, with the factor read now. It remains on its device: no wait for a GPU."""
     factor = tensors.grad_factor
     return float(scalars.grad_scale) if factor is None else factor.view(()).mul(scalars.grad_scale)
 
 
-@torch.inference_mode()  # tensors made under it may be changed under it only, and a worker's thread never inherits it
+@torch.inference_mode()  # inference tensors may be changed only under it, and a worker's thread never inherits it
 def update_(
     tensors: AdamTensors, scalars: Scalars, first: int, last: int, scale: torch.Tensor | float | None = None
 ) -> None:
-    """Updates elements ``[first, last)`` in place, on the calling thread and torch's own.
+    """Update elements ``[first, last)`` in place, on the calling thread and torch's own.
 
-    ``scale``: what ``read_scale`` gave when the update began; without it, that is now.
+    ``scale``: the result of ``read_scale`` when the update began; by default it is read now.
     """
     if scale is None:
         scale = read_scale(tensors, scalars)

@@ -1,10 +1,10 @@
 """Loads, stores and waits on 32-bit words that other threads, or a GPU, read and write.
 
-A word *has reached* a value when ``(int32)(word - value) >= 0``, and it only moves forward: a store of what it has
-already reached does nothing, so that writers who come out of order cannot take back what others wait for.
+A word *has reached* a value when ``(int32)(word - value) >= 0``, and it only moves forward: a store of a value that it
+has reached already does nothing, so that writers out of order cannot undo a value that a reader waits for.
 
 With the library: acquire and release order, and a wait that sleeps outside the GIL. Without it every reader and writer
-on the CPU is a Python thread, which the GIL orders; only a store needs a lock of its own, being a load and a store.
+on the CPU is a Python thread, which the GIL orders; only a store needs a lock, being a load and a store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from .library import FlagWord, library
 
 _POLL_S = 20e-6
-_storing = threading.RLock()  # held by the fallback; re-entrant, because a collected board's finalizer stores too
+_storing = threading.RLock()  # for the fallback; re-entrant, because the finalizer of a collected board stores too
 
 
 def has_reached(word: int, value: int) -> bool:
@@ -25,7 +25,7 @@ def has_reached(word: int, value: int) -> bool:
 
 
 def load(address: int) -> int:
-    """The word at ``address``; who reads it also sees everything that its writer wrote before."""
+    """Read the word at ``address``; the reader then also sees everything that its writer wrote before."""
     native = library()
     if native is not None:
         return int(native.c.storm_load_flag(address))
@@ -33,7 +33,7 @@ def load(address: int) -> int:
 
 
 def store(address: int, value: int) -> None:
-    """Write ``value``, unless the word has reached it; who sees it also sees everything this thread wrote before."""
+    """Write ``value``, unless the word has reached it; its readers also see everything this thread wrote before."""
     native = library()
     if native is not None:
         native.c.storm_set_flag(FlagWord(address, value & 0xFFFFFFFF))

@@ -1,4 +1,4 @@
-"""What a worker is, whichever way it runs: it takes updates, waits for their gradients, tells when they are done."""
+"""The interface of workers: they take updates, wait for the gradients, and signal when the updates are done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FlagValue:
     Reached means ``(int32)(word - value) >= 0``, the cyclic rule of ``cuStreamWaitValue32`` with GEQ: counters may
     wrap, as long as they are never 2^31 apart.
 
-    ``owner`` is what keeps the word's memory; a worker holds it until the job is over. Without one, the caller must.
+    ``owner`` keeps the word's memory; a worker holds it until the job is over. Without one, the caller must keep it.
     """
 
     address: int
@@ -36,7 +36,7 @@ class FlagValue:
         return flag_words.has_reached(flag_words.load(self.address), self.value)
 
     def write(self) -> None:
-        """Raises the word to the value; one that is already further stays there."""
+        """Raise the word to the value, unless it is further already."""
         flag_words.store(self.address, self.value)
 
 
@@ -52,7 +52,7 @@ class WorkerStats:
 
 
 def check_job(tensors: AdamTensors, priority: int) -> None:
-    """Refuse tensors that the CPU cannot reach, and a priority that the queue, with 32 bits, takes for another one."""
+    """Raise for tensors that the CPU cannot reach, and for a priority that does not fit into the queue's 32 bits."""
     if tensors.device.type != "cpu":
         raise SettingError(
             f"A worker cannot update tensors on {tensors.device}. Accepted: CPU tensors; adamw_ takes those of a GPU."
@@ -65,12 +65,12 @@ class Worker(abc.ABC):
     """Updates tensors off the caller's thread, most urgent first.
 
     A job is *waiting* until its ready flag is reached, then *ready*: it competes by (priority, order of submission),
-    lowest first, and one that becomes ready overtakes a less urgent one between two chunks. It is *over* when its
-    done flag is written, which happens to every accepted job: after it was finished, or when it was abandoned.
+    lowest first, and one that becomes ready overtakes a less urgent one between two chunks. It is *over* when its done
+    flag is written, which happens for every accepted job: after it was finished, or when it was abandoned.
 
-    A job that has begun is always finished. One that has not is abandoned by ``close``, and when its abort flag is
-    reached: whether or not its ready flag ever is, so that after an abort ``drain`` ends. Whoever aborts must write
-    that flag before it lets ready flags be reached with nothing behind them; then no such gradient is ever used.
+    A job that has begun is always finished. One that has not begun is abandoned by ``close``, and when its abort flag
+    is reached, whether or not its ready flag ever is, so that ``drain`` ends after an abort. Code that aborts must
+    write the abort flag before it lets ready flags be reached without gradients; then no such gradient is ever used.
     """
 
     threads: int
@@ -87,25 +87,25 @@ class Worker(abc.ABC):
         done: FlagValue | None = None,
         abort: FlagValue | None = None,
     ) -> int:
-        """Queues one update and returns its ticket, counted from 1. Does not block.
+        """Queue one update and return its ticket, counted from 1. Does not block.
 
-        Memory behind the tensors, ``grad_factor`` included, is read once the ready flag was reached, and not before.
-        The tensors and the owners of the flags are kept alive until the job is over and a later call on the worker
-        notices it. Raises LaneError when the worker is closed, has failed, or belongs to the process this one was
-        forked from. Ctrl-C during the call leaves the job either queued or not; the worker stays usable.
+        The memory of the tensors, ``grad_factor`` included, is read only after the ready flag was reached. The tensors
+        and the owners of the flags are kept alive until the job is over and a later call on the worker notices it.
+        Raises LaneError when the worker is closed, has failed, or belongs to the process this one was forked from.
+        Ctrl-C during the call leaves the job either queued or not; the worker remains usable.
         """
 
     @abc.abstractmethod
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Blocks until no job is left; False when the time ran out first. Can be interrupted by Ctrl-C."""
+        """Block until no job is left; False if the time ran out first. Ctrl-C gets through."""
 
     @abc.abstractmethod
     def stats(self) -> WorkerStats:
-        """What was done so far. Stays readable after ``close``."""
+        """Statistics so far. Readable after ``close`` too."""
 
     @abc.abstractmethod
     def close(self) -> int:
-        """Ends the threads and returns how many jobs were abandoned in all. May be called again.
+        """End the threads and return how many jobs were abandoned in all. May be called again.
 
         Jobs that have not begun are abandoned. Drain first to keep them.
         """

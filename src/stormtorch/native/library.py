@@ -46,7 +46,7 @@ class Update(ctypes.Structure):
 
 
 class FlagWord(ctypes.Structure):
-    """``storm_flag`` of csrc/storm.h. A null address is no flag."""
+    """``storm_flag`` of csrc/storm.h. A null address means no flag."""
 
     _fields_ = (("address", ctypes.c_void_p), ("value", ctypes.c_uint32))
 
@@ -109,7 +109,7 @@ _SIGNATURES = {
     "storm_rows_stop": (None, (_P,)),
     "storm_rows_free": (None, (_P,)),
 }
-# Over in nanoseconds: giving up the GIL for them would cost a wait of milliseconds to get it back.
+# These take nanoseconds: giving up the GIL for them would cost a wait of milliseconds to get it back.
 _AT_ONCE = {
     "storm_load_flag": (ctypes.c_uint32, (_P,)),
     "storm_set_flag": (None, (FlagWord,)),
@@ -120,7 +120,7 @@ _AT_ONCE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """The loaded library. ``isas`` are those this CPU can run, by name; ``isa`` is the fastest of them."""
+    """The loaded library. ``isas``: names of those this CPU can run; ``isa``: the fastest of them."""
 
     c: ctypes.CDLL
     isas: dict[str, int]
@@ -128,7 +128,7 @@ class Library:
 
 
 def _open(path: Path) -> Library | str:
-    """The library at ``path``, or why it cannot be used."""
+    """The library at ``path``, or the reason why it cannot be used."""
     try:
         c = ctypes.CDLL(str(path))
         c.storm_abi.restype = ctypes.c_uint32
@@ -156,13 +156,13 @@ def _load() -> Library | str:
 
 
 def library() -> Library | None:
-    """The C library, loaded at the first call, or None where there is none that can be used."""
+    """The C library, loaded at the first call, or None if it cannot be used."""
     loaded = _load()
     return loaded if isinstance(loaded, Library) else None
 
 
 def describe() -> str:
-    """One line for reports: which kernels run, and if not the native ones, why and what it costs."""
+    """One line for reports: which kernels run; for the fallback, why and what it costs."""
     loaded = _load()
     if isinstance(loaded, Library):
         return f"native kernels: {loaded.isa}"

@@ -1,4 +1,4 @@
-"""The pool of rows without the C library: Python threads, the same interface. A call per piece goes through the GIL."""
+"""The pool of rows without the C library: Python threads, the same interface. Each piece is a call under the GIL."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collections import deque
 from ..core.errors import LaneError
 from .rows import DONE, DROPPED, FAILED, PENDING, Pieces, RowsJob, RowsPool, check_pieces, check_process
 
-_CHUNK = 64  # pieces that a thread takes at once
-_IDLE_S = 1.0  # between two looks without jobs, should a wake-up have been cut off by an interrupt
+_CHUNK = 64  # pieces that a thread takes at a time
+_IDLE_S = 1.0  # between two checks without jobs, in case an interrupt has cut off a wake-up
 _WAIT_S = 0.0005
 
 
 class _Work:
-    """A job and how far it is. Guarded by the queue's lock."""
+    """A job and its progress. Guarded by the queue's lock."""
 
     __slots__ = ("in_flight", "job", "outcome", "taken")
 
@@ -34,9 +34,9 @@ class _Work:
 
 
 class _Queue:
-    """The jobs and the loop that works on them. Apart from the pool, which the threads must not keep alive.
+    """The jobs and the loop that works on them. Separate from the pool, which the threads must not keep alive.
 
-    Made without threads: whoever will end them must know them before they start, as Ctrl-C may come right after.
+    Made without threads: the finalizer that ends them must exist before they start, as Ctrl-C may come right after.
     """
 
     def __init__(self, threads: int) -> None:
@@ -88,7 +88,7 @@ class _Queue:
             outcome, job = work.job.outcome, work.job
             state, outcome.piece, outcome.error, outcome.got = work.outcome
             job.keep = None
-            outcome.state = state  # last: who sees it may look at the others
+            outcome.state = state  # last: code that sees it may read the other fields
 
     def cancel(self) -> None:
         with self.lock:
@@ -98,7 +98,7 @@ class _Queue:
                 self._end_if_over(work)
 
     def stop(self) -> None:
-        if os.getpid() != self.pid:  # the threads stayed with the parent
+        if os.getpid() != self.pid:  # the threads remained in the parent
             return
         self.cancel()
         with self.lock:
@@ -110,10 +110,10 @@ class _Queue:
 
 
 def _move(pieces: Pieces, begin: int, end: int) -> tuple[int, int, int] | None:
-    """(piece, errno, bytes) of the first that failed, or None."""
+    """Move the pieces; returns (piece, errno, bytes) of the first that failed, or None."""
     for index, (fd, source, size, needed, target, _) in enumerate(pieces[begin:end].tolist(), begin):
         if fd < 0:
-            ctypes.memmove(target, source, size)  # gives up the GIL
+            ctypes.memmove(target, source, size)  # releases the GIL
         elif not target:
             with contextlib.suppress(OSError):  # only a hint
                 os.posix_fadvise(fd, source, size, os.POSIX_FADV_WILLNEED)
@@ -132,7 +132,7 @@ def _move(pieces: Pieces, begin: int, end: int) -> tuple[int, int, int] | None:
 
 
 class ThreadRows(RowsPool):
-    """Python threads in the place of the native ones."""
+    """Python threads instead of the native ones."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads

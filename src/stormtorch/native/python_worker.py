@@ -1,11 +1,12 @@
 """The worker without the C library: one Python thread that runs the torch fallback. Same interface, same order, slower.
 
-Torch's operations release the GIL and bring their own threads, so a choice of threads and cores has no effect here.
+Torch's operations release the GIL and use their own threads, so a choice of threads and cores has no effect here.
 
 Ctrl-C can end a call between any two of its operations, and the garbage collector can drop a worker on any thread, the
 worker's own included. So there is no counter beside the lists that could disagree with them, and only the worker's
-thread takes jobs off them: all others add a job, or ask it to stop. The lock is entered itself, never by its condition,
-whose ``__enter__`` is Python that Ctrl-C can end with the lock taken; for the same reason only the thread waits on it.
+thread takes jobs off them: other threads add a job, or ask it to stop. Code enters the lock itself, never its
+condition, whose ``__enter__`` is Python that Ctrl-C can end with the lock taken; for the same reason only the worker's
+thread waits on the condition.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from .jobs import FlagValue, Worker, WorkerStats, check_job
 from .library import Scalars
 from .update import AdamStep, AdamTensors
 
-_POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the one that launches
-_IDLE_S = 1.0  # between two looks without jobs: the collector may call stop here while the thread is about to sleep
-_DRAIN_S = 0.001  # between two looks of a caller that waits; also how late a Ctrl-C just before its sleep is seen
+_POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the thread that launches
+_IDLE_S = 1.0  # between two checks without jobs: the collector may call stop here while the thread is about to sleep
+_DRAIN_S = 0.001  # between two checks of a waiting caller; also the delay of a Ctrl-C just before its sleep
 
 
 @dataclass(slots=True, eq=False)
@@ -60,17 +61,17 @@ class _Job:
 
 
 class _Queue:
-    """The jobs and the loop that runs them. Apart from the worker, which the thread must not keep alive.
+    """The jobs and the loop that runs them. Separate from the worker, which the thread must not keep alive.
 
-    Made without its thread: whoever will end it must know it before it starts, as Ctrl-C may come right after.
+    Made without its thread: the finalizer that ends it must exist before it starts, as Ctrl-C may come right after.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.lock = threading.RLock()  # guards everything below
-        self.changed = threading.Condition(self.lock)  # the thread should look again
+        self.changed = threading.Condition(self.lock)  # the thread should check again
         self.waiting: list[_Job] = []
-        self.ready: list[_Job] = []  # heap; a job stays here until it is over
+        self.ready: list[_Job] = []  # heap; a job remains here until it is over
         self.tickets = itertools.count(1)
         self.finished = self.abandoned = self.elements = 0
         self.busy_s = 0.0
@@ -91,7 +92,7 @@ class _Queue:
             while (job := self._take()) is not None:
                 last = min(job.next + fallback.CHUNK, job.tensors.numel)
                 start = time.perf_counter()
-                if job.scale is None:  # not earlier: who raises the ready flag writes the factor before it
+                if job.scale is None:  # not earlier: the writer of the ready flag writes the factor before it
                     job.scale = fallback.read_scale(job.tensors, job.scalars)
                 fallback.update_(job.tensors, job.scalars, job.next, last, job.scale)
                 with self.lock:
@@ -103,7 +104,7 @@ class _Queue:
                         self.finished += 1
                         job.write_done()
                 del job  # a sleeping thread must not keep the last tensors alive
-        except BaseException as error:  # raised again, chained, on the thread that calls next
+        except BaseException as error:  # raised again, chained, on the thread that makes the next call
             with self.lock:
                 self.error, self.stopping = error, True
                 gone = self.waiting + self.ready
@@ -122,10 +123,10 @@ class _Queue:
                     return None
                 if not gone:
                     self.changed.wait(_POLL_S if self.waiting else _IDLE_S)
-            gone.clear()  # after the lock: what hangs on their tensors may need it
+            gone.clear()  # after the lock: finalizers of their tensors may need it
 
     def _look_at_flags(self) -> list[_Job]:
-        """Sorts out what is ready, and returns what was abandoned. Abort flags come last; csrc/worker.c says why."""
+        """Move ready jobs to the heap; returns abandoned ones. Checks abort flags last: see csrc/worker.c."""
         gone: list[_Job] = []
         looked_at, self.waiting = self.waiting, []
         for job in looked_at:
@@ -149,17 +150,17 @@ class _Queue:
             job.write_done()
 
     def stop(self) -> None:
-        if os.getpid() != self.pid:  # the thread stayed with the parent
+        if os.getpid() != self.pid:  # the thread remained in the parent
             return
         with self.lock:
             self.stopping = True
             self.changed.notify_all()
         if threading.current_thread() is not self.thread and self.thread.is_alive():
-            self.thread.join()  # not where the worker was collected on the thread itself: it ends by itself
+            self.thread.join()  # not if the worker was collected on the thread itself: it then ends by itself
 
 
 class ThreadWorker(Worker):
-    """A Python thread in the place of the native ones."""
+    """A Python thread instead of the native ones."""
 
     def __init__(self, *, threads: int, cores: list[int]) -> None:
         self.threads, self.cores = threads, cores
@@ -170,7 +171,7 @@ class ThreadWorker(Worker):
     def _own(self) -> _Queue:
         if os.getpid() != self._queue.pid:
             raise LaneError(
-                f"This worker belongs to process {self._queue.pid}, and its thread did not follow the fork "
+                f"This worker belongs to process {self._queue.pid}; its thread does not exist after the fork "
                 f"into {os.getpid()}. Open another one there."
             )
         return self._queue

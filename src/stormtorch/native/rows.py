@@ -1,12 +1,12 @@
-"""Reads pieces of files, and copies pieces of memory, to where they belong, on threads that never need the GIL.
+"""Reads pieces of files, and copies pieces of memory, to their targets, on threads that never need the GIL.
 
 A job is an array of pieces, one line of six int64 each: descriptor, source, bytes, needed, target, map (``PIECE``). A
-descriptor below 0 means that the source is an address. A target of 0 means that the bytes are only to be brought into
-the page cache. ``needed`` is how many of the bytes must be there where the file ends. ``map`` is what ``map_file``
-gave, or 0. See csrc/rows.c.
+descriptor below 0 means that the source is an address. A target of 0 means that the bytes are only brought into the
+page cache. ``needed``: how many of the bytes must be there where the file ends. ``map``: the result of ``map_file``, or
+0. See csrc/rows.c.
 
-A job's memory and descriptors belong to the pool until the job is over. Whoever drops a job, or is interrupted in the
-middle of anything, leaves them with the pool, which lets go of them when no thread can touch them any more.
+A job's memory and descriptors belong to the pool until the job is over. If the caller drops a job or is interrupted,
+the pool keeps them, and releases them when no thread can touch them any more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIECE = ("fd", "source", "bytes", "needed", "target", "map")
 PENDING, DONE, FAILED, DROPPED = range(4)
 Pieces = NDArray[np.int64]
 _NONE: Pieces = np.empty((0, len(PIECE)), dtype=np.int64)
-_SLICE_S = 0.1  # longest time inside C at once, so that Ctrl-C is noticed
+_SLICE_S = 0.1  # longest time inside C per call, so that Ctrl-C is noticed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,18 @@ class Failure:
 
 
 class RowsJob:
-    """One job. ``keep`` is what must stay alive until it is over."""
+    """One job. ``keep`` is kept alive until it is over."""
 
     __slots__ = ("address", "keep", "outcome", "pieces")
 
     def __init__(self, pieces: Pieces, keep: object) -> None:
         self.pieces, self.keep = pieces, keep
-        # PENDING is what taking the job makes it: one that an interrupt kept from its pool must not be waited for.
+        # The pool sets PENDING when it takes the job: one that an interrupt kept from its pool must not be waited for.
         self.outcome = RowsOutcome(state=DROPPED)
         self.address = ctypes.addressof(self.outcome)
 
     def failure(self) -> Failure:
-        """What went wrong with a job that failed; of pieces read together, the one that the bytes ended in."""
+        """The failure of a failed job; of pieces that were read together, the piece in which the bytes ended."""
         piece, got = int(self.outcome.piece), int(self.outcome.got)
         sizes: Any = self.pieces[:, 2]
         while piece + 1 < len(sizes) and got >= sizes[piece] > 0:
@@ -67,32 +67,32 @@ class RowsJob:
 
 
 class RowsPool(abc.ABC):
-    """Takes jobs and works on them in the order of their arrival. For one thread at a time, except ``close``."""
+    """Takes jobs and works on them in order of arrival. For one thread at a time, except ``close``."""
 
     threads: int
 
     @abc.abstractmethod
     def submit(self, pieces: Pieces, keep: object) -> RowsJob:
-        """Queue a job; returns at once. ``pieces`` is a contiguous array ``(n, 6)``, not to be changed afterwards."""
+        """Queue a job; returns at once. ``pieces``: a contiguous array ``(n, 6)``, not to be changed afterwards."""
 
     @abc.abstractmethod
     def state(self, job: RowsJob) -> int:
-        """PENDING, DONE, FAILED or DROPPED. Does not block. What a job that is DONE has written is then visible."""
+        """PENDING, DONE, FAILED or DROPPED. Does not block. The data of a job that is DONE is visible then."""
 
     @abc.abstractmethod
     def wait(self, job: RowsJob, timeout_s: float | None = None, *, help: bool = False) -> int:
-        """Block until the job is over or the time has passed; its state. Ctrl-C gets through.
+        """Block until the job is over or the time has passed; returns its state. Ctrl-C gets through.
 
-        With ``help`` this thread works on the queue until nothing of the job is left to take.
+        With ``help`` this thread works on the queue until no piece of the job is left to take.
         """
 
     @abc.abstractmethod
     def cancel(self) -> None:
-        """Drop what no thread has begun, and block until all jobs are over: then nothing is read or written."""
+        """Drop pieces that no thread has begun, and block until all jobs are over: then nothing is read or written."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Drop what no thread has begun, wait for the rest, end the threads. Safe to call twice, and after a fork."""
+        """Drop pieces that no thread has begun, wait for the rest, end the threads. Safe twice, and after a fork."""
 
     def __enter__(self) -> Self:
         return self
@@ -104,15 +104,15 @@ class RowsPool(abc.ABC):
 
 
 class _Native:
-    """The C object and what its jobs need. Apart from the pool, so that it can outlive it for its own ending.
+    """The C object and what its jobs need. Separate from the pool, so that it can outlive it for its own ending.
 
-    Made without threads: whoever will end them must know them before they start, as Ctrl-C may come right after.
+    Made without threads: the finalizer that ends them must exist before they start, as Ctrl-C may come right after.
     """
 
     def __init__(self, c: ctypes.CDLL) -> None:
         self.c, self.pid, self.lock = c, os.getpid(), threading.RLock()
         self.pointer = ctypes.c_void_p()
-        self.held: deque[RowsJob] = deque()  # jobs that may still be running, in their order
+        self.held: deque[RowsJob] = deque()  # jobs that may still be running, in order
         self.inside = 0  # threads inside a C call without the lock
         self.stopped = False
 
@@ -125,7 +125,7 @@ class _Native:
             )
 
     def stop(self) -> None:
-        if os.getpid() != self.pid:  # the threads stayed with the parent
+        if os.getpid() != self.pid:  # the threads remained in the parent
             return
         gone: deque[RowsJob] = deque()
         with self.lock:
@@ -134,10 +134,10 @@ class _Native:
                     self.c.storm_rows_stop(self.pointer)
                 self.stopped = True
                 gone, self.held = self.held, gone
-        gone.clear()  # after the lock: what goes with them may call anything
+        gone.clear()  # after the lock: finalizers of what they held may call anything
 
     def end(self) -> None:
-        """For when nobody can use the pool any more: it was collected, or the interpreter exits."""
+        """End the threads when the pool was collected, or the interpreter exits."""
         if os.getpid() != self.pid:
             return
         self.stop()
@@ -175,13 +175,13 @@ class NativeRows(RowsPool):
         return job
 
     def _let_go(self) -> None:
-        """Let go of the memory of jobs that are over, from the oldest on; who still holds a job wants its outcome."""
+        """Release the memory of finished jobs, from the oldest on; the job itself keeps its outcome for its holder."""
         held = self._native.held
         while held and self._load_state(held[0].address) != PENDING:
             over = held[0]
             over.keep = None
             if self._load_state(over.address) == DONE:
-                over.pieces = _NONE  # only a failure is looked up in them
+                over.pieces = _NONE  # they are read only after a failure
             held.popleft()
 
     def state(self, job: RowsJob) -> int:
@@ -221,15 +221,15 @@ class NativeRows(RowsPool):
 
 
 def check_pieces(pieces: Pieces) -> None:
-    """What C takes on trust."""
+    """Assert what C does not check."""
     assert pieces.dtype == np.int64, pieces.dtype
     assert pieces.strides == (48, 8), "six numbers each, one after the other"
 
 
 def map_file(fd: int, size: int) -> int:
-    """The address at which the first ``size`` bytes of a file can be copied from; 0 where that is not possible.
+    """Map the first ``size`` bytes of a file, to copy from; returns the address, or 0 if that is not possible.
 
-    What cannot be read there is no crash: the piece is read from the file then. Ends with ``unmap_file``.
+    An unreadable page does not crash: the piece is then read from the file. End it with ``unmap_file``.
     """
     native = library()
     if native is None or size == 0:
@@ -240,30 +240,30 @@ def map_file(fd: int, size: int) -> int:
 
 
 def unmap_file(address: int, size: int) -> None:
-    """No job may use the map any more."""
+    """Unmap it. No job may use the map any more."""
     native = library()
     assert native is not None
     native.c.storm_rows_unmap(address, size)
 
 
 def check_process(pid: int) -> None:
-    """Threads do not follow a fork."""
+    """Raise after a fork, which copies no threads."""
     if os.getpid() != pid:
         raise LaneError(
-            f"These reading threads belong to process {pid}, and did not follow the fork into {os.getpid()}. "
-            "Iterate over the loader anew there."
+            f"These reading threads belong to process {pid}, and do not exist after the fork into {os.getpid()}. "
+            "Iterate over the loader again there."
         )
 
 
 def open_rows(threads: int, *, stage_bytes: int = 0) -> RowsPool:
-    """Starts the threads: native ones where the library was built, else Python's.
+    """Start the threads: native ones if the library was built, else Python's.
 
-    ``stage_bytes``: each native thread reads files through so much memory of its own, a multiple of 4096, taken here.
+    ``stage_bytes``: memory of each native thread through which it reads files, a multiple of 4096, allocated here.
     """
     native = library()
     if native is not None:
         return NativeRows(native, threads, stage_bytes)
-    from .python_rows import ThreadRows  # a fallback is not worth its import elsewhere
+    from .python_rows import ThreadRows  # imported only where the fallback is needed
 
     say_once(describe())
     return ThreadRows(threads)

@@ -18,7 +18,7 @@ def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(image: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """A new fp32 tensor: what was split."""
+    """The original value, as a new fp32 tensor."""
     assert image.dtype == torch.bfloat16
     assert remainder.dtype == torch.int16
     high = image.view(torch.int16).to(torch.int32) << 16

@@ -13,14 +13,14 @@ _PAGE = 4096
 
 
 def can_touch_beside_writers() -> bool:
-    """Whether others may write to the range while it is touched."""
+    """Whether other threads may write to the range while it is touched."""
     return library() is not None
 
 
 def first_touch(address: int, size_bytes: int, threads: int | None = None) -> None:
-    """Makes the pages of a range exist by writing to each what is there. Blocks, without the GIL.
+    """Make the pages of a range exist by writing to each page its own content. Blocks, without the GIL.
 
-    ``threads``: all usable cores where not given.
+    ``threads``: by default all usable cores.
     """
     native = library()
     if native is None:

@@ -2,14 +2,14 @@
 
 The arithmetic is specified in csrc/adamw.h and is the same wherever it runs. The tensors of an update, by those names:
 
-    weight      what the model computes with: fp32, bf16 or fp16. The home image.
-    master      what the image lacks to be the fp32 weight:
+    weight      the model's weight: fp32, bf16 or fp16. The home image.
+    master      the bits that the image lacks to be the fp32 weight:
                     fp32 weight   nothing (None)
                     bf16 weight   int16 remainder, ``bits(fp32) = (bits(weight) << 16) + master``
                     fp16 weight   the fp32 weight itself
     exp_avg     first moment, fp32
     exp_avg_sq  second moment, fp32
-    grad        gradient: fp32, bf16 or fp16, whatever the weight is
+    grad        gradient: fp32, bf16 or fp16, independent of the weight's dtype
     grad_factor one fp32 number that multiplies ``grad_scale``, or None. It is read when the update begins to run, not
                 when it is submitted: a GPU can write a clip coefficient there before it raises the ready flag.
 """
@@ -29,7 +29,7 @@ from ..core.errors import SettingError
 from .library import Scalars, Update
 
 L2, FROM_GRAD, SQUARE_FUSED = 1, 2, 4  # csrc/adamw.h
-# Which product torch's compiler fused into the second moment of its fused kernel; see csrc/adamw.h.
+# The product that torch's compiler fused into the second moment of its fused kernel; see csrc/adamw.h.
 _FUSION = SQUARE_FUSED if platform.machine().lower() in ("x86_64", "amd64") else 0
 
 _WEIGHT_KINDS = {(torch.float32, None): 0, (torch.bfloat16, torch.int16): 1, (torch.float16, torch.float32): 2}
@@ -44,12 +44,12 @@ _ACCEPTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class AdamStep:
-    """The numbers of one step, as ``torch.optim`` knows them. ``step`` counts from 1.
+    """The numbers of one step, as in ``torch.optim``. ``step`` counts from 1.
 
-    ``grad_scale`` multiplies every gradient first: a clip factor, or one over a loss scale.
-    ``decoupled`` is AdamW; without it weight decay is added to the gradient, as Adam does.
-    ``fused`` says whose bits fp32 results have: those of ``torch.optim`` on CPU tensors with ``fused=True``, or without
-    it (``fused=False``, torch's own default). csrc/adamw.h says where they differ, and where equality ends.
+    ``grad_scale`` multiplies every gradient first: a clip factor, or one over a loss scale. ``decoupled`` is AdamW;
+    without it weight decay is added to the gradient, as Adam does. ``fused`` chooses the bits of fp32 results: those of
+    ``torch.optim`` on CPU tensors with ``fused=True``, or without it (``fused=False``, torch's own default).
+    csrc/adamw.h says where they differ, and where equality ends.
     """
 
     lr: float
@@ -78,7 +78,7 @@ class AdamStep:
 
     @functools.cached_property
     def scalars(self) -> Scalars:
-        """What kernels use: computed in double, as torch does, then rounded to float once by the struct."""
+        """The kernels' scalars: computed in double, as torch does, then rounded to float once by the struct."""
         beta1, beta2 = self.betas
         lerp_weight = ctypes.c_float(1 - beta1).value
         from_grad = lerp_weight >= 0.5  # torch's lerp starts from the nearer end
@@ -99,7 +99,7 @@ class AdamStep:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of ``tensor`` is what it says: no strides, no lazy sign, elements where they can be read."""
+    """Whether ``tensor`` is plain memory: no strides, no lazy sign, elements that can be read."""
     return (
         tensor.layout is torch.strided
         and tensor.is_contiguous()
@@ -110,7 +110,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdamTensors:
-    """The tensors of one update, checked when made. See the top of this file for what each one is."""
+    """The tensors of one update, checked at construction. The top of this file explains each."""
 
     weight: torch.Tensor
     exp_avg: torch.Tensor

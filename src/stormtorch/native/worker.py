@@ -1,4 +1,4 @@
-"""Opens the optimizer's worker: native threads where the library was built, else a Python thread."""
+"""Opens the optimizer's worker: native threads if the library was built, else a Python thread."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["FlagValue", "Worker", "WorkerStats", "open_worker"]
 
 
 def open_worker(threads: int | None = None, cores: Sequence[int] | None = None) -> Worker:
-    """Starts a worker; close it, or use it in a ``with`` statement.
+    """Start a worker; close it, or use it in a ``with`` statement.
 
     ``cores``: CPU ids that its threads may run on; by default all that this process may use, less one or two for the
-    thread that launches work (see cores.py). ``threads``: one per core where not given.
+    thread that launches work (see cores.py). ``threads``: by default one per core.
     """
     share, allowed = worker_share()
     if cores is not None:
@@ -28,7 +28,7 @@ def open_worker(threads: int | None = None, cores: Sequence[int] | None = None) 
         share = len(allowed)
         if not allowed or not set(allowed) <= os.sched_getaffinity(0):
             raise SettingError(
-                f"cores={list(cores)!r} are not ours. Accepted: one or more of {sorted(os.sched_getaffinity(0))}."
+                f"cores={list(cores)!r} are not valid. Accepted: one or more of {sorted(os.sched_getaffinity(0))}."
             )
     if threads is not None and threads < 1:
         raise SettingError(f"threads={threads!r} is not valid. Accepted: a whole number of at least 1, or None.")

@@ -1,1 +1,1 @@
-"""Sees: what happened, as data, and its text form."""
+"""Records what a session does, and reports it as data and as text."""

@@ -1,4 +1,4 @@
-"""Adds up what lanes report. Cheap enough to be always on."""
+"""Adds up the records of lanes. Cheap enough to be always on."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from ..core.records import Asked, Copied, Record, Waited
 from ..core.tags import Tag
 
-_MARKS = 33  # steps back, and the one that ends them
+_MARKS = 33  # of the last 32 steps, and the one before
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """The state of the sums at the end of a step: when, all waits of compute, and how often the GPU was looked at and
-    was idle. ``asked`` is 0 where it cannot be looked at."""
+    """The sums at the end of a step: when, all waits of compute, and how often the GPU was checked and was idle.
+    ``asked`` is 0 if it cannot be checked."""
 
     at_s: float
     waited_s: float
@@ -37,12 +37,12 @@ class Totals:
 
 
 def link_rates(totals: Totals) -> tuple[float, float]:
-    """Bytes per second out and in, as the lanes have managed so far; 0 where nothing has moved yet."""
+    """Bytes per second out and in that the lanes have reached so far; 0 if nothing has moved yet."""
     return lane_rate(totals, "store"), lane_rate(totals, "load")
 
 
 def lane_rate(totals: Totals, lane: str, *, since: Totals | None = None) -> float:
-    """What the lane has managed in a second, since then or ever; 0 where nothing has moved."""
+    """Bytes per second that the lane has reached, since then or ever; 0 if nothing has moved."""
 
     def moved(amounts: Mapping[tuple[str, Tag], float], before: Mapping[tuple[str, Tag], float]) -> float:
         return sum(amount - before.get(key, 0) for key, amount in amounts.items() if key[0] == lane)
@@ -76,7 +76,7 @@ class Recorder:
                 self._asked = record
 
     def step(self) -> None:
-        """An optimizer step was asked for."""
+        """Note that an optimizer step was called."""
         with self._lock:
             now_s, waited_s = time.perf_counter(), sum(self._totals.waits_s.values())
             self._totals.step_ends_s.append(now_s)

@@ -18,7 +18,7 @@ _NOTABLE = 0.05  # of the time
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTime:
-    """Shares of the time of the last steps: kernels run, nothing was launched, or compute waits for a lane."""
+    """Shares of the last steps' time: kernels run, the GPU waits for the host, or compute waits for a lane."""
 
     busy: float
     waits_for_host: float
@@ -56,8 +56,8 @@ class Report:
     bytes_in_per_step: dict[str, float]
     bytes_out_per_step: dict[str, float]
     waits_s_per_step: dict[str, float]
-    gpu: GpuTime | None  # None where the GPU cannot be looked at, and on the CPU
-    limits_s: dict[str, float]  # what a step takes at least, by what would set that limit: compute, in, out, cpu, host
+    gpu: GpuTime | None  # None if the GPU cannot be checked, and on the CPU
+    limits_s: dict[str, float]  # the least time of a step, by what would set it: compute, in, out, cpu, host
     limited_by: str | None
     percent_of_limit: float | None
     balances: list[Balance]
@@ -76,7 +76,7 @@ class Report:
             + (f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else "")
             + (f", {self.samples_per_s:,.1f} samples/s" if self.samples_per_s else "")
             + f"; set-up {self.setup_s:.2f} s",
-            f"units {self.units}, loaded {self.loads} times, {self.misses} of them not ahead of use",
+            f"units {self.units}, loaded {self.loads} times, {self.misses} of them not prefetched",
         ]
         for title, table in (("in", self.bytes_in_per_step), ("out", self.bytes_out_per_step)):
             parts = ", ".join(f"{name} {format_bytes(int(size))}" for name, size in table.items())
@@ -130,7 +130,7 @@ def make_report(
 
     waits = {cause: seconds / steps for cause, seconds in totals.waits_s.items()}
     limits = {
-        "compute": max(0.0, (step_s or 0.0) - sum(waits.values())),  # what it does when it does not wait
+        "compute": max(0.0, (step_s or 0.0) - sum(waits.values())),  # its time without waits
         "in": sum(seconds for (name, _), seconds in totals.busy_s.items() if name in ("load", "aside")) / steps,
         "out": sum(seconds for (name, _), seconds in totals.busy_s.items() if name == "store") / steps,
         "cpu": cpu_busy_s / steps,
@@ -170,7 +170,7 @@ def make_report(
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationReport:
-    """What became of activations, in all passes so far; ``str`` gives the text."""
+    """Treatment of activations in all passes so far; ``str`` gives the text."""
 
     steps: int
     bytes_in_per_step: dict[str, float]

@@ -1,1 +1,1 @@
-"""Decides while a session runs: pool sizes, the optimizer's shares, which units stay on the device."""
+"""Decides while a session runs: pool sizes, the optimizer's shares, which units remain on the device."""

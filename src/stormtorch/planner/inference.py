@@ -1,13 +1,13 @@
-"""Calls without gradients, in a session without an optimizer: as many weights stay on the device as ``vram`` allows.
+"""Calls without gradients in a session without an optimizer: keeps as many weights on the device as ``vram`` allows.
 
-The first calls run in the pool that the session began with, and show what activations take beside it. From then on the
-pool has two parts: a block for each unit that stays, and a *window* through which the other units pass, in every call
-once. Before each call, and at each block in it, the room that activations have left is compared with what such a call
-is known to need. A cache of keys and values grows with every token: units give their blocks back before ``vram`` is
-exceeded. A call with larger inputs than any so far, or with gradients, gets the pool of the beginning.
+The first calls run in the initial pool, and show how much memory activations take beside it. From then on the pool has
+two parts: a block for each resident unit, and a *window* through which the other units pass, once in every call. Before
+each call, and at each block in it, the memory that activations have left is compared with the known need of such a
+call. A cache of keys and values grows with every token: units give their blocks back before ``vram`` is exceeded. A
+call with larger inputs than any so far, or with gradients, gets the initial pool.
 
-Which units stay: first those of unusual size (embedding, head), so that those that pass are alike and fill the window
-without gaps; then blocks spread evenly over the order of use, so that the link has work all the time."""
+Which units are resident: first those of unusual size (embedding, head), so that those that pass are alike and fill the
+window without gaps; then blocks spread evenly over the order of use, so that the link has work all the time."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from ..streams.units.partition import Partition
 from ..streams.units.placement import Placement
 from ..streams.weights.stream import ParameterStream
 
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, spread evenly however many there are
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many
 _MEASURED = 2  # calls of each size whose peak is measured by itself
-_NEAR = 1.25  # inputs that are larger by no more than that are like those that were measured
+_NEAR = 1.25  # inputs larger by up to this factor count as measured
 _RECENT = 4  # calls whose needs bound the pool's growth
-_REST, _LATE = 16, 3  # calls between two attempts to arrange the pool; in which units that stay may be missing
+_REST, _LATE = 16, 3  # calls between two attempts to arrange the pool; calls in which resident units may be missing
 
 
 @dataclass
 class _Seen:
-    """Calls with inputs of about one size: the largest of them, the bytes they took beyond those at their begin."""
+    """Calls with inputs of about one size: the largest size, and the bytes they took in addition."""
 
     size: int
     extra_bytes: int = 0
@@ -50,7 +50,7 @@ class _Seen:
 
 
 class Inference:
-    """Decides, before each call and within it, how large the pool is and which units stay in it."""
+    """Decides, before each call and within it, how large the pool is and which units are resident."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Inference:
         gradients: GradientStream,
         foreign_bytes: Callable[[], int],
     ) -> None:
-        """``foreign_bytes``: what the process has on the device besides."""
+        """``foreign_bytes``: other memory of the process on the device."""
         self.lock = parameters.lock
         self._device, self._meter, self._ledger, self._pool = device, meter, ledger, pool
         self._placement, self._foreign = placement, foreign_bytes
@@ -74,18 +74,19 @@ class Inference:
         self._sizes = [round_up(unit.image_bytes, GRAIN) for unit in partition.units]
         self._wanted = _by_worth(self._sizes)
         self._is_active = sum(self._sizes) > pool.capacity_bytes
-        self._window_bytes: int | None = None  # of the arranged pool; None: it is as it was in the beginning
-        self._gave_way = False  # gradients needed the room of units that stay
-        self._rest = self._late = 0  # calls until the pool may be arranged again; in which units that stay were missing
+        self._window_bytes: int | None = None  # of the arranged pool; None: the initial pool is in use
+        self._gave_way = False  # gradients needed the memory of resident units
+        # Calls until the pool may be arranged again; those in which resident units were missing.
+        self._rest = self._late = 0
         self._seen: dict[int, _Seen] = {}
         self._recent: deque[_Seen] = deque(maxlen=_RECENT)  # of the calls before
-        self._begun_at = self._peak_at = 0  # bytes in use, and the peak, when the last of them began
-        self._is_fresh = False  # a call has begun, and no block of it has run
+        self._begun_at = self._peak_at = 0  # bytes in use, and the peak, when the last call began
+        self._is_fresh = False  # a call has begun, and none of its blocks has run
         self.reason = ""
 
     @locked
     def begin(self, *, training: bool, whole: bool) -> None:
-        """User code calls the model, or a module of it alone; ``training`` says whether gradients may follow."""
+        """User code calls the model, or one of its modules alone; ``training``: gradients may follow."""
         if not self._is_active:
             return
         if whole:
@@ -98,7 +99,7 @@ class Inference:
 
     @locked
     def enter(self, given: Any) -> None:
-        """A block is about to run, ``given`` these arguments."""
+        """A block is about to run with the arguments ``given``."""
         if not self._is_active or torch.is_grad_enabled():
             return
         if self._is_fresh:
@@ -110,14 +111,14 @@ class Inference:
                 self._shrink(over + self._margin_bytes // 2)
 
     def end(self) -> None:
-        """User code goes on; it may reset torch's peak."""
+        """Control returns to user code, which may reset torch's peak."""
         if self._is_active:
             self._note_peak()
 
     @locked
     def give_way(self) -> bool:
-        """Make room of units that stay for what gradients need, where a call without them computes some all the same;
-        whether there was any."""
+        """Free memory of resident units for gradients, if a call without them computes some all the same; False if
+        there was none."""
         if self._window_bytes is None:
             return False
         self._parameters.kept = frozenset()
@@ -130,7 +131,7 @@ class Inference:
         return bool(given)
 
     def _prepare(self, size: int) -> None:
-        """See to the room that a call with inputs of ``size`` elements needs, before it takes it."""
+        """Provide the memory that a call with inputs of ``size`` elements needs, before it takes it."""
         self._rest = max(0, self._rest - 1)
         extra = self._need_bytes(size)
         if extra is None:
@@ -156,7 +157,7 @@ class Inference:
     # --- what calls need
 
     def _need_bytes(self, size: int) -> int | None:
-        """What a call of that size takes beyond what is in use; None where only smaller ones have been seen."""
+        """Bytes that a call of that size takes beyond those in use; None if only smaller ones have been seen."""
         most = 0
         for key in sorted(self._seen):
             seen = self._seen[key]
@@ -166,7 +167,7 @@ class Inference:
         return None
 
     def _note_peak(self) -> None:
-        """A call is over, or what was done with its results: it may have taken more than was known."""
+        """Note the peak after a call and the use of its results: it may exceed the known need."""
         if self._recent and self._meter is not None:
             peak = self._meter.peak()
             if peak > self._peak_at:
@@ -178,8 +179,8 @@ class Inference:
         return max(0, self._meter.allocated() - self._foreign())
 
     def _spare_bytes(self, extra: int) -> int:
-        """What of the budget is left beside the pool if activations take ``extra`` more; below 0: too much is taken."""
-        if self._meter is None:  # RAM on either side, and the pool has all of the budget
+        """Bytes of the budget left beside the pool if activations take ``extra`` more; below 0: too much is taken."""
+        if self._meter is None:  # the device is RAM as well, and the pool has the whole budget
             return self._placement.pool_bytes - self._pool.capacity_bytes
         lost = self._meter.lost(self._limit_bytes + self._foreign())
         return self._limit_bytes - self._used_bytes() - extra - max(self._margin_bytes, lost)
@@ -190,7 +191,7 @@ class Inference:
 
     @property
     def _margin_bytes(self) -> int:
-        """Less than training leaves alone: units give way within a call."""
+        """Bytes left alone; less than in training, because units can be dropped within a call."""
         return min(placing.headroom(self._limit_bytes), max(64 * MiB, self._limit_bytes // 64))
 
     # --- the pool
@@ -205,7 +206,7 @@ class Inference:
         return max((sum(entry) for entry in passing), default=0) + largest + gaps
 
     def _chosen(self, capacity: int) -> tuple[list[int], int]:
-        """The units that can stay in ``capacity`` bytes, and the window that the others then need."""
+        """The units that can be resident in ``capacity`` bytes, and the window that the others then need."""
         kept, taken = list[int](), 0
         for index in self._wanted:
             window = self._window_for([*kept, index])
@@ -215,7 +216,7 @@ class Inference:
         return kept, self._window_for(kept)
 
     def _grow(self, spare: int) -> None:
-        """Let more units stay in ``spare`` bytes."""
+        """Make more units resident, in ``spare`` bytes."""
         if self._meter is not None:
             spare = min(spare, self._meter.free() - self._margin_bytes)
         if self._window_bytes is None:
@@ -231,7 +232,7 @@ class Inference:
             self._extend(spare)
 
     def _arrange(self, capacity: int) -> None:
-        """Make the pool of a window, and a block for each unit that stays."""
+        """Divide the pool into a window and a block for each resident unit."""
         kept, window = self._chosen(capacity)
         self._rest = _REST
         if not kept:
@@ -248,14 +249,14 @@ class Inference:
                 self._pool.grow(window)
             for index in kept:
                 self._pool.add_single(self._sizes[index])
-        except OutOfBudget:  # other programs have taken it meanwhile
+        except OutOfBudget:  # other programs have taken the memory meanwhile
             self._restore()
             return
         self._parameters.keep(sorted(kept))
         self._say()
 
     def _extend(self, spare: int) -> None:
-        """Add blocks: activations take less than they did."""
+        """Add blocks: activations take less than before."""
         kept = self._parameters.kept
         for index in self._wanted:
             if index not in kept and self._sizes[index] <= spare:
@@ -269,7 +270,7 @@ class Inference:
             self._say()
 
     def _shrink(self, size: int) -> int:
-        """Give back blocks of units that stay, at least ``size`` bytes if that many can go; the bytes that went."""
+        """Give back blocks of resident units, at least ``size`` bytes if possible; returns the bytes given back."""
         given = 0
         for address, block_bytes in self._pool.singles():
             if given >= size:
@@ -288,12 +289,12 @@ class Inference:
         return given
 
     def _be_small(self) -> None:
-        """Leave to activations what they had in the beginning, at least."""
+        """Leave activations at least as much as with the initial pool."""
         if self._pool.capacity_bytes > self._placement.pool_bytes:
             self._restore()
 
     def _restore(self) -> None:
-        """The pool as it was in the beginning."""
+        """Restore the initial pool."""
         if self._window_bytes is None:
             return
         self._parameters.kept = frozenset()
@@ -306,18 +307,18 @@ class Inference:
             self._pool.grow(missing)
         self._window_bytes, self._rest, self._gave_way, self.reason = None, 0, False, ""
         if self._meter is not None:
-            self._meter.forget_peak()  # the larger pool's, which says nothing of what comes
+            self._meter.forget_peak()  # that of the larger pool, which says nothing about later calls
 
     def _say(self) -> None:
         kept = sum(self._sizes[index] for index in self._parameters.kept)
         self.reason = (
-            f"{len(self._parameters.kept)} of {len(self._sizes)} units stay there, {format_bytes(kept)} of "
-            f"{format_bytes(sum(self._sizes))}; the others pass in every call"
+            f"{len(self._parameters.kept)} of {len(self._sizes)} units are resident, {format_bytes(kept)} of "
+            f"{format_bytes(sum(self._sizes))}; the others are loaded in every call"
         )
 
 
 def _by_worth(sizes: Sequence[int]) -> list[int]:
-    """All units, those first that should stay first."""
+    """All units, in the order in which they should become resident."""
     counts = Counter(sizes)
     usual = max(counts, key=lambda size: (size * counts[size], size), default=0)
     unusual = sorted((index for index, size in enumerate(sizes) if size != usual), key=lambda index: -sizes[index])

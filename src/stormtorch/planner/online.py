@@ -1,4 +1,4 @@
-"""What a session does with what it learns while training: where things are done changes, never a result."""
+"""Tunes a session while it trains, from measurements: changes where work is done, never a result."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..streams.optimizer.shares import Rates, device_share
 from ..streams.units.partition import Partition
 from ..streams.units.placement import Placement, growth
 
-_GROW_AT = (2, 4)  # steps after which activations have shown their peak
+_GROW_AT = (2, 4)  # steps after which the peak of activations is known
 _INWARD = ("load", "aside")
-_OF_UPDATES = ("updates", "states")  # what compute waits for when the optimizer is late
-_SHARE_AT = (2, 3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided anew
+_OF_UPDATES = ("updates", "states")  # causes of compute's waits when the optimizer is late
+_SHARE_AT = (2, 3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided again
 
 
 class Tuning:
-    """Grows the pool, divides the optimizer's work, tells activations what is left for them."""
+    """Grows the pool, divides the optimizer's work, and tells activations what is left for them."""
 
     def __init__(
         self,
@@ -45,29 +45,29 @@ class Tuning:
         mode: str,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """``mode``: the step's. ``look`` brings the recorder up to date."""
+        """``mode``: of the step. ``look`` brings the recorder up to date."""
         self.device, self._ledger, self._pool, self._placement = device, ledger, pool, placement
         self._partition, self._recorder, self._mode, self._look = partition, recorder, mode, look
         self._adam: AdamStream | None = None
         self._worker: Worker | None = None
         self._can_travel: Callable[[], bool | None] = lambda: False
-        self._travels: bool | None = None  # what it has answered; as long as it has not, nothing is decided
-        self._undecided_steps = 0  # until then
+        self._travels: bool | None = None  # its answer; until there is one, nothing is decided
+        self._undecided_steps = 0  # steps without an answer
         self._past: tuple[Totals, float, int] = (Totals(), 0.0, 0)
         self._planned_at = Totals()  # when activations were last planned
         self._share_is_fixed = self._is_share_due = self._is_growth_due = False
-        self._grown_at: int | None = None  # the step after which the pool has taken what activations leave
+        self._grown_at: int | None = None  # the step after which the pool took the memory that activations leave
         self._accumulates = True  # as far as is known
         self.steps = 0
         self.meter = meter
         self.peak = peak_meter_on(self.meter)
-        self.foreign_bytes = 0  # what the process has on the device besides; not the session's, nor of its budget
-        self.activation_wish: Callable[[], int] = lambda: 0  # bytes that activations would like to stay with
+        self.foreign_bytes = 0  # other memory of the process on the device, not part of the session's budget
+        self.activation_wish: Callable[[], int] = lambda: 0  # bytes of activations that want to remain on the device
         self.share_reason = ""
 
     @property
     def is_settled(self) -> bool:
-        """Whether steps have run since the pool has grown: what VRAM they leave is for activations."""
+        """Whether steps have run since the pool has grown: the VRAM that they leave is for activations."""
         return self._grown_at is not None and self.steps >= self._grown_at + 2
 
     @property
@@ -75,7 +75,7 @@ class Tuning:
         return self._ledger.budgets[Tier.DEVICE].limit_bytes
 
     def note_foreign_memory(self, model: nn.Module) -> None:
-        """Look what is on the device before the first step."""
+        """Note which memory is on the device before the first step."""
         if self.meter is not None:
             mine = self._pool.capacity_bytes + sum(b.nbytes for b in model.buffers() if b.device == self.device)
             self.foreign_bytes = max(0, self.meter.allocated() - mine)
@@ -91,7 +91,7 @@ class Tuning:
     ) -> None:
         """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests.
 
-        ``can_travel``: whether lanes can copy the states; None as long as that is not known."""
+        ``can_travel``: whether lanes can copy the states; None until that is known."""
         self._adam, self._worker, self._share_is_fixed = adam, worker, fixed_share is not None
         self._can_travel = can_travel
         self.share_reason = "on the CPU" + ("" if self.meter is None else " until rates have been measured")
@@ -99,13 +99,13 @@ class Tuning:
             self._share(fixed_share)
 
     def before_step(self, gradients: GradientStream) -> None:
-        """Divide the update that comes as was learned, unless backward has done it. Not after the step: what that left
-        to the device would have to be done at once, on the CPU, if the device has no part in it any more."""
+        """Divide the coming update by the latest measurements, unless backward has done it. Not after the step: updates
+        that it left to the device would have to be done at once, on the CPU, if the device gets no share any more."""
         if self._mode != "backward":
             self._divide(gradients)
 
     def after_step(self, gradients: GradientStream) -> None:
-        """Use what was learned."""
+        """Apply what this step's measurements have shown."""
         self._look()
         self._recorder.step()
         self.steps += 1
@@ -114,11 +114,11 @@ class Tuning:
             self._undecided_steps = max(0, self.steps - _SHARE_AT[0])
         age = self.steps - self._undecided_steps if self._travels is not None else 0
         self._is_share_due = age in _SHARE_AT
-        # Not before it is known: weights would take the room of states, which travel more. And before the share, which
-        # needs that room.
+        # Not before ``can_travel`` is known: weights would take the room of states, which are copied more often. And
+        # before the share is chosen, which needs that room.
         if self.meter is not None and (age in _GROW_AT or self._is_growth_due):
             self._grow(gradients, self.meter)
-            # The host may be steps ahead of a device that has not told yet what activations take.
+            # The host may be steps ahead of a device that has not reported yet how much activations take.
             self._is_growth_due = age >= _GROW_AT[-1] and self.activation_wish() > 0
         if age == _GROW_AT[-1]:
             self._grown_at = self.steps
@@ -129,19 +129,19 @@ class Tuning:
         began, self._accumulates = gradients.has_added and not self._accumulates, gradients.has_added
         is_due, self._is_share_due = self._is_share_due, False
         if self._adam is None or self.meter is None:
-            return  # RAM on either side, and the same cores
+            return  # the device is RAM as well, with the same cores
         if is_due and not self._share_is_fixed:
             if self._travels:
                 self._choose_share()
             else:
                 self.share_reason = "on the CPU: its states could not be page-locked"
         elif began and self._adam.there.sets_bytes:
-            self._share(self._adam.there.share_now)  # out of the room that is needed now
+            self._share(self._adam.there.share_now)  # with sets from the memory that accumulation needs now
 
     # --- the pool
 
     def _grow(self, gradients: GradientStream, meter: DeviceMeter) -> None:
-        """Give the pool what activations have left of the budget."""
+        """Give the pool the part of the budget that activations have left."""
         wide = any(home.wide is not None for home in gradients.homes)
         states = {}
         if self._adam is not None and self._travels:
@@ -159,7 +159,7 @@ class Tuning:
         if grown.pool_bytes:
             try:
                 self._pool.grow(grown.pool_bytes)
-            except OutOfBudget:  # others have taken it meanwhile; training goes on with what there is
+            except OutOfBudget:  # other programs have taken the memory meanwhile; training goes on without it
                 return
             self.peak.grew(grown.pool_bytes)
         if self._adam is not None:
@@ -167,11 +167,11 @@ class Tuning:
 
     @property
     def _state_bytes(self) -> int:
-        """What of the pool optimizer states take, kept or passing."""
+        """Bytes of the pool for optimizer states, kept or passing through."""
         return 0 if self._adam is None else self._adam.there.kept_bytes + self._adam.there.sets_bytes
 
     def enlarge(self, size: int) -> bool:
-        """Add ``size`` bytes to a pool that is too small for what is held just now, if the budget has them left."""
+        """Add ``size`` bytes to a pool that is too small for what is held now, if the budget has them left."""
         left = self._ledger.free_bytes(Tier.DEVICE)
         if self.meter is not None:  # activations are not in the ledger
             used = self.peak.bytes() if self.steps else self.meter.allocated()
@@ -188,18 +188,18 @@ class Tuning:
     # --- the optimizer
 
     def _choose_share(self) -> None:
-        """Decide anew how much of the optimizer's work the device does."""
+        """Choose again how much of the optimizer's work the device does."""
         assert self._adam is not None
         assert self._worker is not None
         if self._adam.there.gave_way:
-            self.share_reason = "on the CPU: states on their way to the device had no room beside the weights"
+            self.share_reason = "on the CPU: states in flight to the device had no room beside the weights"
             return
         totals, worker = self._recorder.snapshot(), self._worker.stats()
         past_totals, past_busy_s, past_elements = self._past
         self._past = (totals, worker.busy_s, worker.elements)
         ends = totals.step_ends_s
         steps = len(ends) - len(past_totals.step_ends_s)
-        between = max(1, min(steps, len(ends) - 1))  # nobody knows when the first step began
+        between = max(1, min(steps, len(ends) - 1))  # the start of the first step is unknown
         busy_s = (worker.busy_s - past_busy_s) / self._worker.threads
         loads, states_in = link_rates(totals)[1], lane_rate(totals, "aside", since=past_totals)
         units = self._partition.units
@@ -209,7 +209,7 @@ class Tuning:
         share, reason = device_share(
             Rates(
                 cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
-                load_bytes_per_s=min(loads, states_in) if states_in else loads,  # RAM is shared with the CPU then
+                load_bytes_per_s=min(loads, states_in) if states_in else loads,  # states share RAM with the CPU
                 cpu_busy_s=busy_s / steps,
                 step_s=(ends[-1] - ends[-1 - between]) / between,
             ),
@@ -222,7 +222,7 @@ class Tuning:
         self.share_reason = f"{kept} of {len(units)} units kept on the device; of the rest {reason}" if kept else reason
         self._share(share)
         if share and not there.share_now:
-            self.share_reason = f"on the CPU: the pool has no room for states on their way, or it would be {reason}"
+            self.share_reason = f"on the CPU: the pool has no room for states in flight; otherwise {reason}"
 
     def _share(self, share: float) -> None:
         assert self._adam is not None
@@ -232,17 +232,17 @@ class Tuning:
 
     @property
     def _idle_bytes(self) -> int:
-        """What of the pool is set aside for those who accumulate, where nobody has. States may pass through it: if
-        somebody begins to, they give way."""
+        """Bytes of the pool reserved for accumulation, while user code does not accumulate. States may pass through
+        them; they give way when accumulation begins."""
         return 0 if self._accumulates else self._placement.adding_bytes
 
     # --- activations
 
     def free_rates(self, forward_s: float) -> tuple[float, float]:
-        """What the link has left for activations, out and in, beside weights and what else travels in.
+        """The link's free rates for activations, out and in, beside weights and other loads.
 
-        ``forward_s``: what the blocks' forward takes when it waits for nothing. If it waits for an update that runs
-        behind it, then link and RAM are late already: whatever leaves in that time makes the update later still."""
+        ``forward_s``: the time of the blocks' forward without waits. If forward waits for an update that runs behind
+        it, then link and RAM are late already: offloading in that time delays the update further."""
         totals, past = self._recorder.snapshot(), self._planned_at
         self._planned_at = totals
         out_rate, in_rate = link_rates(totals)
@@ -259,10 +259,10 @@ class Tuning:
         return out_rate, in_rate
 
     def can_recompute(self, block: nn.Module) -> bool:
-        """Checkpointing holds all weights of what it runs again; the pool must have room for them, and for the next."""
+        """Whether the pool has room to recompute ``block``: for all its weights at once, and the next unit's."""
         inside = {id(module) for module in block.modules()}
         units = {unit for entry in self._partition.entries if id(entry.module) in inside for unit in entry.units}
         largest = max(unit.image_bytes for unit in self._partition.units)
-        states = max(0, self._state_bytes - self._idle_bytes)  # in idle room they are in nobody's way
+        states = max(0, self._state_bytes - self._idle_bytes)  # in idle memory they are not in the way
         room = self._pool.capacity_bytes - self._placement.fixed_bytes - states
         return sum(unit.image_bytes + GRAIN for unit in units) + largest <= room

@@ -1,4 +1,4 @@
-"""`stream` and `Session`: the one line that a user adds, and what it gives back."""
+"""`stream` and `Session`: the one line that a user adds, and the object that it returns."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ def stream(
     only: Sequence[str] | None = None,
     leave: Sequence[str] = (),
 ) -> Session:
-    """Stream ``model`` through ``vram`` of device memory, in place; the training loop stays as it is.
+    """Stream ``model`` through ``vram`` of device memory, in place; the training loop remains unchanged.
 
     ``vram``, ``ram``: hard limits, "8GiB", a number of bytes, or "auto". ``device``: where to compute; "auto" is the
-    first GPU, or the CPU. ``step``: when the optimizer runs. "forward" (what "auto" takes) is exact with everything:
-    ``step()`` returns at once and the next forward runs behind the update. "backward" updates each unit as its
-    gradients arrive, and refuses clipping, accumulation and steps that are left out. "serial" does one thing at a time,
-    for debugging; the numbers are the same. ``master_dtype``: bf16 and fp16 models are updated with fp32 masters, or
-    with None in their own dtype. ``only`` and ``leave`` name modules to stream or to leave on the device as they are.
+    first GPU, or the CPU. ``step``: when the optimizer runs. "forward" (the "auto" choice) is exact with everything:
+    ``step()`` returns at once and the next forward follows the update unit by unit. "backward" updates each unit as its
+    gradients arrive, and refuses clipping, accumulation and skipped steps. "serial" does one thing at a time, for
+    debugging; the numbers are the same. ``master_dtype``: bf16 and fp16 models are updated with fp32 masters, or with
+    None in their own dtype. ``only`` and ``leave`` name modules to stream or to leave on the device unchanged.
 
-    Without an optimizer, for inference or for an optimizer of your own. ``close()`` makes the model ordinary again.
+    Works without an optimizer, for inference or for an optimizer of your own. ``close()`` makes the model ordinary
+    again.
     """
     if isinstance(optimizer, str):
         raise SettingError(
@@ -63,7 +64,7 @@ def stream(
 
 
 class Session:
-    """A model that is being streamed. Use it in a ``with`` statement, or ``close`` it."""
+    """A streamed model. Use it in a ``with`` statement, or ``close`` it."""
 
     def __init__(
         self,
@@ -79,16 +80,16 @@ class Session:
         self.device, self.ledger, self.units = parts.ground.device, parts.ground.ledger, parts.ground.units
         self.placement, self.saving = parts.ground.placement, parts.saving
         self._saver = Saver(model, parts.durable, lambda: 0 if parts.optimizer is None else parts.optimizer.steps)
-        parts.ground.endings.before_others(self._saver.finish)  # before home memory becomes the model's own
+        parts.ground.endings.before_others(self._saver.finish)  # before the model takes over home memory
         self.setup_s = time.perf_counter() - started_s
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip all gradients of the model by their total norm, which is returned; waits for nothing where it can.
+        """Clip all gradients of the model by their total norm, which is returned; does not wait where it need not.
 
-        The gradients are scaled as the optimizer uses them, or as soon as somebody looks at them. What the optimizer
-        holds beside the model is not clipped, and not part of the norm.
+        The gradients are scaled when the optimizer uses them or user code reads them. Parameters that the optimizer has
+        beside the model's are not clipped, and not part of the norm.
         """
         self._check_open()
         parameters = list(self._model.parameters())
@@ -99,7 +100,7 @@ class Session:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def synchronize(self) -> None:
-        """Block until everything that was asked for is done: updates, loads, stores, a save in the background."""
+        """Block until all requested work is done: updates, loads, stores, a save in the background."""
         self._check_open()
         self._parts.drain()
         self._saver.finish()
@@ -115,25 +116,25 @@ class Session:
     ) -> None:
         """Write a checkpoint: the model as ``from_pretrained`` opens it, and all that an exact resume needs.
 
-        ``directory`` appears when everything in it is on the disk. ``also``: more to keep, by name: what has a
-        ``state_dict`` (scheduler, loader, scaler), or plain data. ``files`` is called with the folder, to put others
-        beside the weights. With ``wait=False`` training may go on while it is written; what goes wrong then is raised
-        by the next ``save``, ``load``, ``synchronize`` or ``close``. ``optimizer=False`` leaves its states out, where
-        the disk is too small for them: a resume is not exact then. See docs/checkpoints.md.
+        ``directory`` appears when everything in it is on the disk. ``also``: more objects to save, by name: anything
+        with a ``state_dict`` (scheduler, loader, scaler), or plain data. ``files`` is called with the folder, to add
+        files beside the weights. With ``wait=False`` training may go on during the write; an error is then raised by
+        the next ``save``, ``load``, ``synchronize`` or ``close``. ``optimizer=False`` leaves its states out, for a disk
+        that is too small for them: a resume is then not exact. See docs/checkpoints.md.
         """
         self._check_open()
         self._saver.save(directory, also=also, files=files, wait=wait, optimizer=optimizer)
 
     def load(self, directory: Path | str, *, also: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Restore what ``save`` has written, random numbers included; ``also`` gives the objects to fill, by name.
+        """Restore a checkpoint of ``save``, random numbers included; ``also`` gives the objects to fill, by name.
 
-        Returns what was saved as ``also`` and was not asked for here: plain data."""
+        Returns the saved ``also`` entries that were not asked for here: plain data."""
         self._check_open()
         return self._saver.load(directory, also=also)
 
     @undisturbed
     def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
-        """What was measured since the session began, as data; ``print`` it for a table. Waits for nothing."""
+        """Measurements since the session began, as data; ``print`` it for a table. Does not wait."""
         parts, ground = self._parts, self._parts.ground
         ground.waits.emit()
         placement = ground.placement
@@ -156,7 +157,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """Finish what is pending and make model and optimizer ordinary again, in RAM. Safe to call twice."""
+        """Finish pending work and make model and optimizer ordinary again, in RAM. Safe to call twice."""
         if not self._closed:
             if self._parts.access.is_interrupted():
                 raise inside_step("close the session")

@@ -1,7 +1,7 @@
-"""Opens the parts of a session, each on those before it: the ground, the streams, the model's ties, the optimizer.
+"""Opens the parts of a session, each on those before it: the ground, the streams, the attachment, the optimizer.
 
-Whatever is opened says at once how it ends. Where opening fails, what was there until then ends, and model and
-optimizer are the ordinary ones that they were.
+Each part registers at once how it ends. If opening fails, the parts opened so far end, and model and optimizer are
+ordinary again.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from ..streams.units.unit import Unit
 from ..streams.weights.stream import ParameterStream, Residence
 from .resources import Ground, open_ground, outline
 
-# What is tied to a model lives as long as its parameters are streamed, also where nobody has kept the session.
+# Keeps what is attached to a model as long as its parameters are streamed, even if user code drops the session.
 _TIED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UserAccess]] = weakref.WeakKeyDictionary()
 _TAKEN: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerStream]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """All that a session consists of."""
+    """All parts of a session."""
 
     ground: Ground
     tuning: Tuning
@@ -65,7 +65,7 @@ class Parts:
     worker: Worker | None  # Adam's
     inference: Inference | None  # None: an optimizer trains
     durable: Durable
-    drain: Callable[[], None]  # blocks until all that was asked for is done
+    drain: Callable[[], None]  # blocks until all requested work is done
 
 
 def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial) -> Parts:
@@ -94,7 +94,7 @@ def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settin
 
 
 def check_budgets(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
-    """Refuse a model as `open_parts` would for want of memory, and take none. It may be on the meta device."""
+    """Raise for want of memory as `open_parts` would, without taking any. The model may be on the meta device."""
     exchange = give_substance(model, optimizer)
     try:
         outline(model, optimizer, settings)
@@ -230,7 +230,7 @@ def _open_streams(
 
 
 def _own_grads(ground: Ground) -> list[torch.Tensor]:
-    """Home memory for gradients, when the first ones come; it ends late: the model takes over what is in it."""
+    """Home memory for gradients, taken with the first ones; ends late: the model takes over its contents."""
     arena = ground.arena(ground.homes.gradients, Tag.GRADIENTS)
     ground.endings.after_others(arena.close)
     return [arena.tensor((unit.grad_bytes,), torch.uint8) for unit in ground.units]
@@ -253,8 +253,9 @@ def _arrange(
     *,
     stepped: bool,
 ) -> Saving | None:
-    """See to activations by ``mode``; None where they are kept. ``stepped``: the session has an optimizer."""
-    no_limit = ground.meter is None and trial.activation_room is None  # RAM on either side: "auto" would keep all
+    """Handle activations by ``mode``; None if they are kept. ``stepped``: the session has an optimizer."""
+    # The device is RAM as well: "auto" would keep all.
+    no_limit = ground.meter is None and trial.activation_room is None
     if mode == "keep" or (mode == "auto" and no_limit):
         return None
     around = Surroundings(
@@ -302,18 +303,18 @@ def _open_inference(
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what cannot be taken over; nothing is opened yet. What it holds beside the model is its own affair."""
+    """Raise for an optimizer that cannot be taken over, before anything is opened. It may have other parameters too."""
     if not is_whole(optimizer):
         inner = next((name for name, value in getattr(optimizer, "__dict__", {}).items() if is_whole(value)), None)
         raise SettingError(
-            f"{type(optimizer).__name__} is not a torch.optim.Optimizer, or has not called its __init__. If it wraps "
-            f"another optimizer, give that one to storm.stream{f' (optimizer.{inner})' if inner else ''}, and go on "
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer, or did not call its __init__. If it wraps "
+            f"another optimizer, pass that one to storm.stream{f' (optimizer.{inner})' if inner else ''}, and go on "
             "calling the wrapper."
         )
     earlier = _TAKEN.get(optimizer)
     if earlier is not None and (taken := earlier()) is not None and not taken.released:
         raise SettingError(
-            "This optimizer belongs to a session already. Close that one first; to train several models with one "
+            "This optimizer belongs to a session already. Close that session first; to train several models with one "
             "optimizer, stream them together: storm.stream(nn.ModuleList([...]), optimizer)."
         )
     known = {id(parameter) for parameter in model.parameters()}
@@ -329,7 +330,7 @@ def _open_adam(
     gradients: GradientStream,
     trial: Trial,
 ) -> tuple[AdamStream, Worker, Callable[[], bool | None]]:
-    """Adam's stream, its worker, and whether its states can be copied to the device: None as long as nobody knows."""
+    """Adam's stream, its worker, and whether lanes can copy its states to the device: None until that is known."""
     units, endings = ground.units, ground.endings
     states = ground.arena_locked_behind(ground.homes.states, Tag.OPTIMIZER)  # no lane needs them in the first steps
     endings.before_others(states.close)
@@ -383,7 +384,7 @@ def _open_adam(
 def _make_known(
     optimizer: OptimizerStream, access: UserAccess, parameters: ParameterStream, gradients: GradientStream
 ) -> None:
-    """From now on the others wait for the optimizer's work."""
+    """Make the other streams wait for the optimizer's work from now on."""
     access.optimizer = optimizer
     parameters.gate = gradients.gate = optimizer.gate
     gradients.join_readers = optimizer.join
@@ -397,7 +398,7 @@ def _drain(access: UserAccess, lanes: Lanes) -> None:
 
 
 def _settle(access: UserAccess, parameters: ParameterStream, drain: Callable[[], None]) -> None:
-    """Bring everything home, before anything ends."""
+    """Bring everything home before the parts end."""
     if access.optimizer is not None:
         access.optimizer.apply_factor()
     drain()

@@ -1,4 +1,4 @@
-"""`offload_activations`: for a model that fits on the device, but whose activations do not."""
+"""`offload_activations`: for a model that fits on the device, while its activations do not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def offload_activations(
     ram: object = "auto",
     device: torch.device | str = "auto",
 ) -> OffloadedActivations:
-    """Use it around forward, of any number of steps; backward comes after::
+    """Offload activations: use it around forward, for any number of steps; backward comes after::
 
         activations = storm.offload_activations(model, vram="8GiB")
         for batch in loader:
@@ -45,15 +45,15 @@ def offload_activations(
                 loss = model(batch)
             loss.backward()
 
-    ``mode``: "offload" sends what autograd saves to RAM, "recompute" runs blocks again in backward, "auto" keeps,
-    offloads and recomputes, whichever is fastest within ``vram``; that is for all that this process has on the device.
-    Without ``model`` there are no blocks to recompute, and the mode is "offload".
+    ``mode``: "offload" moves tensors that autograd saves to RAM, "recompute" runs blocks again in backward, "auto"
+    keeps, offloads or recomputes, whichever is fastest within ``vram``, which limits all memory of this process on the
+    device. Without ``model`` there are no blocks to recompute, and the mode is "offload".
     """
     return OffloadedActivations(model, mode, vram, ram, device)
 
 
 class OffloadedActivations:
-    """A context in which activations are arranged. Enter it as often as you like; ``close`` it in the end."""
+    """A context that handles activations. Enter it as often as you like; ``close`` it in the end."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class OffloadedActivations:
         if meter is not None:
             meter.forget_peak()
             if vram == "auto":
-                limit += meter.allocated()  # "auto" is what was free when asked
+                limit += meter.allocated()  # "auto" is what is free now
         self.recorder = Recorder()
         try:
             self._open(model, mode, limit, meter, trial)
@@ -119,7 +119,7 @@ class OffloadedActivations:
 
     @handlers.undisturbed
     def report(self) -> ActivationReport:
-        """What was done so far and why, as data; ``print`` it for text. Waits for nothing."""
+        """Measurements and decisions so far, as data; ``print`` it for text. Does not wait."""
         self._waits.emit()
         return make_activation_report(
             self.recorder.snapshot(), passes=self.saving.passes, ledger=self.ledger, reason=self.saving.reason
@@ -127,9 +127,9 @@ class OffloadedActivations:
 
     def __enter__(self) -> Self:
         if self._closed:
-            raise StormError("This was closed. Call storm.offload_activations again.")
+            raise StormError("This context was closed. Call storm.offload_activations again.")
         if self._context is not None:
-            raise StormError("This context is in use already; it cannot be entered inside of itself.")
+            raise StormError("This context is in use; it cannot be entered again inside of itself.")
         with contextlib.ExitStack() as stack:
             if torch.is_grad_enabled():
                 saving: Any = self.saving
@@ -145,7 +145,7 @@ class OffloadedActivations:
             context.__exit__(kind, error, at)
 
     def close(self) -> None:
-        """Make the model ordinary again and return the memory. Graphs that are still open cannot be run any more."""
+        """Make the model ordinary again and return the memory. Open graphs cannot run backward any more."""
         if self._closed:
             return
         self._closed = True

@@ -1,6 +1,6 @@
-"""What a session stands on: budgets, units and where they go, home memory, lanes, flags and the pool.
+"""Resources of a session: budgets, units and their placement, home memory, lanes, flags and the pool.
 
-What does not fit is refused here, before anything of the model is touched. Then its weights move to home memory.
+A model that does not fit is refused here, before it is touched. Then its weights move to home memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ..streams.units.unit import Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """Memory and what moves it: no stream yet, and no tensor of the model's."""
+    """Memory and lanes of a session, without streams."""
 
     device: torch.device
     ledger: Ledger
@@ -51,29 +51,29 @@ class Ground:
     partition: Partition
     placement: Placement
     homes: Homes
-    meter: DeviceMeter | None  # None: nobody counts what is on the device
+    meter: DeviceMeter | None  # None: memory on the device is not counted
     page_lock: PageLock | None
     recorder: Recorder
     lanes: Lanes
     board: Flags
     pool: DevicePool
     waits: WaitMeter
-    idle: IdleMeter | None  # None: there is no GPU to look at
-    poison: Lane | None  # for tests: fills with NaN whatever is freed on the device
+    idle: IdleMeter | None  # None: there is no GPU to watch
+    poison: Lane | None  # for tests: fills freed device memory with NaN
 
     @property
     def units(self) -> list[Unit]:
         return self.partition.units
 
     def look(self) -> None:
-        """Tell the recorder what compute has waited for so far, and how often the GPU was idle."""
+        """Tell the recorder how long compute has waited so far, and how often the GPU was idle."""
         self.waits.emit()
         if self.idle is not None:
             self.idle.watch(torch.cuda.current_stream(self.device).cuda_stream)
             self.recorder(Asked(*self.idle.read()))
 
     def arena(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
-        """Home memory that lanes can copy; whoever asks for it says when it ends."""
+        """Home memory that lanes can copy; the caller must register its end."""
         arena = HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock)
         if not self.can_copy(arena):
             arena.close()
@@ -81,17 +81,17 @@ class Ground:
         return arena
 
     def arena_locked_behind(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
-        """Home memory that only the CPU may use until it is settled, and after that if lanes cannot copy it."""
+        """Home memory that is page-locked in the background: only the CPU may use it until that has settled."""
         return HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock, lock_behind=True)
 
     def can_copy(self, arena: HostArena) -> bool:
-        """Whether lanes copy that memory: locked, or through a ring that is."""
+        """Whether lanes can copy that memory: it is page-locked, or there is a page-locked ring."""
         return arena.pinned or self.page_lock is None or self.lanes.ring is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What a session will take, before it takes any of it."""
+    """Resources that a session will take, before it takes any."""
 
     device: torch.device
     ledger: Ledger
@@ -107,14 +107,14 @@ def outline(
     settings: Settings,
     trial: Trial = Trial(),  # noqa: B008
 ) -> Outline:
-    """Refuse what budgets or settings do not allow. Sizes alone count: the parameters may hold no memory yet."""
+    """Raise for budgets or settings that do not allow the model. Needs sizes only, no memory."""
     device = _device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
     found = _parted(model, settings, limit)
     units = found.units
     if not units:
-        left = f": all {len(found.left)} are left, by only= or leave=, or for their kind" if found.left else ""
+        left = f": all {len(found.left)} are left out, by only= or leave=, or for their kind" if found.left else ""
         raise SettingError(f"The model has no parameters to stream{left}.")
     training = any(unit.trained for unit in units)
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
@@ -131,7 +131,7 @@ def outline(
     if optimizer is not None and not adam and settings.step == "backward" and not is_separable(optimizer):
         raise SettingError(
             f'step="backward" needs an optimizer of torch.optim that updates each parameter by itself; '
-            f'{type(optimizer).__name__} is not known to. Use step="forward".'
+            f'{type(optimizer).__name__} is not known to do so. Use step="forward".'
         )
     homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam)
     return Outline(device=device, ledger=ledger, partition=found, placement=placement, homes=homes, meter=meter)
@@ -140,12 +140,12 @@ def outline(
 def open_ground(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
 ) -> tuple[Ground, list[torch.Tensor]]:
-    """The ground, and home memory for the weights of each unit, which are there when this returns."""
+    """Open the ground and home memory, and move the weights of all units there."""
     endings.last(handlers.begin())
     outlined = outline(model, optimizer, settings, trial)
     device, ledger, homes, placement = outlined.device, outlined.ledger, outlined.homes, outlined.placement
     units = outlined.partition.units
-    endings.last(expand_segments(device))  # the pool goes back to the driver
+    endings.last(expand_segments(device))  # the pool's memory returns to the driver
     page_lock = page_lock_for(device)
     recorder = Recorder()
     moving = Moving(units)
@@ -209,7 +209,7 @@ def _parted(model: nn.Module, settings: Settings, limit_bytes: int) -> Partition
 
 
 def _enough_vram(model: nn.Module, settings: Settings, limit_bytes: int, *, training: bool) -> int:
-    """A limit through which the model can be streamed, where ``limit_bytes`` does not do. A larger limit makes larger
+    """A limit through which the model can be streamed, if ``limit_bytes`` is too small. A larger limit makes larger
     units, which need more."""
     least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
     while least > limit_bytes:
@@ -227,6 +227,4 @@ def _device(device: torch.device | str) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())  # tensors there have an index too
         return found
     except (RuntimeError, TypeError):
-        raise SettingError(
-            f"device={device!r} is not accepted. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ..."
-        ) from None
+        raise SettingError(f"device={device!r} is not valid. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ...") from None

@@ -1,1 +1,1 @@
-"""What is streamed: units of parameters, their gradients and optimizer states, in the order of use."""
+"""Streams units of parameters, their gradients and optimizer states, in the order of use."""

@@ -1,4 +1,4 @@
-"""What a user sets when streaming, checked; and what tests inject."""
+"""The settings of `storm.stream`, checked, and what tests inject."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACTIVATIONS = ("auto", "keep", "offload", "recompute")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of `storm.stream`; see there for what each one means."""
+    """The settings of `storm.stream`; each is explained there."""
 
     vram: object = "auto"
     ram: object = "auto"
@@ -44,15 +44,15 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What tests inject into a session: delays inside the lanes, NaN in every piece of the device that is freed."""
+    """Injections of tests: delays inside the lanes, NaN in every freed piece of the device."""
 
     delay: Delay | None = None
     poison: bool = False
     device_share: float | None = None  # of the optimizer's work, instead of the automatic choice
     kept: int = 0  # units whose optimizer states are kept on the device from the beginning
-    activation_room: int | None = None  # bytes of the device that activations seem to find; None: as many as there are
-    meter: DeviceMeter | None = None  # of a device that does not count itself
-    small_bytes: int | None = None  # activations of less than that stay where they are
+    activation_room: int | None = None  # device bytes that activations seem to find; None: the real ones
+    meter: DeviceMeter | None = None  # for a device that does not count itself
+    small_bytes: int | None = None  # smaller activations are not offloaded
 
 
 def _listed(words: Sequence[str]) -> str:

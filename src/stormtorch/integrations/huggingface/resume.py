@@ -1,7 +1,7 @@
-"""Going on from a trainer's checkpoint: from which one, and how the optimizer's state is read.
+"""Resumes from a trainer's checkpoint: chooses it, and reads the optimizer's state.
 
-The files are the trainer's own (``optimizer.pt``, ``scheduler.pt``), so that a plain ``Trainer`` can go on from a
-streamed run and the other way round. With bf16 and fp16 models the optimizer's state has an entry ``master`` more.
+The files are the trainer's own (``optimizer.pt``, ``scheduler.pt``), so that a plain ``Trainer`` can resume a streamed
+run and the other way round. With bf16 and fp16 models the optimizer's state has an additional entry ``master``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ...streams.home.parameter import HomeView
 def newest_complete(directory: str | Path) -> Path | None:
     """The newest checkpoint in ``directory`` that was written to its end; None if there is none.
 
-    The trainer writes in place, its state file last, and takes the highest number when it is to resume: after a kill
-    that may be half a checkpoint.
+    The trainer writes in place, its state file last, and resumes from the highest number: after a kill that may be half
+    a checkpoint.
     """
     found = [path for path in Path(directory).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
     numbered = [(int(number), path) for path in found if (number := path.name.rpartition("-")[2]).isdigit()]
@@ -32,7 +32,7 @@ def newest_complete(directory: str | Path) -> Path | None:
             json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             say_once(
-                f"{path} is not a whole checkpoint ({TRAINER_STATE_NAME}, written last, cannot be read): passed over."
+                f"{path} is not a complete checkpoint ({TRAINER_STATE_NAME}, written last, cannot be read): skipped."
             )
             continue
         return path
@@ -40,10 +40,10 @@ def newest_complete(directory: str | Path) -> Path | None:
 
 
 def load_optimizer(directory: str | Path, optimizer: Any, scheduler: Any) -> None:
-    """Read both states, the larger one through the page cache; does nothing if they are not both there.
+    """Read both states, the larger one through the page cache; does nothing unless both are there.
 
-    The trainer would read the whole file into RAM first, beside the memory that it is for; and torch would round what
-    an optimizer that we do not know keeps in fp32 for a bf16 model.
+    The trainer would read the whole file into RAM first, beside the memory that it is for; and for optimizers unknown
+    to us, torch would round the fp32 states of a bf16 model.
     """
     files = [Path(directory) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
     if not all(file.is_file() for file in files):
@@ -56,14 +56,14 @@ def load_optimizer(directory: str | Path, optimizer: Any, scheduler: Any) -> Non
         for name, value in state.items():
             if name in saved and isinstance(value, torch.Tensor) and not isinstance(value, HomeView):
                 dtype = torch.promote_types(value.dtype, saved[name].dtype)
-                state[name] = saved[name].to(value.device, dtype, copy=True)  # must not follow what becomes of the file
+                state[name] = saved[name].to(value.device, dtype, copy=True)  # a copy, because the file may change
     scheduler.load_state_dict(_load(files[1], mmap=False))
 
 
 def _load(file: Path, *, mmap: bool) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # pickle's, torch's: it is damaged, or holds code
+    except Exception as error:  # from pickle or torch: it is damaged, or holds code
         reason = (str(error).splitlines() or [""])[0][:200]
         raise CheckpointError(
             f"{file} cannot be read ({type(error).__name__}: {reason}). Name another checkpoint."

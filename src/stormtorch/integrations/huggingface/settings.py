@@ -1,8 +1,8 @@
-"""What a user may set for a streamed trainer, and which settings of the trainer cannot go with it.
+"""The settings of a streamed trainer, and the trainer's own settings that cannot be combined with streaming.
 
 The settings are those of `storm.stream`, given to the trainer as ``storm={"vram": "8GiB"}``. A keyword, because it is
-the same for every trainer: a subclass of ``TrainingArguments`` would be needed once more for ``SFTConfig``,
-``DPOConfig`` and so on, and a script that parses its arguments would have to name it in two places.
+the same for every trainer: a subclass of ``TrainingArguments`` would be needed again for ``SFTConfig``, ``DPOConfig``
+and so on, and a script that parses its arguments would have to name it in two places.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...streams.settings import Settings
 
 
 def checked(storm: object) -> dict[str, Any]:
-    """The keyword ``storm`` as settings of `storm.stream`; wrong names and values are refused at once."""
+    """The keyword ``storm`` as settings of `storm.stream`; raises at once for wrong names and values."""
     if storm is None:
         return {}
     names = [field.name for field in dataclasses.fields(Settings)]
@@ -27,15 +27,15 @@ def checked(storm: object) -> dict[str, Any]:
         raise SettingError(f"storm={storm!r} is not valid. Accepted: a dict, as in storm={{'vram': '8GiB'}}.")
     unknown = [key for key in storm if key not in names]
     if unknown:
-        raise SettingError(f"storm={{{unknown[0]!r}: ...}} is not known. Accepted: {', '.join(names)}.")
+        raise SettingError(f"storm={{{unknown[0]!r}: ...}} is not valid. Accepted: {', '.join(names)}.")
     Settings(**storm)
     return dict(storm)
 
 
 def keep_in_ram(init: Callable[..., None], given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Where TRL is to load the model itself, by its name, have it loaded into RAM: on a GPU it may not fit.
+    """If TRL loads the model itself, by its name, let it load into RAM: on a GPU it may not fit.
 
-    Changes ``args.model_init_kwargs``, unless a ``device_map`` was asked for there.
+    Changes ``args.model_init_kwargs``, unless it has a ``device_map``.
     """
     arguments = inspect.signature(init).bind_partial(*given, **named).arguments
     arguments = {**arguments.get("kwargs", {}), **arguments}
@@ -45,7 +45,7 @@ def keep_in_ram(init: Callable[..., None], given: tuple[Any, ...], named: dict[s
 
 
 def refuse_arguments(args: Any, storm: Mapping[str, Any]) -> None:
-    """Settings of the trainer that would copy, shard, compile or move the model behind our back."""
+    """Raise for settings with which the trainer would itself copy, shard, compile or move the model."""
     if args.deepspeed:
         raise SettingError("DeepSpeed and STORM both place the model. Remove deepspeed=..., or use the plain trainer.")
     if args.fsdp:
@@ -62,33 +62,29 @@ def refuse_arguments(args: Any, storm: Mapping[str, Any]) -> None:
     device = storm.get("device", "auto")
     if device != "auto" and torch.device(device).type != args.device.type:
         raise SettingError(
-            f"storm={{'device': {str(device)!r}}}, but the trainer's device is {args.device}. Leave it out."
+            f"storm={{'device': {str(device)!r}}}, but the trainer's device is {args.device}. Remove it."
         )
     if args.torch_compile:
-        raise SettingError("torch_compile=True compiles the whole model as one. Leave it out; blocks may be compiled.")
+        raise SettingError("torch_compile=True compiles the whole model as one. Remove it; blocks may be compiled.")
     if args.fp16_full_eval or args.bf16_full_eval:
         raise SettingError("fp16_full_eval and bf16_full_eval cast the model. Load it in that dtype instead.")
     offload = (args.gradient_checkpointing_kwargs or {}).get("offload")
     if getattr(args, "activation_offloading", False) or offload:
         what = "gradient_checkpointing_kwargs={'offload': True}" if offload else "activation_offloading=True"
-        raise SettingError(
-            f"{what} and STORM both move activations. Leave it out; storm={{'activations': ...}} has it."
-        )
+        raise SettingError(f"{what} and STORM both move activations. Remove it, and set storm={{'activations': ...}}.")
     name = str(getattr(args.optim, "value", args.optim))
     if "lomo" in name or "layerwise" in name:
-        raise SettingError(
-            f"optim={name!r} updates inside of backward by itself. storm={{'step': 'backward'}} does that."
-        )
+        raise SettingError(f"optim={name!r} updates inside of backward itself. Use storm={{'step': 'backward'}}.")
     if storm.get("step") == "backward" and (args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1):
         raise SettingError(
             f"step='backward' uses gradients before their norm and their sum are known, but max_grad_norm is "
             f"{args.max_grad_norm} and gradient_accumulation_steps is {args.gradient_accumulation_steps}. "
-            "Set them to 0 and 1, or leave 'step' out."
+            "Set them to 0 and 1, or remove 'step'."
         )
 
 
 def refuse_model(model: Any) -> None:
-    """Models that are not ordinary tensors in one place."""
+    """Raise for models that are not ordinary tensors in one place."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1 or "disk" in places:
         raise SettingError(

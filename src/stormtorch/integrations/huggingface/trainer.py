@@ -1,18 +1,18 @@
 """`StormTrainer`: Hugging Face's ``Trainer`` with the model streamed, and `storm_trainer` for every other trainer.
 
-The trainer keeps its loop, its data, its logs and its files. A session is opened when the optimizer is there, before
-``accelerate`` prepares both, and is closed when ``train`` ends, however it ends: the model is an ordinary one in RAM
-again. Evaluation outside of ``train`` gets a session of its own. Four things are not as in a plain trainer:
+The trainer keeps its loop, its data, its logs and its files. A session opens when the optimizer exists, before
+``accelerate`` prepares both, and closes when ``train`` ends, also by an error: the model is then an ordinary one in RAM
+again. Evaluation outside of ``train`` gets a session of its own. Four things differ from a plain trainer:
 
-- nobody but the session moves the model, the optimizer's state or the batches to the device: ``_move_model_to_device``
-  does nothing, and ``accelerator.device_placement`` is off (the trainer itself still moves each batch);
+- only the session moves the model, the optimizer's state or the batches to the device: ``_move_model_to_device`` does
+  nothing, and ``accelerator.device_placement`` is off (the trainer itself still moves each batch);
 - the gradients' norm comes from the session, which has it when backward ends: ``accelerator.clip_grad_norm_``;
-- gradients are dropped by the optimizer, before the trainer calls ``model.zero_grad()``. That looks at each of them,
-  and looking at clipped gradients means to wait for the update and to scale them, for nothing;
+- the optimizer drops gradients before the trainer calls ``model.zero_grad()``. That reads each of them, and reading
+  clipped gradients means waiting for the update and scaling them, for nothing;
 - the optimizer's state comes from its file without a second copy in RAM (resume.py).
 
-A callback alone cannot do the first of these; it is used for the third. The seams are those that all trainers share,
-so that one class serves ``Trainer``, ``Seq2SeqTrainer`` and those of TRL.
+A callback alone cannot do the first of these; it is used for the third. The methods overridden here are those that all
+trainers share, so that one class serves ``Trainer``, ``Seq2SeqTrainer`` and those of TRL.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .settings import checked, keep_in_ram, refuse_arguments, refuse_model
 _Base: Any = object
 
 
-class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the method resolution order
-    """To be put before a trainer among the bases of a class."""
+class Streaming(_Base):  # type: ignore[misc]  # a trainer follows in the method resolution order
+    """A mixin, to be put before a trainer among the bases of a class."""
 
     session: Session | None
     """Open during ``train``, ``evaluate`` and ``predict``."""
     _mixed_mesh_grads: bool | None
     storm_report: Report | None
-    """Of the last ``train`` that ended well."""
+    """The report of the last ``train`` that ended without an error."""
 
     def __init__(self, *args: Any, storm: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self._storm = checked(storm)
@@ -50,7 +50,7 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
         super().__init__(*args, **kwargs)
         refuse_model(self.model)
 
-    # --- nobody else moves the model
+    # --- only the session moves the model
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args, self._storm)
@@ -69,12 +69,12 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
     # --- training
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is True:  # or the trainer takes the highest number, complete or not
+        if resume_from_checkpoint is True:  # else the trainer takes the highest number, complete or not
             newest = resume.newest_complete(self.args.output_dir)
             resume_from_checkpoint = True if newest is None else str(newest)
         watch = _Watch(self)
-        self.add_callback(watch)  # the last one: others may look at the gradients first
-        self._mixed_mesh_grads = False  # the trainer would look at every gradient to find that out
+        self.add_callback(watch)  # the last one: other callbacks may read the gradients first
+        self._mixed_mesh_grads = False  # the trainer would read every gradient to find that out
         self._storm_trains = True
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -88,7 +88,7 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         result = super().create_optimizer(*args, **kwargs)
-        if self._storm_trains and self.session is None:  # one that is open stays, when a smaller batch is tried
+        if self._storm_trains and self.session is None:  # an open session is kept when a smaller batch is tried
             optimizer = self.optimizer
             while isinstance(optimizer, AcceleratedOptimizer):
                 optimizer = optimizer.optimizer
@@ -100,7 +100,7 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
         if self.session is None or {id(p) for p in parameters} != {id(p) for p in self.model.parameters()}:
             return self._plain_clip(parameters, max_norm, norm_type=norm_type)
         if self._storm.get("step") == "backward" and max_norm == math.inf:
-            return None  # only to be logged; the gradients are used already
+            return None  # only for the log; the gradients are used already
         self.accelerator.unscale_gradients()
         return self.session.clip_grad_norm_(max_norm, float(norm_type))
 
@@ -115,7 +115,7 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
         finally:
             self._storm_close()
 
-    # --- going on
+    # --- resuming
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -134,16 +134,14 @@ class Streaming(_Base):  # type: ignore[misc]  # some trainer follows in the met
 
 
 class _Watch(TrainerCallback):
-    """Sees that training is streamed, and drops gradients the cheap way."""
+    """Checks that training is streamed, and drops gradients the cheap way."""
 
     def __init__(self, trainer: Streaming) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         if self._trainer.session is None:
-            raise StormError(
-                "Nothing is streamed: a create_optimizer of your own must call super().create_optimizer()."
-            )
+            raise StormError("Nothing is streamed: your create_optimizer must call super().create_optimizer().")
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._trainer.optimizer.zero_grad()
@@ -155,7 +153,7 @@ class StormTrainer(Streaming, Trainer):
 
 @functools.cache
 def storm_trainer(trainer: type[Trainer]) -> Any:
-    """The class ``trainer`` (``SFTTrainer``, a class of your own, ...) with its model streamed, as `StormTrainer` is.
+    """The class ``trainer`` (``SFTTrainer``, a class of your own, ...) with its model streamed, like `StormTrainer`.
 
     ``storm_trainer(SFTTrainer)(model=..., ..., storm={"vram": "8GiB"})``. One ``trainer`` always gives the same class.
     """

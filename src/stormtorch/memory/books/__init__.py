@@ -1,1 +1,1 @@
-"""Who has how much: budgets, limits, and free space by address."""
+"""Accounts of memory: budgets, limits, and free space by address."""

@@ -1,12 +1,12 @@
-"""Places inside one contiguous space: the sub-allocator behind the host arenas and the scratch files.
+"""Allocates ranges inside one contiguous space: the sub-allocator behind the host arenas and the scratch files.
 
 It deals in numbers only and owns no memory, so that the same code, and the same property tests, serve RAM and disk.
 
 Best fit, with neighbours merged on release. Free holes are kept twice, by offset (to merge) and by size (to fit); both
 are sorted lists, whose insertions are memmoves of a few hundred KiB even with 65,536 holes. The bytes skipped to align
-an extent stay part of it: as holes of their own they are too small for anybody, and a search that meets thousands of
-them takes minutes where this one takes a second. A buddy allocator, which needs no search, was not taken: rounding to
-powers of two is the waste that this code exists to avoid.
+an extent remain part of it: as holes of their own they would be too small for any request, and a search that meets
+thousands of them takes minutes where this one takes a second. The road not taken: a buddy allocator, which needs no
+search. Rounding to powers of two is the waste that this code exists to avoid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from ...core.errors import SettingError
 from ...core.sizes import parse_bytes, round_up
 
-_TRIES = 8  # holes of just the right size that are looked at before settling for one that fits at any alignment
+_TRIES = 8  # holes of just the right size to try before taking one that fits at any alignment
 
 
 class Extents:
@@ -52,7 +52,7 @@ class Extents:
         return offset
 
     def give(self, offset: int, size: int) -> None:
-        """Return what ``take`` gave. Size 0 returns nothing."""
+        """Return an extent of ``take``. Size 0 returns nothing."""
         if size == 0:
             return
         start, end, asked = self._taken.pop(offset, (0, 0, -1))
@@ -69,9 +69,9 @@ class Extents:
         self._add_hole(start, end - start)
 
     def restore(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Make these (offset, size), and no others, the taken ones, whatever an interrupted call has left behind.
+        """Set the taken extents to these (offset, size), and no others, whatever an interrupted call has left behind.
 
-        For owners who align to the grain, and know what they have taken."""
+        For owners that align to the grain and know which extents they have taken."""
         self.taken_bytes, position = 0, 0
         self._holes, self._by_start, self._by_size, self._taken = {}, [], [], {}
         for offset, size in sorted(taken):
@@ -100,7 +100,7 @@ class Extents:
     def _find(self, size: int, alignment: int) -> int | None:
         """Start of a hole for ``size`` aligned bytes: nearly the smallest, found without walking through all."""
         first = bisect_left(self._by_size, (size, 0))
-        sure = bisect_left(self._by_size, (size + alignment - 1, 0))  # fits wherever it starts
+        sure = bisect_left(self._by_size, (size + alignment - 1, 0))  # fits at any start
         for candidates in (
             range(first, min(sure, first + _TRIES)),
             range(sure, len(self._by_size)),

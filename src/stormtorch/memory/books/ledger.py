@@ -1,7 +1,7 @@
-"""The book of every byte: reservations are charged to a tier and a tag *before* anything is allocated.
+"""The ledger of every byte: reservations are charged to a tier and a tag *before* anything is allocated.
 
-A refusal therefore leaves nothing to undo, and comes with the numbers instead of a kill -9. Two limits are held: the
-budget that the user allowed, and what the machine has free at that moment, because a budget of 64 GiB means little once
+A refusal therefore leaves nothing to undo, and comes with the numbers instead of a kill -9. Two limits are enforced:
+the user's budget, and the memory that the machine has free at that moment, because a budget of 64 GiB means little once
 a browser took 40 of them.
 """
 
@@ -27,9 +27,9 @@ Available = Callable[[], int]
 
 
 class Reservation:
-    """Bytes charged to one tier and tag until ``release``, or until nobody holds it any more.
+    """Bytes charged to one tier and tag until ``release``, or until nothing refers to it any more.
 
-    The second keeps the books right where an exception or Ctrl-C takes away whoever was to release it. As a context
+    The second keeps the sums right where an exception or Ctrl-C ends the code that would have released it. As a context
     manager it releases on exit.
     """
 
@@ -58,7 +58,7 @@ _Book = weakref.WeakValueDictionary[int, Reservation]
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """One line of the ledger: what a tag holds on a tier now, and the most it ever held."""
+    """One line of the ledger: the bytes of a tag on a tier, now and at the peak."""
 
     tier: Tier
     tag: Tag
@@ -70,11 +70,11 @@ class Ledger:
     """Budgets of all tiers and the reservations charged to them. Thread-safe; never allocates."""
 
     def __init__(self, *budgets: Budget, available: Mapping[Tier, Available] | None = None) -> None:
-        """``available`` tells what the machine has free on a tier right now; other tiers are held by budget alone."""
+        """``available``: functions that give a tier's free bytes on the machine; other tiers have the budget alone."""
         self.budgets: dict[Tier, Budget] = {budget.tier: budget for budget in budgets}
         self._available = dict(available or {})
-        # The live reservations are the only truth, and all sums are made from them: what a signal or a finalizer cuts
-        # in two can then leave no wrong total behind. There are dozens of them, not thousands.
+        # Only the live reservations are stored, and all sums are made from them: an interrupting signal or finalizer
+        # can then leave no wrong total behind. There are dozens of them, not thousands.
         self._book: _Book = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # re-entrant: the garbage collector may end an arena inside any call below
@@ -83,7 +83,7 @@ class Ledger:
 
     def reserve(self, tier: Tier, tag: Tag, size: int, *, returning_bytes: int = 0) -> Reservation:
         """Charge ``size`` bytes or raise OutOfBudget; allocates nothing itself. ``returning_bytes`` are in use now, and
-        become free as the others are taken."""
+        become free as the new ones are taken."""
         size = parse_bytes(size)
         budget = self.budgets.get(tier)
         if budget is None:
@@ -118,14 +118,14 @@ class Ledger:
         return reservation
 
     def used_bytes(self, tier: Tier, tag: Tag | None = None) -> int:
-        """What is charged to ``tier`` now; with ``tag``, its share."""
+        """Bytes charged to ``tier`` now, or those of ``tag`` alone."""
         return sum(live.bytes for live in self._live() if live.tier is tier and tag in (None, live.tag))
 
     def peak_bytes(self, tier: Tier) -> int:
         return self._tier_peak[tier]
 
     def free_bytes(self, tier: Tier) -> int:
-        """What the budget of ``tier`` still allows; 0 without a budget."""
+        """Bytes that the budget of ``tier`` still allows; 0 without a budget."""
         budget = self.budgets.get(tier)
         return 0 if budget is None else budget.limit_bytes - self.used_bytes(tier)
 
@@ -144,7 +144,7 @@ class Ledger:
         ]
 
     def check(self) -> None:
-        """Assert conservation: the tags of a tier add up to it, and neither now nor ever was it above its budget."""
+        """Assert conservation: the tags of a tier add up to it, and it has never exceeded its budget."""
         for tier, budget in self.budgets.items():
             used = self.used_bytes(tier)
             assert used == sum(line.used_bytes for line in self.balances() if line.tier is tier)
@@ -244,8 +244,8 @@ def _budget(tier: Tier, value: object, *, free: int, total: int, headroom: int, 
 
 
 def _automatic(tier: Tier, given: str, *, free: int, total: int, headroom: int, kept_for: str) -> Budget:
-    """What is free, less a head-room; with the numbers as the reason."""
-    # On a small machine a fixed head-room could leave nothing: never keep back more than half.
+    """A budget of the free memory less a head-room, with the numbers as the reason."""
+    # On a small machine a fixed head-room could leave nothing: keep back at most half.
     kept = min(headroom, free // 2)
     reason = f"{format_bytes(free)} free of {format_bytes(total)}, less {format_bytes(kept)} for {kept_for}"
     return Budget(tier=tier, limit_bytes=free - kept, given=given, reason=reason)

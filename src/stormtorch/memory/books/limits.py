@@ -1,7 +1,7 @@
-"""What this machine really has: RAM under the cgroup limit, what may be page-locked, VRAM, disk space.
+"""Limits of this machine: RAM under the cgroup limit, lockable memory, VRAM, disk space.
 
-Everything here is read anew at each call and changes nothing. ``psutil`` alone is not enough: inside a container it
-reports the host's RAM, and a process that believes it is killed without a message.
+Every call reads the system again and changes nothing. ``psutil`` alone is not enough: inside a container it reports the
+host's RAM, and a process that believes it is killed without a message.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from ...core.errors import SettingError, StorageError
 from ..cuda.allocator import allowed_bytes, untaken_bytes
 
-_OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes blanks in a path
-_CGROUP_UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2^63
+_OCTAL = re.compile(r"\\([0-7]{3})")  # the kernel's escapes for blanks in a path
+_CGROUP_UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a number near 2^63
 
 
 def host_available_bytes() -> int:
-    """RAM that can be taken without swapping or meeting the cgroup's limit."""
+    """RAM that can be taken without swapping or exceeding the cgroup's limit."""
     available = int(psutil.virtual_memory().available)
     room = _cgroup_room_bytes()
     return available if room is None else min(available, room)
@@ -95,7 +95,7 @@ def in_container() -> bool:
 
 
 def page_lock_limit() -> str:
-    """What most likely refused to page-lock memory here, in words that tell a user where to look."""
+    """The most likely cause of a refused page-lock, in words that tell a user where to look."""
     memlock = memlock_limit_bytes()
     if is_wsl():
         return "WSL, which allows about half of its RAM to be page-locked (raise memory= in .wslconfig)"
@@ -107,17 +107,17 @@ def page_lock_limit() -> str:
 
 
 def check_one_device(device: object) -> None:
-    """Raises SettingError for a list of devices, as other programs take it."""
+    """Raise SettingError for a list of devices, which other programs accept."""
     given = device.split(",") if isinstance(device, str) else device
     if isinstance(given, list | tuple | set | frozenset) and not (isinstance(device, str) and len(given) == 1):
         raise SettingError(
-            f"device={device!r} is a list, and STORM streams to one device. Name one, such as 'cuda:0'; what does not "
-            "fit there lies in RAM."
+            f"device={device!r} is a list, and STORM streams to one device. Name one, such as 'cuda:0'; the rest of "
+            "the model lies in RAM."
         )
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """``device`` with its index, if STORM can use it; else SettingError with the list of those that it can."""
+    """``device`` with its index, if STORM can use it; else raises SettingError with the list of usable ones."""
     check_one_device(device)
     accepted = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     name = str(device)
@@ -129,7 +129,7 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def _why_not(name: str) -> str:
-    """Why torch has no CUDA device, for whoever asked for one; empty where that is not the reason."""
+    """Why torch has no CUDA device, for an error about one; empty if that is not the reason."""
     if not name.startswith("cuda") or torch.cuda.device_count():
         return ""
     if torch.version.cuda is None:
@@ -138,11 +138,11 @@ def _why_not(name: str) -> str:
 
 
 def device_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of ``device`` for this process. A CPU device plays its role in host memory, so host numbers
-    answer for it."""
+    """(free, total) bytes of ``device`` for this process. For a CPU device these are the host's."""
     if device.type == "cpu":
         return host_available_bytes(), host_total_bytes()
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, but free to reuse
+    # Cached by torch, but free to reuse.
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return untaken_bytes(device) + cached, allowed_bytes(device)
 
 
@@ -158,7 +158,7 @@ def disk_bytes(directory: Path) -> tuple[int, int]:
 
 
 def filesystem_type(path: Path) -> str:
-    """The type of the filesystem that holds ``path`` ("ext4", "tmpfs", ...); "unknown" where /proc does not tell."""
+    """The type of the filesystem that holds ``path`` ("ext4", "tmpfs", ...); "unknown" if /proc does not list it."""
     target = path.resolve()
     best, kind = -1, "unknown"
     for line in _read_text(Path("/proc/self/mountinfo")).splitlines():

@@ -1,1 +1,1 @@
-"""The GPU: the driver, torch's allocator, and what can be measured of them."""
+"""The GPU: the driver, torch's allocator, streams and meters."""

@@ -1,4 +1,4 @@
-"""How full a device is: what this process has allocated there, now and at the most."""
+"""Measures how full a device is: bytes that this process has allocated there, now and at the peak."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from .allocator import lost_bytes, untaken_bytes
 
 
 class DeviceMeter(Protocol):
-    """In bytes. Tests give one of their own, for a device that does not count."""
+    """Readings in bytes. Tests provide their own, for a device that does not count."""
 
     def allocated(self) -> int:
-        """What is allocated now."""
+        """Bytes allocated now."""
 
     def peak(self) -> int:
-        """The most so far."""
+        """The peak so far."""
 
     def forget_peak(self) -> None:
-        """What came before says nothing about what is to come."""
+        """Forget the peak: it says nothing about what is to come."""
 
     def free(self) -> int:
-        """What can still be taken of the device, whoever has the rest."""
+        """Bytes of the device that can still be taken, given what all processes use."""
 
     def lost(self, limit_bytes: int, least_bytes: int = 0) -> int:
-        """What of so many bytes cannot be allocated, for holes in between; if it matters, at least ``least_bytes``."""
+        """Bytes of ``limit_bytes`` lost to holes; where this matters, at least ``least_bytes``."""
 
 
 class CudaMeter:
-    """Torch's own books of a GPU."""
+    """Torch's own counters of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._most_bytes = 0  # that a peak has been seen to be; users reset it when they like
+        self._most_bytes = 0  # the highest peak seen; user code may reset torch's
 
     def allocated(self) -> int:
-        # As torch.cuda.memory_allocated, which first makes a sorted table of all its numbers: this is asked per block.
+        # Like torch.cuda.memory_allocated, which first sorts all its numbers: this is called per block.
         found = torch.cuda.memory_stats_as_nested_dict(self._device)
         return int(found["allocated_bytes"]["all"]["current"]) if found else 0
 
@@ -58,5 +58,5 @@ class CudaMeter:
 
 
 def device_meter_for(device: torch.device) -> DeviceMeter | None:
-    """None where nobody counts."""
+    """A meter for ``device``; None if its memory is not counted."""
     return CudaMeter(device) if device.type == "cuda" else None

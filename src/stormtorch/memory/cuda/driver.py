@@ -1,10 +1,10 @@
-"""Calls made on NVIDIA's driver library directly, because torch does not offer them, or at a price.
+"""Calls of NVIDIA's driver library that torch does not offer, or offers at a price.
 
 Page-locking goes through the driver rather than ``cudaHostRegister`` because the runtime keeps the last error of a
-failed call, and torch would report it at some later, innocent kernel launch; the driver has no such memory. Waits and
-writes of flags on a stream exist only here. Copies and streams of our own are here for their cost and their
-independence: see ``copy`` and ``create_stream``. This is the only file that knows the driver's names, and it can be
-imported where there is no such library.
+failed call, and torch would report it at some later, unrelated kernel launch; the driver keeps none. Waits and writes
+of flags on a stream exist only here. Copies and streams of our own are here for their cost and their independence: see
+``copy`` and ``create_stream``. This is the only file that knows the driver's names, and it can be imported where there
+is no such library.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PART = 64 << 20  # bytes: 1.2 ms on a link of 55 GB/s, and less than 0.2 % of i
 _REGISTER_FLAGS = 0x1 | 0x2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 _MEMORY_TYPE = ctypes.c_int(2)  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _HOST = 0x1  # CU_MEMORYTYPE_HOST
-# CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, ..._HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: torch asks
-# for both without looking
+# CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, ..._HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: torch
+# requires both without a check
 _MAPPING = (ctypes.c_int(102), ctypes.c_int(103))
 _NON_BLOCKING = 0x1  # CU_STREAM_NON_BLOCKING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -33,7 +33,7 @@ _WRITE_DEFAULT = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the str
 
 
 class DriverError(StormError, RuntimeError):
-    """The driver refused a call; ``name`` is its own word for why, such as CUDA_ERROR_OUT_OF_MEMORY."""
+    """The driver refused a call; ``name`` is the driver's own reason, such as CUDA_ERROR_OUT_OF_MEMORY."""
 
     def __init__(self, call: str, name: str) -> None:
         super().__init__(f"{call} failed with {name}")
@@ -75,7 +75,7 @@ class Driver:
             self._call("cuMemHostRegister_v2", _pointer(address), ctypes.c_size_t(size), ctypes.c_uint(_REGISTER_FLAGS))
 
     def unregister(self, device: int, address: int) -> None:
-        """Undo ``register``. No copy from or to the range may still be under way."""
+        """Undo ``register``. No copy from or to the range may still be running."""
         with self._on(device):
             self._call("cuMemHostUnregister", _pointer(address))
 
@@ -87,7 +87,7 @@ class Driver:
         return result.value
 
     def can_map(self, device: int) -> bool:
-        """Whether memory can be reserved as addresses first and taken later, as segments that expand are."""
+        """Whether addresses can be reserved first and memory mapped later, which expandable segments need."""
         handle, answer = ctypes.c_int(), ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
         for attribute in _MAPPING:
@@ -97,22 +97,22 @@ class Driver:
         return True
 
     def _is_page_locked(self, address: int) -> bool:
-        """By whomever. ``Tensor.is_pinned`` is an operation of torch's, which whoever listens to operations would take
-        for the model's."""
+        """Whether the memory is page-locked, by any code. ``Tensor.is_pinned`` is an operation of torch's, which
+        dispatch modes would take for the model's."""
         kind = ctypes.c_uint()
         try:
             self._call("cuPointerGetAttribute", ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
         except DriverError as error:
-            if error.name != "CUDA_ERROR_INVALID_VALUE":  # memory that the driver does not know
+            if error.name != "CUDA_ERROR_INVALID_VALUE":  # memory unknown to the driver
                 raise
             return False
         return kind.value == _HOST
 
     def create_stream(self, device: int) -> int:
-        """A stream that nobody else has, and that does not wait for the default one.
+        """Create a stream that no other code has, and that does not wait for the default one.
 
-        torch hands its streams out in turns, 32 of them: a lane's might then be the one that the user computes on, and
-        a wait for a flag would hold up the very work that leads to it.
+        torch hands out its 32 streams in turn: a lane could then get the stream that the user computes on, and a wait
+        for a flag would hold up the very work that leads to it.
         """
         stream = ctypes.c_void_p()
         with self._on(device):
@@ -121,15 +121,15 @@ class Driver:
         return stream.value
 
     def destroy_stream(self, device: int, stream: int) -> None:
-        """Give the stream back; work that it still has is finished first, without waiting for it."""
+        """Release the stream without blocking; the driver still finishes its work."""
         with self._on(device):
             self._call("cuStreamDestroy_v2", _pointer(stream))
 
     def copy(self, device: int, stream: int, target: int, source: int, size: int, *, host: Sequence[int] = ()) -> bool:
-        """Enqueue a copy of ``size`` bytes between device and page-locked memory, in whichever direction. False, and
-        nothing is done, if one of the addresses in ``host`` is of memory that is not page-locked.
+        """Enqueue a copy of ``size`` bytes between device and page-locked memory, in either direction. Returns False
+        and does nothing if an address in ``host`` is not page-locked.
 
-        A fraction of what ``Tensor.copy_`` on another stream costs the host: about 3 µs instead of 22.
+        Costs the host a fraction of ``Tensor.copy_`` on another stream: about 3 µs instead of 22.
 
         Large copies go in parts. A copy engine serves other streams between two copies, not within one: user code's
         ``loss.item()`` stood still for the 4.5 ms of an embedding that was on its way.
@@ -166,7 +166,7 @@ class Driver:
             )
 
     def query(self, device: int) -> StreamQuery | None:
-        """How a thread of C code asks whether a stream has finished; None where the driver cannot be asked so."""
+        """Functions by which a thread of C code asks whether a stream has finished; None if the driver lacks them."""
         names = ("cuStreamQuery", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode")
         if not all(hasattr(self._library, name) for name in names):
             return None

@@ -1,11 +1,11 @@
-"""How much of the time the GPU has nothing to do because the host has not launched anything.
+"""Measures how much of the time the GPU is idle because the host has not launched anything.
 
 A thread of C code (csrc/sampler.c) asks some hundred times a second whether the stream that computes has finished all
-that was enqueued. Waits for lanes do not count: the stream has not finished then. Two things are added to what it
-counts. Where the driver was busy with a launch and could not answer at once, the GPU is taken to have been as it mostly
-is when a launch begins. And for each launch the GPU needs a moment before the kernel runs, be it idle or not.
+enqueued work. Waits for lanes do not count: the stream has not finished then. Two corrections are added. Where the
+driver was busy with a launch and could not answer at once, the GPU is assumed to be in the state in which most launches
+find it. And for each launch the GPU needs a moment before the kernel runs, whether it was idle or not.
 
-On the road to this a thousand questions a second, each after a pause of up to 40 microseconds, took 3 per cent of one
+The road not taken: a thousand questions a second, each after a pause of up to 40 microseconds, took 3 per cent of one
 core; a step whose optimizer runs on all cores was 3 per cent slower."""
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ...native.library import Library, SamplerCounts, library
 from .driver import device_index, driver
 
 _PERIOD_NS = 3_000_000
-_START_NS = 1_400  # in which no kernel runs, for each one that is launched; between 1.3 and 2.1 on an H200
-_FADES = 0.9  # what was seen of launches, from one reading to the next
+_START_NS = 1_400  # without a running kernel, for each launch; between 1.3 and 2.1 µs on an H200
+_FADES = 0.9  # weight of earlier launches, from one reading to the next
 
 
 class IdleMeter:
-    """Counts as long as it lives. ``watch`` names the stream."""
+    """Counts from construction to ``close``. ``watch`` names the stream."""
 
     def __init__(self, native: Library, handle: int) -> None:
         self._c, self._handle = native.c, handle
         self._stream = 0
         self._last = SamplerCounts()
         self._idle = 0.0
-        self._launches = self._onto_idle = 0.0  # seen lately, and of these onto a GPU that had nothing to do
-        self._watched_ns = 0.0  # in which they were seen
-        # Also at exit, before the driver ends: the thread must not ask it then.
+        self._launches = self._onto_idle = 0.0  # launches seen lately, and those of them onto an idle GPU
+        self._watched_ns = 0.0  # the time in which they were seen
+        # Also at exit, before the driver ends: the thread must not call it then.
         self._end = weakref.finalize(self, _close, native, handle, os.getpid())
 
     def watch(self, stream: int) -> None:
@@ -44,7 +44,7 @@ class IdleMeter:
             self._c.storm_sampler_watch(self._handle, stream)
 
     def read(self) -> tuple[int, float]:
-        """How often it was asked so far, and how often the stream had finished."""
+        """How often the stream was checked so far, and how often it had finished."""
         if not self._end.alive:
             return 0, 0.0
         now, last = SamplerCounts(), self._last
@@ -69,7 +69,7 @@ def _close(native: Library, handle: int, owner_pid: int) -> None:
 
 
 def idle_meter_for(device: torch.device, *, period_ns: int = _PERIOD_NS) -> IdleMeter | None:
-    """None where there is no GPU to ask, or no C library to ask it."""
+    """A meter for ``device``; None without a GPU or without the C library."""
     native, found = library(), driver() if device.type == "cuda" else None
     query = None if found is None else found.query(device_index(device))
     if native is None or query is None:

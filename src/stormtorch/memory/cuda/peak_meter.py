@@ -1,7 +1,7 @@
-"""The most that a process has had on its device, and will have again: torch's peak, and what was taken since.
+"""The peak of a process on its device that later steps will reach again: torch's peak, plus memory taken since.
 
-Memory that is taken between two steps, when activations are gone, does not raise the peak until the next step has been
-through. Who plans with the peak meanwhile would give the same bytes away twice."""
+Memory that is taken between two steps, when activations are gone, does not raise the peak until the next step has
+ended. A planner that uses torch's peak meanwhile would give the same bytes away twice."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class PeakMeter:
         """``measured``: the peak so far."""
         self._measured = measured
         self._at_growth, self._unseen = 0, 0
-        self.grown_bytes = 0  # all that was taken so
+        self.grown_bytes = 0  # all bytes taken between steps
 
     def grew(self, size: int) -> None:
-        """``size`` bytes were taken for good, outside of a step."""
+        """Note ``size`` bytes that were taken permanently, outside of a step."""
         self._unseen = (self._unseen if self._measured() <= self._at_growth else 0) + size
         self._at_growth = self._measured()
         self.grown_bytes += size
 
     def seen_bytes(self) -> int:
-        """The peak as torch has it."""
+        """The peak as torch reports it."""
         return self._measured()
 
     @property
     def unseen_bytes(self) -> int:
-        """What was taken since and is not in that yet."""
+        """Bytes taken since that are not in that peak yet."""
         return 0 if self._measured() > self._at_growth else self._unseen
 
     def bytes(self) -> int:

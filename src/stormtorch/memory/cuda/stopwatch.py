@@ -1,4 +1,4 @@
-"""How long compute takes for something, without waiting for it."""
+"""Times work of compute, without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 T = TypeVar("T")
 Reading = Callable[[], "float | None"]
-"""The seconds, or None while the device is still at it."""
+"""Returns the seconds, or None while the device is still computing."""
 
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[T, Reading]:
-    """What ``call`` returns, and what will tell how long ``device`` computed for it."""
+    """Run ``call``; returns its result, and a function that gives the seconds ``device`` computed for it."""
     if device.type != "cuda":
         start_s = time.perf_counter()
         result = call()

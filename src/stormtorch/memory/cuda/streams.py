@@ -1,8 +1,8 @@
-"""CUDA streams that belong to one lane at a time and to nobody else; see ``Driver.create_stream``.
+"""CUDA streams that belong to one lane at a time and to no other code; see ``Driver.create_stream``.
 
-None is ever destroyed. Torch's allocator keeps the stream of all that was allocated on it, and waits for that stream
-before it gives such memory back to the driver: with segments that expand, whenever the cache is emptied. That is after
-the lane has ended, and a stream which is gone by then ends the process. The next lane takes it instead.
+No stream is ever destroyed. Torch's allocator remembers the stream of each allocation, and waits for that stream before
+it gives such memory back to the driver: with expandable segments, whenever the cache is emptied. That may be after the
+lane has ended, and a stream that is destroyed by then ends the process. The next lane reuses the stream instead.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 
 from .driver import Driver
 
-_lock = threading.RLock()  # a lane that is collected gives its stream back, wherever the thread is at that moment
+_lock = threading.RLock()  # a lane that is collected gives its stream back, whatever the thread is doing
 _spare: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
 
 
 class OwnStream:
-    """For as long as a lane has it."""
+    """A stream while a lane has it."""
 
     def __init__(self, cuda: Driver, index: int) -> None:
         self.stream = _take(index) or torch.cuda.ExternalStream(cuda.create_stream(index), device=index)
         self._end = weakref.finalize(self, _give_back, index, self.stream)
-        self._end.atexit = False  # the driver takes it back with the process
+        self._end.atexit = False  # the driver releases it with the process
 
     @property
     def closed(self) -> bool:
@@ -36,7 +36,7 @@ class OwnStream:
 
 
 def _take(index: int) -> torch.cuda.Stream | None:
-    """One that has nothing left to do: a lane that failed may have left a wait behind that never ends."""
+    """A spare stream that is empty: a lane that failed may have left a wait behind that never ends."""
     with _lock:
         found = next((stream for stream in _spare[index] if stream.query()), None)
         if found is not None:

@@ -1,6 +1,6 @@
-"""What files ask of the kernel, and what its refusals mean in words.
+"""System calls of files, and what their errors mean in words.
 
-The calls go through one small object, so that a test can make a disk fail, fill up or answer slowly at a chosen place.
+The calls go through one small object, so that a test can make a disk fail, fill up or answer slowly at a chosen point.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _set_direct(fd: int, on: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemCalls:
-    """Everything that is asked of the kernel. Only tests replace a member. Interrupted calls are repeated by Python."""
+    """The system calls of files. Only tests replace a member. Python repeats interrupted calls."""
 
     open: Callable[[str, int, int], int] = os.open
     unlink: Callable[[str], None] = os.unlink
@@ -64,14 +64,14 @@ class SystemCalls:
 
 
 class Descriptor:
-    """An open file descriptor, closed at most once however many hold this object; without a holder, with a warning.
+    """An open file descriptor, closed at most once however many objects share it; dropped without close, it warns.
 
-    One object from ``open`` on: were the bare number handed from owner to owner, a Ctrl-C between two of them would
-    leave it with none, or with both, and the second to close it would hit whoever has the number by then.
+    One object from ``open`` on: if the bare number were handed from owner to owner, a Ctrl-C between two of them would
+    leave it with none, or with both, and the second to close it would close a file that has reused the number.
     """
 
-    number = -1  # for __del__, should Ctrl-C come before __init__ has set it
-    freed: Callable[[], None] | None = None  # called after each close; must bear to be called again
+    number = -1  # for __del__, in case Ctrl-C comes before __init__ has set it
+    freed: Callable[[], None] | None = None  # called after each close; must tolerate repeated calls
 
     def __init__(self, number: int, name: str, calls: SystemCalls) -> None:
         self.name, self.calls, self._process = name, calls, os.getpid()
@@ -79,7 +79,7 @@ class Descriptor:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process got it by a fork, which copies no threads, and locks in whatever state they are."""
+        """Whether this process got it by a fork, which copies no threads, and locks in any state."""
         return os.getpid() != self._process
 
     def close(self) -> None:
@@ -93,11 +93,11 @@ class Descriptor:
                 self.freed()
 
     def __del__(self) -> None:
-        # No lock is taken here: the garbage collector may come while this very thread holds any of them.
+        # Takes no lock: the garbage collector may run this while this very thread holds any of them.
         if self.number < 0:
             return
         try:
-            if not self.inherited:  # a copy that a fork made was not forgotten by anyone
+            if not self.inherited:  # a forked copy is dropped without a mistake of user code
                 warnings.warn(f"{self.name} was not closed", ResourceWarning, source=self, stacklevel=2)
         finally:  # under -W error the warning raises
             self.close()

@@ -1,7 +1,7 @@
-"""Files of folders that may come from a stranger: read and written inside of their folder, through no link out of it.
+"""Reads and writes files of folders from untrusted sources: inside of their folder, through no link out of it.
 
-A name in an index, a link, a pipe where a file should be, JSON of a million brackets: each is refused in words. What is
-refused raises StorageError, or ValueError where only the caller knows the file.
+A name in an index, a link, a pipe where a file should be, JSON of a million brackets: each is refused in words.
+Refusals raise StorageError, or ValueError where only the caller knows the file.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ JSON_LIMIT_BYTES = 256 * MiB  # the largest index on the Hub has a few MiB
 def inside(folder: Path, name: str) -> Path:
     """The path of ``name`` in ``folder``. Raises StorageError if the name, or a link on the way, leads out of it.
 
-    A link to the folder itself is the user's own. Links of the Hub's cache lead from a snapshot to its blobs, and stay
-    within the folder that holds both. The file need not exist.
+    A link to the folder itself is allowed: the user made it. So are links of the Hub's cache, which lead from a
+    snapshot to its blobs, within the folder that holds both. The file need not exist.
     """
     parts = name.split("/")
     too_long = any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in parts)
@@ -38,7 +38,7 @@ def inside(folder: Path, name: str) -> Path:
     try:
         real, home = os.path.realpath(path), os.path.realpath(folder)
     except (OSError, ValueError) as error:
-        raise StorageError(f"{folder} names the file {name[:200]!r}, which cannot be ({error}).") from error
+        raise StorageError(f"{folder} names the file {name[:200]!r}, which is not a valid name ({error}).") from error
     if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in (home, *_blobs(home))):
         raise StorageError(
             f"{path} is a link that leads out of its folder, to {real}. Copy the file there if you trust it."
@@ -52,21 +52,21 @@ def _blobs(folder: str) -> list[str]:
 
 
 def check_no_link(path: Path) -> None:
-    """Raise StorageError if ``path`` is a link: what is written or removed there would be elsewhere."""
+    """Raise StorageError if ``path`` is a link: writing or removing there would change another place."""
     if path.is_symlink():
         raise StorageError(
-            f"{path} is a link, and what is written or removed there would be elsewhere. Remove the link, or name the "
-            "place that it leads to."
+            f"{path} is a link: writing or removing there would change another place. Remove the link, or name its "
+            "target."
         )
 
 
 def open_to_write(path: Path, *, append: bool) -> int:
-    """A descriptor of a plain file, made if it is not there; never through a link, and never emptied.
+    """Open a plain file for writing and return its descriptor; creates it, follows no link, and empties nothing.
 
     Without ``append`` the file must be new. Raises OSError.
     """
     how = os.O_APPEND if append else os.O_EXCL
-    # NONBLOCK: the open of a pipe would wait for its reader.
+    # NONBLOCK: opening a pipe would wait for its reader.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how
     try:
         fd = os.open(path, flags, 0o666)
@@ -76,12 +76,12 @@ def open_to_write(path: Path, *, append: bool) -> int:
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise StorageError(f"{path} is no plain file, and a run writes there. Remove it.")
+        raise StorageError(f"{path} is not a plain file, and a run writes there. Remove it.")
     return fd
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Put a new file with ``text`` at ``path``; what had the name, be it a link, is not written to. Raises OSError."""
+    """Put a new file with ``text`` at ``path``; writes to nothing that has the name, such as a link. Raises OSError."""
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}-{os.urandom(4).hex()}")
     with os.fdopen(open_to_write(beside, append=False), "w", encoding="utf-8") as file:
         try:
@@ -95,11 +95,11 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A plain file, to read. A pipe or a device is refused instead of waited for. Raises OSError."""
+    """Open a plain file for reading. Refuses a pipe or a device instead of waiting for it. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise StorageError(f"Cannot read {path}: it is no plain file. Copy a file there.")
+            raise StorageError(f"Cannot read {path}: it is not a plain file. Copy a file there.")
         yield file
 
 
@@ -122,8 +122,7 @@ def read_small(path: Path, *, limit_bytes: int = JSON_LIMIT_BYTES) -> bytes:
 
 
 def parse_json(data: bytes | bytearray | str, *, repeated: bool = True) -> Any:
-    """What JSON text says. Raises ValueError for whatever is wrong with it, also for names that are ``repeated`` if
-    those are not accepted."""
+    """Parse JSON text. Raises ValueError for any defect, and for repeated names unless ``repeated``."""
     try:
         return json.loads(data, object_pairs_hook=None if repeated else _once)
     except (RecursionError, MemoryError) as error:
@@ -134,5 +133,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{twice[:200]!r} stands there twice")
+        raise ValueError(f"{twice[:200]!r} occurs twice")
     return found

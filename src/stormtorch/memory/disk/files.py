@@ -1,18 +1,18 @@
-"""Files: existing ones to read, new ones that stay, and the ground that scratch files stand on.
+"""Files: existing ones to read, new ones that remain, and the base of scratch files.
 
 How it works. A file is opened once and serves requests (``file_requests``) from a few threads of its own, which sit in
-``preadv`` and ``pwritev`` without the GIL. Large blocks are what makes Python threads good enough: a block of 8 MiB
-lasts milliseconds, and one hand-over of the GIL is lost in it; at 1 MiB it is not.
+``preadv`` and ``pwritev`` without the GIL. Large blocks make Python threads good enough: a block of 8 MiB takes
+milliseconds, and one hand-over of the GIL hardly counts; at 1 MiB it does.
 
-Direct I/O is taken where it is real. The page cache would hold every byte a second time, in the RAM that offloading is
-short of, and would write it back at moments of its own choosing. ``open`` proves nothing, because tmpfs accepts the
-flag and ignores it: so the filesystem's type is asked first, and an aligned transfer is tried after that. The flag is
-set on the open descriptor, hence a refusal needs no second open, which a file without a name could not have.
+Direct I/O is used where it is real. The page cache would hold every byte a second time, in the RAM that offloading is
+short of, and would write it back at times of its own choosing. A successful ``open`` proves nothing, because tmpfs
+accepts the flag and ignores it: so the filesystem's type is checked first, and an aligned transfer is tried after that.
+The flag is set on the open descriptor, so a refusal needs no second open, which a file without a name could not have.
 
 Roads not taken. *mmap*: page faults move 4 KiB at a time, errors arrive as SIGBUS, and dirty pages follow the kernel's
 schedule instead of ours. *io_uring*: four blocking threads already reach the device's limit with a tenth of a core,
-while it is forbidden in many containers and needs native code. *O_SYNC*: scratch need not survive a power cut, and what
-must does so by one ``flush`` at its end instead of one per write.
+while it is forbidden in many containers and needs native code. *O_SYNC*: scratch need not survive a power cut, and
+files that must do so by one ``flush`` at their end instead of one per write.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
 class FileOptions(TypedDict, total=False):
-    """What every kind of file accepts."""
+    """Options of every kind of file."""
 
     direct: bool | Literal["auto"]  # "auto": where it is real
     threads: int  # blocks in flight at most; 4
@@ -57,8 +57,8 @@ class File:
     """An open file of ``size_bytes``. ``mode`` and ``mode_reason`` say how it is accessed.
 
     Addresses and offsets of requests must be multiples of ``alignment``; lengths need not. Any thread may use it.
-    Requests run at the same time and in no order: who reads what another wrote waits for that future first. A process
-    made by a fork may close it, and nothing else.
+    Requests run at the same time and in no order: before reading what another request writes, wait for its future. A
+    process made by a fork may only close it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class File:
         writable: bool,
         **options: Unpack[FileOptions],
     ) -> None:
-        """Takes ``descriptor`` over; if it raises, the caller closes it. ``where`` tells the filesystem.
+        """Takes ``descriptor`` over; if this raises, the caller closes it. ``where`` is on the filesystem to check.
 
         Users call ``open_file`` etc.
         """
@@ -101,23 +101,23 @@ class File:
         return self._submit(bytes_of(buffer, writable=True), offset, write=False)
 
     def pwrite(self, buffer: Buffer, offset: int) -> Future[int]:
-        """Start to write ``buffer`` at ``offset``, inside the size of the file; does not block. Else as ``pread``."""
+        """Start to write ``buffer`` at ``offset``, inside the file's size; does not block. Otherwise like ``pread``."""
         return self._submit(bytes_of(buffer, writable=False), offset, write=True)
 
     def read(self, buffer: Buffer, offset: int) -> int:
-        """``pread`` that blocks. Ctrl-C gets through; blocks under way then still arrive in the buffer."""
+        """``pread`` that blocks. Ctrl-C gets through; blocks that are being read then still arrive in the buffer."""
         with interruptible() as stop:
             return self._submit(bytes_of(buffer, writable=True), offset, write=False, stop=stop).result()
 
     def write(self, buffer: Buffer, offset: int) -> int:
-        """``pwrite`` that blocks. Ctrl-C gets through; blocks under way are then still written."""
+        """``pwrite`` that blocks. Ctrl-C gets through; blocks that are being written are then finished."""
         with interruptible() as stop:
             return self._submit(bytes_of(buffer, writable=False), offset, write=True, stop=stop).result()
 
     def flush(self) -> None:
         """Block until finished writes would survive a power cut; wait for their futures first.
 
-        This says nothing of the file's name: who renames a file to publish it syncs the directory too.
+        This does not cover the file's name: code that renames a file to publish it must sync the directory too.
         """
         self._requests.flush()
 
@@ -129,9 +129,9 @@ class File:
     def close(self, *, cancel: bool = False) -> None:
         """Refuse new requests, finish the accepted ones, end the threads, close the descriptor. Idempotent.
 
-        With ``cancel`` only the blocks under way are finished, and the futures of requests that lack others raise
+        With ``cancel`` only the running blocks are finished, and the futures of requests that lack others raise
         StorageError (ECANCELED); leaving a ``with`` block by an exception does that. Blocks; if interrupted, call it
-        again. Not to be called from a future's callback, which runs on one of the threads that it waits for.
+        again. Do not call it from a future's callback, which runs on one of the threads that it waits for.
         """
         self._requests.close(cancel=cancel)
 
@@ -147,8 +147,8 @@ class File:
     ) -> Transfer:
         end = offset + len(view)
         if write and not self.writable:
-            raise SettingError(f"Cannot write to {self.name}: it was opened to read. Make a new one with create_file.")
-        # Where someone else's file ends is for the kernel to say; the size of ours was fixed at its creation.
+            raise SettingError(f"Cannot write to {self.name}: it was opened for reading. Use create_file.")
+        # The kernel knows where a foreign file ends; the size of ours was fixed at its creation.
         if offset < 0 or (self.writable and end > self.size_bytes):
             raise SettingError(
                 f"Bytes {offset} to {end} are not inside {self.name}, which has {self.size_bytes} bytes."
@@ -170,7 +170,7 @@ class File:
 
 
 def open_file(path: Path | str, **options: Unpack[FileOptions]) -> File:
-    """An existing regular file of any size, to read. Changes nothing."""
+    """Open an existing regular file of any size for reading. Changes nothing."""
     path, calls = Path(path), options.get("calls", SystemCalls())
     flags = os.O_RDONLY | os.O_NONBLOCK  # NONBLOCK: a named pipe would wait for its writer
     try:
@@ -185,7 +185,7 @@ def open_file(path: Path | str, **options: Unpack[FileOptions]) -> File:
 
 
 def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> File:
-    """A new file of exactly ``size`` bytes, preallocated, to read and write; it stays after ``close``.
+    """Create a file of exactly ``size`` bytes, preallocated, for reading and writing; it remains after ``close``.
 
     Never replaces a file; if it cannot be made in full, nothing is left. No ledger is charged: it is the user's file.
     """
@@ -200,14 +200,14 @@ def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> 
             preallocate(descriptor, size, path.parent)
             return File(descriptor, where=path, size_bytes=size, writable=True, **options)
     except BaseException:
-        with contextlib.suppress(OSError):  # what went wrong first is what the user must hear
+        with contextlib.suppress(OSError):  # the first error is the one that the user must see
             calls.unlink(str(path))
         raise
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """A stop for the request of a blocking call, made before it so that Ctrl-C finds no moment between the two."""
+    """A stop event for the request of a blocking call, made before it: Ctrl-C finds no gap between the two."""
     stop = threading.Event()
     try:
         yield stop
@@ -217,7 +217,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def closed_on_error(descriptor: Descriptor) -> Iterator[None]:
-    """Closes ``descriptor`` if the block raises, whether or not a ``File`` had it by then."""
+    """Close ``descriptor`` if the block raises, whether or not a ``File`` has taken it over."""
     try:
         yield
     except BaseException:
@@ -226,8 +226,8 @@ def closed_on_error(descriptor: Descriptor) -> Iterator[None]:
 
 
 def preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
-    """Give ``[0, size)`` of a new file its place on the disk, so that a full one is noticed now, not hours later."""
-    free = limits.disk_bytes(directory)[0]  # asked before, since a failed attempt may keep what it got for a while
+    """Allocate ``[0, size)`` of a new file on the disk, so that a full disk is noticed now, not hours later."""
+    free = limits.disk_bytes(directory)[0]  # read first: a failed attempt may keep its space for a while
     try:
         if size:
             descriptor.calls.fallocate(descriptor.number, 0, size)
@@ -239,9 +239,9 @@ def preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
 
 
 def _choose_mode(descriptor: Descriptor, file: File, where: Path, direct: bool | Literal["auto"]) -> tuple[Mode, str]:
-    """The mode and its reason; leaves O_DIRECT on ``descriptor`` accordingly."""
+    """Choose the mode, and set O_DIRECT on ``descriptor`` accordingly; returns it with its reason."""
     if not isinstance(direct, bool) and direct != "auto":
-        raise SettingError(f"direct={direct!r} is not accepted. Accepted: 'auto', True, False.")
+        raise SettingError(f"direct={direct!r} is not valid. Accepted: 'auto', True, False.")
     if direct is False:
         return "buffered", "direct=False"
     kind = descriptor.calls.filesystem_type(where)
@@ -258,7 +258,7 @@ def _choose_mode(descriptor: Descriptor, file: File, where: Path, direct: bool |
 
 
 def _try_direct(descriptor: Descriptor, file: File, kind: str) -> str | None:
-    """Set O_DIRECT and move one unit; what is in the way, or None. A writable file is new: zeros replace zeros."""
+    """Set O_DIRECT and move one unit; returns the obstacle, or None. A writable file is new: zeros replace zeros."""
     fd, calls, block = descriptor.number, descriptor.calls, memoryview(mmap.mmap(-1, ALIGNMENT))
     try:
         calls.set_direct(fd, True)

@@ -1,28 +1,28 @@
-"""Requests: bytes on their way between a buffer and a range of an open file.
+"""Requests: transfers between a buffer and a range of an open file.
 
-A request is cut into blocks. Up to ``threads`` runners of the file's pool each take the next block that nobody has
-taken, until none is left or one has failed; the last runner to leave resolves the one future of the whole. So a request
-is never half resolved: while its future is pending a thread may still touch the buffer, and once it is done none will.
+A request is cut into blocks. Up to ``threads`` runners of the file's pool each take the next free block, until none is
+left or one has failed; the last runner to leave resolves the one future of the whole. So a request is never half
+resolved: while its future is pending a thread may still touch the buffer, and once it is done none will.
 
 Short transfers. The kernel may move less than it was asked to. The loop goes on from where it stopped; with direct I/O
 from the alignment boundary before that place, moving a few bytes twice, because the kernel takes no other offset. Only
-a call that reaches no further than an earlier one counts as a stall. End of file is a stall that will not pass, and
-some look like one that might (a file cut inside a sector returns the same few bytes for ever), so stalls are counted
-and end in an error with the numbers.
+a call that reaches no further than an earlier one counts as a stall. End of file is a permanent stall, and some cases
+look like a temporary one (a file cut inside a sector returns the same few bytes for ever), so stalls are counted and
+end in an error with the numbers.
 
-The tail. Direct I/O also takes no unaligned length. What a request has beyond the last whole alignment unit goes
-through a bounce block of one unit. A write reads that unit first and keeps what lies behind the request, unless the
-caller says that nothing does. No lock is needed for that: starts are aligned, so two requests that share a unit overlap
-anyway.
+The tail. Direct I/O takes no unaligned length either. The bytes of a request beyond the last whole alignment unit go
+through a bounce block of one unit. A write reads that unit first and keeps the bytes behind the request, unless the
+caller says that there are none. No lock is needed for that: starts are aligned, so two requests that share a unit
+overlap anyway.
 
 Ctrl-C may come at any instruction of the main thread. Inside the start of a thread it leaves one that the pool does not
-know, so the queue counts the runners at work itself and closes the descriptor after the last. Between two runners it
-leaves a request whose future nobody will get: the runners that have not begun are withdrawn, and the others end with
-their block. And one that comes just before the main thread falls asleep on a lock is not seen until it wakes, so
-waiting for a future wakes now and then.
+know, so the queue itself counts the running runners and closes the descriptor after the last. Between two runners it
+leaves a request whose future the caller never gets: runners that have not begun are withdrawn, and the others end with
+their block. A Ctrl-C just before the main thread falls asleep on a lock is not seen until it wakes, so waiting for a
+future wakes up now and then.
 
-A fork copies the file without its threads, and the locks in whatever state they were. So the child touches none of
-them: every use is refused by the process number alone, and ``close`` closes the child's descriptor and nothing else.
+A fork copies the file without its threads, and the locks in any state. So the child touches none of them: every use is
+refused by the process number alone, and ``close`` only closes the child's descriptor.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
 
 
 class Transfer(Future[int]):
-    """The future of a request: its number of bytes. Ctrl-C gets through within a tick, however long the disk takes."""
+    """The future of a request: its number of bytes. Ctrl-C gets through within a tick, however slow the disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class Transfer(Future[int]):
     def result(self, timeout: float | None = None) -> int:
         if os.getpid() != self._process and not self.done():
             raise StorageError(
-                "Cannot wait for this request: it runs in the process that made it. Ask again after the fork, of a "
-                "file opened there."
+                "Cannot wait for this request: it runs in the process that made it. Open the file again "
+                "after the fork, and repeat it."
             )
         if timeout is None:
             _wait(self)
@@ -94,7 +94,7 @@ class Transfer(Future[int]):
 
 
 def _wait(future: Future[Any]) -> None:
-    """Block until ``future`` is done. Looks at ``done``, since its own error may be a TimeoutError too (ETIMEDOUT)."""
+    """Block until ``future`` is done. Checks ``done``, since its own error may be a TimeoutError too (ETIMEDOUT)."""
     while not future.done():
         with contextlib.suppress(TimeoutError):
             Future.exception(future, _TICK_S)
@@ -102,14 +102,14 @@ def _wait(future: Future[Any]) -> None:
 
 @dataclass(slots=True)
 class Ending:
-    """What is called when a request ends, just before its future resolves."""
+    """A call at the end of a request, just before its future resolves."""
 
     call: Callable[[], None]
-    owed: bool = False  # the request has begun, hence will make the call, even if starting it raises
+    owed: bool = False  # the request has begun, so it will make the call, even if starting it raises
 
 
 class RequestQueue:
-    """One descriptor, which it owns, with the threads that serve it; they start when first needed."""
+    """One descriptor, which it owns, and the threads that serve it; they start when first needed."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class RequestQueue:
         self.size_bytes, self.alignment, self.block_bytes, self.sink = size_bytes, alignment, block_bytes, sink
         self.closed = False
         self.cancelled = False
-        self._descriptor = descriptor  # requests hold the queue, so none is under way when the last holder lets it go
+        self._descriptor = descriptor  # requests hold the queue, so none is running when the last holder drops it
         self._threads = threads
         self._lock = threading.Lock()
         self._at_work = 0  # runners that may use the descriptor
@@ -147,10 +147,10 @@ class RequestQueue:
         ending: Ending | None,
         stop: threading.Event | None,
     ) -> Transfer:
-        """Start one request, or raise before anything moved; Ctrl-C may raise later, and ``ending`` then says so.
+        """Start one request, or raise before anything moved; Ctrl-C may raise later; ``ending`` then shows it.
 
-        ``padded``: nothing of value lies between the end of this write and the next alignment boundary. ``stop``, once
-        set, lets no further block begin.
+        ``padded``: the bytes between the end of this write and the next alignment boundary may be overwritten.
+        ``stop``, once set, lets no further block begin.
         """
         self.refuse_after_fork()
         if self.alignment > 1 and len(view):
@@ -183,7 +183,7 @@ class RequestQueue:
             raise storage_error(f"flush {self.name}", error) from error
 
     def close(self, *, cancel: bool) -> None:
-        """Refuse new requests, wait for the accepted ones (with ``cancel`` only for blocks under way), close."""
+        """Refuse new requests, wait for the accepted ones (with ``cancel`` only for running blocks), close."""
         try:
             if self._descriptor.inherited:
                 self.closed = True
@@ -201,7 +201,7 @@ class RequestQueue:
             raise storage_error(f"close {self.name}", error) from error
 
     def refuse_after_fork(self) -> None:
-        """Raise in a process that has no threads to serve this file. Comes before any lock; see the essay."""
+        """Raise in a process that has no threads to serve this file. Runs before any lock; see the top."""
         if self._descriptor.inherited:
             raise StorageError(
                 f"Cannot use {self.name}: it belongs to the process it was opened in; open it again after the fork."
@@ -209,7 +209,7 @@ class RequestQueue:
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[bool]:
-        """Around all use of the descriptor on another thread: nobody closes it. Gives False if it is closed already."""
+        """Keep the descriptor open while another thread uses it. Yields False if it is closed already."""
         with self._lock:
             is_open = self.fd >= 0
             self._at_work += 1
@@ -233,7 +233,7 @@ class RequestQueue:
 class Request:
     """Bytes between one buffer and ``[offset, offset + size)`` of a file. ``future`` gives their number or raises.
 
-    The future cannot be cancelled, since a block that the kernel is filling cannot be; ``stop`` skips the others.
+    The future cannot be cancelled, since a block that the kernel is filling cannot be; ``stop`` skips the rest.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Request:
         self._start_s = time.perf_counter()
 
     def start(self, pool: ThreadPoolExecutor, runners: int) -> None:
-        """Queue ``runners`` of them; does not block. Whatever happens, with any runners the future will resolve.
+        """Queue ``runners`` of them; does not block. With at least one runner, the future always resolves.
 
         The caller holds the queue's lock, without which no runner gets to its first block.
         """
@@ -271,29 +271,29 @@ class Request:
             self._waiting = set(range(runners))
             for runner in range(runners):
                 pool.submit(self._run, runner)
-        except RuntimeError as error:  # no thread could be started, or the interpreter is going down
+        except RuntimeError as error:  # no thread could be started, or the interpreter is exiting
             failure = StorageError(
                 f"Cannot {self._words(self._offset)}: {error}. Raise ulimit -u, or use fewer threads."
             )
             failure.__cause__ = error
             self._leave(failure, withdraw=True)
         except BaseException:
-            self._stop.set()  # nobody gets the future, so nobody wants the blocks that have not begun
+            self._stop.set()  # the caller will not get the future, so blocks that have not begun are not wanted
             self._leave(None, withdraw=True)
             raise
 
     def resolve(self) -> None:
-        """Called once, after the last runner has left: forget the buffer, tell the sink, then the future."""
+        """Release the buffer, tell the sink, then resolve the future. Called once, after the last runner has left."""
         error, self._error, self._view = self._error, None, None
         if isinstance(error, StorageError):
-            # Tracebacks hold frames that hold the buffer; a future that someone keeps must not keep gigabytes.
+            # Tracebacks hold frames that hold the buffer; a future that user code keeps must not keep gigabytes.
             error.__traceback__ = None
             if error.__cause__ is not None:
                 error.__cause__.__traceback__ = None
         if error is None and self._next < self._end:
             why = "its caller was interrupted" if self._stop.is_set() else "its file was closed"
             error = StorageError(
-                f"Cannot {self._words(self._next)}: cancelled, because {why}. Ask again if still wanted."
+                f"Cannot {self._words(self._next)}: cancelled, because {why}. Repeat it if still wanted."
             )
             error.errno = errno.ECANCELED
         if self._ending is not None:
@@ -302,7 +302,7 @@ class Request:
             size, seconds = self._end - self._offset, time.perf_counter() - self._start_s
             try:
                 self._queue.sink(FileAccess(self._queue.name, self._write, size, self._start_s, seconds))
-            except BaseException as broken:  # a sink must not raise, not even SystemExit; else the caller hears of it
+            except BaseException as broken:  # a sink must not raise, not even SystemExit; else the caller is told
                 error = broken
         if error is None:
             self.future.set_result(self._end - self._offset)
@@ -325,7 +325,7 @@ class Request:
             self._leave(error)
 
     def _leave(self, error: BaseException | None, *, withdraw: bool = False) -> None:
-        """One running runner ends, or with ``withdraw`` those who have not begun; the last resolves the future."""
+        """End one running runner, or with ``withdraw`` those that have not begun; the last resolves the future."""
         with self._lock:
             self._error = self._error or error
             if withdraw:
@@ -341,7 +341,7 @@ class Request:
         with self._lock:
             begin = self._next
             if begin == self._offset:
-                self._start_s = time.perf_counter()  # time in the queue is not time of the disk
+                self._start_s = time.perf_counter()  # time in the queue is not the disk's
             stopped = self._queue.cancelled or self._stop.is_set()
             if stopped or self._error is not None or begin == self._end:
                 return False
@@ -374,7 +374,7 @@ class Request:
                 raise storage_error(f"set the end of {queue.name} to {queue.size_bytes}", error) from error
 
     def _move(self, view: memoryview, offset: int, wanted: int, *, write: bool) -> None:
-        """Move at least the first ``wanted`` bytes of ``view``; the essay explains short transfers."""
+        """Move at least the first ``wanted`` bytes of ``view``; the module's docstring explains short transfers."""
         queue = self._queue
         call = queue.calls.pwrite if write else queue.calls.pread
         position = got = stalls = 0

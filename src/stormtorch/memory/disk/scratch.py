@@ -1,14 +1,14 @@
 """Scratch: one preallocated file without a name, divided into extents.
 
 It is unnamed from the start (``O_TMPFILE``), or loses its name at once: the kernel frees the space when the process
-ends, however it ends, and no later run can read back what an earlier one left. A directory of files named by tensor is
-the road not taken: they pile up after a crash, and each of them can fail to be created when training is under way.
+ends, however it ends, and no later run can read what an earlier one left. The road not taken: a directory of files
+named by tensor. They pile up after a crash, and each of them can fail to be created in the middle of training.
 
-Space comes back by two ways, both of which may lead through a finalizer: the garbage collector runs it wherever it
-likes, hence also on a thread that is inside ``take`` and holds the lock. So neither way takes the lock. Each leaves a
-line in a queue of news, whose ``append`` is one step, and whoever holds the lock next reads the news before anything
-else; nobody can tell the difference. A re-entrant lock is the road not taken: it would let the finalizer in while the
-lists of extents are half changed.
+Space comes back in two ways, and both may run in a finalizer: the garbage collector runs it at any point, hence also on
+a thread that is inside ``take`` and holds the lock. So neither way takes the lock. Each appends to a queue of news,
+which is one atomic step, and the next holder of the lock reads the news before anything else; callers see no
+difference. The road not taken: a re-entrant lock. It would let the finalizer in while the lists of extents are half
+changed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .calls import Descriptor, SystemCalls, storage_error
 from .files import ALIGNMENT, File, FileOptions, closed_on_error, interruptible, preallocate
 from .requests import Buffer, Ending, Transfer, bytes_of
 
-_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR})  # EISDIR: kernels that do not know the flag
+_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR})  # EISDIR: from kernels without the flag
 
 
 class _Place:
-    """Where an extent lies and who needs it. It knows no file, so that news about it does not keep one alive."""
+    """An extent's position and uses. It refers to no file, so that news about it does not keep one alive."""
 
     __slots__ = ("given", "offset", "size_bytes", "taken", "uses")
 
     def __init__(self, offset: int, size_bytes: int) -> None:
-        self.offset, self.size_bytes = offset, size_bytes  # as the file's extents know it
+        self.offset, self.size_bytes = offset, size_bytes  # as in the file's extents
         self.given, self.taken = False, True
-        self.uses: frozenset[object] = frozenset()  # one key per request under way
+        self.uses: frozenset[object] = frozenset()  # one key per running request
 
 
 class FileExtent:
@@ -56,27 +56,27 @@ class FileExtent:
         self._place = place
 
     def pread(self, buffer: Buffer, offset: int = 0) -> Future[int]:
-        """As ``File.pread``."""
+        """Like ``File.pread``."""
         return self.file._submit_in(self, bytes_of(buffer, writable=True), offset, write=False)
 
     def pwrite(self, buffer: Buffer, offset: int = 0) -> Future[int]:
-        """As ``File.pwrite``."""
+        """Like ``File.pwrite``."""
         return self.file._submit_in(self, bytes_of(buffer, writable=False), offset, write=True)
 
     def read(self, buffer: Buffer, offset: int = 0) -> int:
-        """As ``File.read``; blocks."""
+        """Like ``File.read``; blocks."""
         with interruptible() as stop:
             view = bytes_of(buffer, writable=True)
             return self.file._submit_in(self, view, offset, write=False, stop=stop).result()
 
     def write(self, buffer: Buffer, offset: int = 0) -> int:
-        """As ``File.write``; blocks."""
+        """Like ``File.write``; blocks."""
         with interruptible() as stop:
             view = bytes_of(buffer, writable=False)
             return self.file._submit_in(self, view, offset, write=True, stop=stop).result()
 
     def give_back(self) -> None:
-        """Return the space; its content is lost. What a request still uses follows when that ends. Idempotent.
+        """Return the space; its content is lost. Space that a request still uses follows when that ends. Idempotent.
 
         Takes no lock: a finalizer may call it, at any moment and on any thread.
         """
@@ -89,9 +89,9 @@ class ScratchFile(File):
     def __init__(
         self, directory: Path, size_bytes: int, reservation: Reservation, **options: Unpack[FileOptions]
     ) -> None:
-        """Takes ``reservation`` over, unless it raises. Users call ``create_scratch``."""
+        """Takes ``reservation`` over, unless this raises. Users call ``create_scratch``."""
         descriptor = _open_unnamed(directory, options.get("calls", SystemCalls()))
-        # By ``close`` or by being forgotten. An interrupted close still holds the descriptor, and with it the space.
+        # By ``close``, or when dropped. An interrupted close still holds the descriptor, and with it the space.
         descriptor.freed = reservation.release
         with closed_on_error(descriptor):
             preallocate(descriptor, size_bytes, directory)
@@ -102,14 +102,14 @@ class ScratchFile(File):
 
     @property
     def free_bytes(self) -> int:
-        """What is not taken. An extent takes whole alignment units."""
+        """Bytes that are not taken. An extent takes whole alignment units."""
         self._requests.refuse_after_fork()
         with self._extents_lock:
             self._read_news()
             return self.size_bytes - self._extents.taken_bytes
 
     def take(self, size: int) -> FileExtent:
-        """An extent of ``size`` bytes at an aligned offset, or OutOfBudget. Its content is undefined."""
+        """Take an extent of ``size`` bytes at an aligned offset, or raise OutOfBudget. Its content is undefined."""
         self._requests.refuse_after_fork()
         size_taken = round_up(parse_bytes(size), ALIGNMENT)
         with self._extents_lock:
@@ -152,25 +152,26 @@ class ScratchFile(File):
                 view,
                 extent.offset + offset,
                 write=write,
-                padded=end == extent.size_bytes,  # behind an extent's end lies its own padding
+                padded=end == extent.size_bytes,  # an extent ends with its own padding
                 ending=ending,
                 stop=stop,
             )
         except BaseException:
-            # Ctrl-C may come when the request has begun; its own end then says so, and the kernel uses the place until.
+            # Ctrl-C may come when the request has begun; its own end then makes the call, and the kernel uses the place
+            # until then.
             if not ending.owed:
                 ending.call()
             raise
 
     def _read_news(self) -> None:
-        """Bring the extents up to date; the caller holds the lock. A line goes when it is read, lest Ctrl-C lose it."""
+        """Bring the extents up to date; the caller holds the lock. Removes an entry last, lest Ctrl-C lose it."""
         while self._news:
             place, use = self._news[0]
             if use is None:
                 place.given = True
             else:
                 place.uses -= {use}
-            # Nobody else may take the place while the kernel still reads or writes it for this one.
+            # The next user may take the place only when the kernel no longer reads or writes it for this one.
             if place.given and not place.uses and place.taken:
                 place.taken = False
                 self._extents.give(place.offset, place.size_bytes)
@@ -180,7 +181,7 @@ class ScratchFile(File):
 def create_scratch(
     directory: Path | str, size: int, *, ledger: Ledger, tag: Tag, **options: Unpack[FileOptions]
 ) -> ScratchFile:
-    """A scratch file of ``size`` bytes, rounded up to the alignment, in an existing ``directory``.
+    """Create a scratch file of ``size`` bytes, rounded up to the alignment, in an existing ``directory``.
 
     Charges ``ledger`` before the file exists and until it is closed. If it raises, nothing is left or charged.
     """
@@ -197,7 +198,7 @@ def _open_unnamed(directory: Path, calls: SystemCalls) -> Descriptor:
     name = f"scratch file in {directory}"
     try:
         try:
-            # EXCL: nobody can give it a name afterwards.
+            # EXCL: it can never be given a name.
             flags = os.O_RDWR | os.O_TMPFILE | os.O_EXCL
             return Descriptor(calls.open(str(directory), flags, 0o600), name, calls)
         except OSError as error:

@@ -5,10 +5,10 @@ page (8 GiB take seconds where mapping, touching and registering take a fraction
 schedule of its own. Why not ``cudaHostAlloc``: such memory cannot have huge pages, cannot be shared with another
 process, and cannot fall back to pageable when the system refuses to lock it.
 
-Every tensor made from an arena keeps its mapping alive, with the page-lock and the charge in the ledger: an arena that
-is merely dropped goes when its last tensor does. ``close`` ends lock and charge at once; a tensor that outlives it
-still reads valid memory, never a dangling address, but memory that is pageable and that nobody counts. A forked child
-has no access to a page-locked arena.
+Every tensor made from an arena keeps its mapping alive, with the page-lock and the ledger's charge: an arena that is
+merely dropped ends with its last tensor. ``close`` ends lock and charge at once; a tensor that outlives it still reads
+valid memory, never a dangling address, but that memory is pageable and no longer counted. A forked child has no access
+to a page-locked arena.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .pinning import PageLock
 from .region import GRAIN, Region, attach_region, map_private, map_shared
 
 PAGE = mmap.PAGESIZE
-_REGION_LIMIT = 64 * GiB  # one registration; drivers refuse very large ones, and a copy must not cross two
-_REGION_AIM = 512 * MiB  # where sizes are known: one is locked while the next is touched, and the driver is soon free
+_REGION_LIMIT = 64 * GiB  # of one registration; drivers refuse very large ones, and a copy must not cross two
+_REGION_AIM = 512 * MiB  # if sizes are known: one is locked while the next is touched, and the driver is soon free
 
 
 def natural_alignment(size: int) -> int:
-    """Alignment for ``size`` bytes: a cache line for what is large, less where that costs over 1/64 of the size."""
+    """Alignment for ``size`` bytes: a cache line for large sizes, less where that costs over 1/64 of the size."""
     return 64 if size >= 4096 else 32 if size >= 2048 else GRAIN
 
 
@@ -61,7 +61,7 @@ class HostBlock:
     __slots__ = ("_arena", "_region", "offset", "size")
 
     def __init__(self, arena: HostArena, region: Region | None, offset: int, size: int) -> None:
-        """``region`` is None for an empty block, which lies nowhere."""
+        """``region`` is None for an empty block, which has no memory."""
         self._arena: HostArena | None = arena
         self._region = region
         self.offset, self.size = offset, size
@@ -111,10 +111,10 @@ class HostArena:
     ) -> None:
         """Maps, touches and page-locks everything now. ``capacity``: bytes, or those of each region (``regions_for``).
 
-        With ``page_lock`` given and refused, the arena stays pageable and says so. ``lock_behind`` leaves touching and
-        locking, nearly all of the time that this takes, to a thread: the memory is there for the CPU, and for lanes
-        once it is ``settled``. ``fill_later`` maps only: ``fill`` does the rest. ``returning_bytes`` are in use now,
-        and will be freed as the arena is filled.
+        If ``page_lock`` is refused, the arena remains pageable and tells the user. ``lock_behind`` leaves touching and
+        locking, nearly all of the time that this takes, to a thread: the CPU may use the memory at once, and lanes once
+        it is ``settled``. ``fill_later`` maps only: ``fill`` does the rest. ``returning_bytes`` are in use now, and
+        will be freed as the arena is filled.
         """
         sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
         self.capacity_bytes = sum(sizes)
@@ -145,7 +145,7 @@ class HostArena:
     def attach(cls, shared: SharedArena, *, page_lock: PageLock | None = None) -> HostArena:
         """Map an arena that another process made with ``shared=True``.
 
-        Its owner carries the charge; nothing can be allocated here.
+        The owner carries the charge; nothing can be allocated here.
         """
         arena = cls.__new__(cls)
         arena.capacity_bytes = sum(shared.region_bytes)
@@ -161,7 +161,7 @@ class HostArena:
         return arena
 
     def fill(self, write: Callable[[int], None]) -> None:
-        """Have ``write`` touch and write each region, by index; each is page-locked while the next is written."""
+        """Let ``write`` touch and write each region, by index; each is page-locked while the next is written."""
 
         def written() -> Iterator[Region]:
             for region in self._regions:
@@ -185,13 +185,13 @@ class HostArena:
         if not self._hold.behind:
             self._hold.settle()
             if self._hold.refusal is not None and settle_others(self._hold):
-                self._hold.lock(self._regions)  # others may have held what they have given back since
+                self._hold.lock(self._regions)  # other arenas may have returned locked memory since
                 self._hold.settle()
             self._hold.say_if_refused()
 
     @property
     def settled(self) -> bool:
-        """Whether it is known if all of it is page-locked."""
+        """Whether page-locking has ended, with or without success."""
         return self._hold.settled
 
     @property
@@ -204,7 +204,7 @@ class HostArena:
         self._hold.settle()
 
     def say_if_refused(self) -> None:
-        """Tell the user, once, that it could not be page-locked, if it could not."""
+        """Tell the user, once, if it could not be page-locked."""
         self._hold.say_if_refused()
 
     @property
@@ -233,12 +233,12 @@ class HostArena:
         raise OutOfBudget(
             f"Cannot allocate {format_bytes(size)} for {self.tag.name} from a host arena",
             f"{format_bytes(self.taken_bytes)} of {format_bytes(self.capacity_bytes)} taken, no hole is large enough",
-            "The limit is the size that the arena was planned with.",
-            "Plan it with regions_for the sizes that it must hold.",
+            "The limit is the size with which the arena was planned.",
+            "Plan it with regions_for() of the sizes that it must hold.",
         )
 
     def tensor(self, shape: Iterable[int], dtype: torch.dtype, *, alignment: int | None = None) -> torch.Tensor:
-        """A tensor for the life of the arena, where nobody will release the block."""
+        """A tensor for the life of the arena; its block is never released."""
         shape = tuple(parse_bytes(length) for length in shape)
         return self.allocate(math.prod(shape) * dtype.itemsize, alignment=alignment).tensor(dtype, shape)
 
@@ -285,7 +285,7 @@ class HostArena:
     def _give(self, region: Region, offset: int, size: int) -> None:
         """Put a block aside; the next call that holds the lock takes it back.
 
-        Blocks are released by finalizers too, and those may run on this very thread while it holds the lock.
+        Finalizers release blocks too, and they may run on this very thread while it holds the lock.
         """
         self._returned.append((region, offset, size))
 

@@ -1,4 +1,5 @@
-"""What an arena has of the system and gives back: page-locks, made at once or by a thread behind, and the charge."""
+"""Page-locks and the ledger's charge of an arena, given back together. A thread may make the locks in the
+background."""
 
 from __future__ import annotations
 
@@ -23,30 +24,32 @@ from ..books.ledger import Ledger, Reservation
 from .pinning import PageLock
 from .region import Region
 
-_PAUSE_S = 0.002  # between two regions that are locked behind: others have calls for the driver too
+_PAUSE_S = 0.002  # between two regions that are locked in the background: other threads call the driver too
 
 
 class Hold:
-    """What an arena must give back: page-locks, descriptors, the charge. Each region's end is tied to its last tensor.
+    """An arena's page-locks, descriptors and charge. Each region's end is tied to its last tensor.
 
-    The ties are made before anything is locked, so that an interrupt at any moment leaves nothing locked behind.
+    The ties are made before anything is locked, so that an interrupt at any moment leaves nothing locked.
     """
 
     def __init__(self, reservation: Reservation | None, page_lock: PageLock | None, *, behind: bool = False) -> None:
         self.reservation, self.page_lock, self.behind = reservation, page_lock, behind
-        self.touches = behind and page_lock is not None and can_touch_beside_writers()  # or whoever maps it does
+        # Whether the locking thread touches the pages; else the code that maps them does.
+        self.touches = behind and page_lock is not None and can_touch_beside_writers()
         self.owner_pid = os.getpid()
         self.locked: set[int] = set()
         self.locking, self.is_over = threading.Lock(), False
-        self.outcome: Future[bool] | None = None  # whether all is locked; None where nothing is to be
+        self.outcome: Future[bool] | None = None  # whether all is locked; None if nothing is to be locked
         self.refusal: StormError | None = None
         self.size_bytes = 0
         self.finalizers: list[weakref.finalize[[int, int | None], ctypes.Array[ctypes.c_ubyte]]] = []
 
     def add(self, region: Region) -> None:
-        """From here on the tensors of ``region`` alone keep it."""
+        """Tie ``region`` to its tensors, which alone keep it from here on."""
         finalizer = weakref.finalize(region.pages, self._end, region.address, region.descriptor)
-        finalizer.atexit = False  # a GPU may still be at work then; the end of the process unlocks in the right order
+        # A GPU may still be working at exit; the end of the process unlocks in the right order.
+        finalizer.atexit = False
         self.finalizers.append(finalizer)
         self.size_bytes += region.size
         del region.pages
@@ -83,11 +86,11 @@ class Hold:
                 page_lock.lock(region.address, region.size)
             except StormError as refusal:
                 self.locked.remove(region.address)
-                self.refusal = refusal.with_traceback(None)  # which would keep ``region``, and with it the memory
+                self.refusal = refusal.with_traceback(None)  # a traceback would keep ``region``, and with it the memory
 
     def _conclude(self, asked: list[Future[None]], regions: list[Region]) -> bool:  # noqa: ARG002
-        """Whether all are locked; if not, none is. ``regions``: kept until then, or their memory could go while it is
-        being unlocked."""
+        """Whether all are locked; if not, unlocks all. ``regions`` are kept until then: their memory must not go while
+        it is being unlocked."""
         for future in asked:
             future.result()
         with self.locking:
@@ -95,15 +98,15 @@ class Hold:
                 if self.reservation is not None:
                     self.reservation.pinned = True
                 return True
-            with contextlib.suppress(StormError):  # of a device that has failed, its owner was told
+            with contextlib.suppress(StormError):  # of a device that has failed, which was reported already
                 self._unlock_all()
-            if self.is_over and self.reservation is not None:  # an interrupted ``end_all`` may not have come to it
+            if self.is_over and self.reservation is not None:  # an interrupted ``end_all`` may not have released it
                 self.reservation.release()
         return False
 
     @property
     def settled(self) -> bool:
-        """Whether it is known if all is locked."""
+        """Whether locking has ended, with or without success."""
         return self.outcome is None or self.outcome.done()
 
     @property
@@ -118,10 +121,10 @@ class Hold:
             self.outcome.result()
 
     def say_if_refused(self) -> None:
-        """Tell the user, once."""
+        """Tell the user, once, if locking was refused."""
         if self.refusal is None:
             return
-        instead = "Optimizer states stay with the CPU" if self.behind else "Copies go through a small page-locked ring"
+        instead = "Optimizer states remain on the CPU" if self.behind else "Copies go through a small page-locked ring"
         say_once(
             f"Host page-lock refused for {format_bytes(self.size_bytes)} ({self.refusal}); the limit is "
             f"{limits.page_lock_limit()}. {instead} instead, more slowly.",
@@ -129,10 +132,11 @@ class Hold:
         )
 
     def end_all(self) -> None:
-        """End what has not ended. Goes through to the last region, then raises the first error."""
+        """End all regions that have not ended. Continues after an error, then raises the first one."""
         self.is_over = True
-        if self.owner_pid == os.getpid():  # a forked child has not the thread, but perhaps the lock that it held
-            with self.locking:  # another thread may be at it still, and can be undone only then
+        # A forked child does not have the thread, but may have a copy of the lock in its hold.
+        if self.owner_pid == os.getpid():
+            with self.locking:  # another thread may still be locking, which can be undone only afterwards
                 pass
         errors = []
         for finalizer in self.finalizers:
@@ -147,7 +151,7 @@ class Hold:
 
     def _end(self, address: int, descriptor: int | None) -> None:
         try:
-            # A forked child inherits this object, but the lock is its parent's.
+            # A forked child inherits this object, but the page-lock belongs to its parent.
             if self.owner_pid == os.getpid() and not sys.is_finalizing():
                 self._unlock(address)
         finally:
@@ -161,7 +165,7 @@ class Hold:
             self._unlock(address)
 
     def _unlock(self, address: int) -> None:
-        """Whoever takes it out of the set unlocks it: the thread that locks, or whoever ends the region."""
+        """Unlock a region once: done by the thread that removes it from the set, the locking or the ending one."""
         try:
             self.locked.remove(address)
         except KeyError:
@@ -171,7 +175,7 @@ class Hold:
 
 
 def cannot_lock(size_bytes: int, tag: Tag, ledger: Ledger, remedy: str) -> OutOfBudget:
-    """The error of whoever cannot do with pageable memory."""
+    """The error for callers that cannot use pageable memory."""
     return OutOfBudget(
         f"Cannot page-lock {format_bytes(size_bytes)} more of RAM for {tag.name}",
         f"{format_bytes(ledger.pinned_bytes)} are page-locked already",
@@ -180,11 +184,11 @@ def cannot_lock(size_bytes: int, tag: Tag, ledger: Ledger, remedy: str) -> OutOf
     )
 
 
-_BEHIND: weakref.WeakSet[Hold] = weakref.WeakSet()  # those that a thread locks, or has locked
+_BEHIND: weakref.WeakSet[Hold] = weakref.WeakSet()  # those that a background thread locks, or has locked
 
 
 def settle_others(asking: Hold) -> bool:
-    """Block until nobody is locking behind. True if somebody was: what is refused then may not be any more."""
+    """Block until no other background locking runs. True if one did: a lock that was refused may succeed now."""
     others = [hold.outcome for hold in list(_BEHIND) if hold is not asking and hold.outcome is not None]
     pending = [outcome for outcome in others if not outcome.done()]
     wait(pending)

@@ -24,7 +24,7 @@ class CudaPageLock:
     """Registers memory that we mapped ourselves with the CUDA driver."""
 
     def __init__(self, cuda: Driver, device: int) -> None:
-        """``device``: any that is in use, whichever thread asks; the memory is locked for all of them."""
+        """``device``: any device in use; the memory is locked for all of them, and any thread may call."""
         self._cuda, self._device = cuda, device
 
     def lock(self, address: int, size: int) -> None:
@@ -35,7 +35,7 @@ class CudaPageLock:
 
 
 def page_lock_for(device: torch.device) -> PageLock | None:
-    """How to page-lock memory for ``device``; None where that means nothing, as for a CPU device."""
+    """Page-locking for ``device``; None if the device needs none, such as the CPU."""
     if device.type != "cuda":
         return None
     cuda = driver()

@@ -1,5 +1,4 @@
-"""What this process has of RAM beside our own: memory that was freed goes back to the system, files that are mapped are
-page cache."""
+"""This process's other RAM: returns freed memory to the system, and recognises mapped files, which are page cache."""
 
 from __future__ import annotations
 
@@ -11,22 +10,22 @@ import torch
 from ...core.sizes import MiB
 
 _libc = ctypes.CDLL(None)
-_NOT_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")  # named, and RAM all the same
+_NOT_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")  # named, but RAM all the same
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system, which malloc keeps of pieces up to 32 MiB. On ARM torch has an allocator of
-    its own, which does so a moment after it was freed, when it is called again."""
-    if hasattr(_libc, "malloc_trim"):  # glibc has it
+    """Return freed memory to the system: malloc keeps pieces up to 32 MiB. On ARM torch has its own allocator, which
+    returns memory a moment after it was freed, when it is called again."""
+    if hasattr(_libc, "malloc_trim"):  # only glibc has it
         _libc.malloc_trim(0)
     torch.empty(MiB, dtype=torch.uint8, device="cpu")
 
 
 class MappedFiles:
-    """Where files are mapped, as it is now."""
+    """The present mappings of files."""
 
     def __init__(self, table: str | None = None) -> None:
-        """``table``: as in /proc/self/maps, for tests."""
+        """``table``: in the format of /proc/self/maps, for tests."""
         self._spans: list[tuple[int, int]] = []
         for line in (Path("/proc/self/maps").read_text() if table is None else table).splitlines():
             span, _, _, _, inode, *path = line.split(maxsplit=5)

@@ -13,7 +13,7 @@ from ...core.errors import OutOfBudget, SettingError
 from ...core.sizes import MiB, format_bytes, round_down
 from ..books.extents import Extents
 
-GRAIN = 16  # enough for every dtype and vector load; a finer grain would leave holes that nothing fits into
+GRAIN = 16  # enough for every dtype and vector load; a finer grain would leave holes that fit nothing
 _HUGE_PAGE = 2 * MiB
 
 
@@ -27,7 +27,7 @@ class Region:
         self.extents = Extents(size, grain=GRAIN)
         # Through a ctypes array, not from the mmap itself: its finalizer runs before the mapping ends, an mmap's after.
         self.pages = (ctypes.c_ubyte * size).from_buffer(mapping, start)
-        with torch.inference_mode(False):  # or a caller in that mode would get memory that lanes may not write
+        with torch.inference_mode(False):  # else a caller in that mode would get memory that lanes may not write
             self.bytes = torch.frombuffer(self.pages, dtype=torch.uint8)
 
     @property
@@ -46,13 +46,13 @@ def map_private(index: int, size: int, *, fork: bool) -> Region:
         raise OutOfBudget(
             f"Cannot map {format_bytes(size)} of RAM",
             f"the system refused: {error.strerror}",
-            "The limit is the system's, not ram.",
+            "The limit is the system's, not ram=.",
             "Raise ulimit -v, or vm.overcommit_memory, or lower ram.",
         ) from error
     start = -ctypes.addressof(ctypes.c_ubyte.from_buffer(mapping)) % _HUGE_PAGE
-    whole = round_down(size, _HUGE_PAGE)  # the tail stays in small pages: a huge one would exceed what was charged
+    whole = round_down(size, _HUGE_PAGE)  # the tail remains in small pages: a huge one would exceed the charge
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without transparent huge pages refuses: small ones work as well, only more slowly to lock.
+        # A kernel without transparent huge pages refuses: small ones work as well, but are slower to lock.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
     if not fork:
@@ -84,5 +84,5 @@ def attach_region(index: int, pid: int, descriptor: int, size: int) -> Region:
     except BaseException:
         os.close(opened)
         raise
-    region.extents = Extents(0)  # what is free is the owner's to know
+    region.extents = Extents(0)  # only the owner knows what is free
     return region

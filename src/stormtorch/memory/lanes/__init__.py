@@ -1,1 +1,1 @@
-"""Copies beside compute, on the GPU or on threads, and what orders them."""
+"""Copies beside compute, on the GPU or on threads, ordered by events and flags."""

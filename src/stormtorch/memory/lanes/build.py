@@ -2,8 +2,8 @@
 
 A lane takes copies, waits and signals in order and returns at once. Two lanes meet only through events (`record` on
 one, `wait` on the other) and flags (32-bit words that a CPU worker sees too). Loads and stores have a lane each,
-because one queue for both would serialise the two copy engines of a GPU. The compute lane stands for whatever stream
-the caller is computing on at that moment: it is looked up at each call, since recomputation in backward runs on another
+because one queue for both would serialise the two copy engines of a GPU. The compute lane stands for the stream on
+which the caller computes at that moment: it is looked up at each call, since recomputation in backward runs on another
 thread.
 
 Three kinds serve one interface:
@@ -41,9 +41,10 @@ from .staged import RING_BYTES, StagedCudaLane
 class Lanes:
     """The lanes of one device. ``load`` moves towards compute, ``store`` away from it.
 
-    ``aside`` is a second way in, for what need not wait where ``load`` waits: a lane works in order, and one that is
-    held back by a flag would hold back everything behind it. Where home is pageable it is ``load`` itself. ``ring``
-    is the page-locked memory through which both go where home is pageable; None where they need none."""
+    ``aside`` is a second lane towards compute, for copies that need not wait where ``load`` waits: a lane works in
+    order, and one that is held back by a flag holds back everything behind it. Where home memory is pageable, ``aside``
+    is ``load`` itself. ``ring`` is the page-locked memory through which both go where home memory is pageable; None
+    where they need none."""
 
     device: torch.device
     load: Lane
@@ -58,11 +59,11 @@ class Lanes:
             lane.synchronize()
 
     def record_all(self) -> tuple[Event, ...]:
-        """Events behind everything that was asked of any of them."""
+        """Events after all work that was queued on any of them."""
         return tuple(lane.record() for lane in (self.load, self.aside, self.store, self.compute))
 
     def close(self) -> None:
-        """Close all ways. Abort the flags that a lane may wait for first, or drain what leads to them."""
+        """Close all lanes. First abort the flags that a lane may wait for, or drain the work that sets them."""
         try:
             self.load.close()
         finally:
@@ -83,9 +84,8 @@ def open_lanes(
 ) -> Lanes:
     """Lanes for ``device``.
 
-    ``home`` is the arena to be copied from and to. If it could not be page-locked for a GPU, the lanes are staged
-    through a ring of ``ring_bytes`` that is charged to ``ledger``. Without ``home``, all host memory must be page-
-    locked.
+    ``home`` is the arena to copy from and to. If it could not be page-locked for a GPU, the lanes are staged through a
+    ring of ``ring_bytes`` that is charged to ``ledger``. Without ``home``, all host memory must be page-locked.
     """
     device = usable_device(device)
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Lanes for a device that is host memory: worker threads, so that copies really happen later than asked for."""
+"""Lanes for a device that is host memory: worker threads, so that copies really happen later than requested."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CpuLane(ThreadLane):
 
 
 class CpuComputeLane(Lane):
-    """The calling thread itself: work is done when it is asked for, and waiting blocks."""
+    """The calling thread itself: work is done at once, and waiting blocks."""
 
     name = "compute"
 

@@ -21,7 +21,7 @@ from .lane import Delay, Event, Lane, as_bytes, check_copy
 
 
 class CudaEvent(Event):
-    """A CUDA event. Lanes that are fed by a thread override ``enqueued``, since their event may not be recorded yet."""
+    """A CUDA event. Lanes that a thread feeds override ``enqueued``, since their event may not be recorded yet."""
 
     def __init__(self) -> None:
         self.cuda = torch.cuda.Event()
@@ -33,11 +33,11 @@ class CudaEvent(Event):
         wait_for(self.cuda)
 
     def enqueued(self) -> None:
-        """Block until the event stands in its stream. A wait for an event that does not would pass at once."""
+        """Block until the event is in its stream. A wait for an event that is not would pass at once."""
 
 
 class CudaLane(Lane):
-    """A stream of its own, or with ``own_stream=False`` whatever stream is current at each call."""
+    """A stream of its own, or with ``own_stream=False`` the stream that is current at each call."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CudaLane(Lane):
         host = [address for side, address in ((target, to), (source, by)) if side.device.type == "cpu"]
         start = None if self._timer is None else self._timer.start(stream)
         if not self._driver.copy(self.device_index, stream.cuda_stream, to, by, size, host=host):
-            # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is for ever.
+            # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is forever.
             raise SettingError("A CUDA lane copies page-locked memory only. Take it from a pinned HostArena.")
         if self._timer is not None and start is not None:
             self._timer.finish(stream, start, tag, size)
@@ -79,7 +79,7 @@ class CudaLane(Lane):
             if target.is_cuda:
                 target.fill_(byte)
                 return
-            # The host would do it at once, before what this lane waits for.
+            # The host would do it at once, before the events that this lane waits for.
             source = torch.full((min(target.nbytes, MiB),), byte, dtype=torch.uint8, device=stream.device)
             for part in target.split(MiB):
                 self._driver.copy(
@@ -104,12 +104,12 @@ class CudaLane(Lane):
         if isinstance(event, CudaEvent):
             event.enqueued()
             self.stream.wait_event(event.cuda)
-        else:  # an event of the CPU's: the host is the only one who can wait for it
+        else:  # an event of the CPU's: only the host can wait for it
             event.synchronize()
 
     def write_flag(self, flag: Flag, value: int) -> None:
         flag.board.raise_if_aborted()
-        if flag.device_address is None:  # the driver cannot: the host waits and writes
+        if flag.device_address is None:  # the driver cannot write it: the host waits and writes
             self.record().synchronize()
             flag.set(value)
         else:
@@ -130,7 +130,7 @@ class CudaLane(Lane):
     def close(self) -> None:
         if self._own is None or self._own.closed:
             return
-        # A GPU that failed fails here once more; its owner was told where it happened.
+        # A GPU that failed fails here again; the error was raised where it happened.
         with contextlib.suppress(LaneError, RuntimeError):
             self.synchronize()
         self._own.close()
@@ -152,7 +152,7 @@ class CopyTimer:
 
     def __init__(self, lane: str, sink: Sink) -> None:
         self._lane, self._sink = lane, sink
-        self._lock = threading.Lock()  # a lane's thread and whoever synchronizes it both emit
+        self._lock = threading.Lock()  # a lane's thread and the thread that synchronizes it both emit
         self._origin: torch.cuda.Event | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int]] = deque()
 
@@ -164,7 +164,7 @@ class CopyTimer:
         return event
 
     def finish(self, stream: torch.cuda.Stream, start: torch.cuda.Event, tag: Tag, size: int) -> None:
-        """Call just after it."""
+        """Call just after the copy was enqueued."""
         end = torch.cuda.Event(enable_timing=True)
         end.record(stream)
         self._pending.append((start, end, tag, size))

@@ -4,8 +4,8 @@ A flag only counts up, and is compared cyclically: it has *reached* a value when
 rule that the CUDA driver's wait follows, so that a counter may wrap after 2^32 steps. One writer per flag: either a
 lane (`Lane.write_flag`) or the CPU worker.
 
-A GPU that waits for a flag waits for ever. Whatever ends a writer must therefore call `Flags.abort`: it lets every wait
-pass, and makes every later use raise, because what lies behind the flag was never computed.
+A GPU that waits for a flag waits forever. Code that ends a writer must therefore call `Flags.abort`: it lets every wait
+pass, and makes every later use raise, because the data that the flag announces was never computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SPACING = 64  # a cache line each, so that a polling core does not slow the wri
 
 
 def board_bytes(count: int) -> int:
-    """What a board of ``count`` flags is charged."""
+    """Bytes charged for a board of ``count`` flags."""
     return round_up((count + 1) * _SPACING, PAGE)
 
 
@@ -42,17 +42,17 @@ class Flag:
 
     def __init__(self, board: Flags, address: int, device_address: int | None) -> None:
         self.board, self.address = board, address
-        self.device_address = device_address  # None where no stream can write or await it
+        self.device_address = device_address  # None if no stream can write it or wait for it
 
     def at(self, value: int) -> FlagValue:
-        """This flag and a value of it, as the CPU worker takes them."""
+        """This flag with a value, in the form that the CPU worker takes."""
         return FlagValue(self.address, value, owner=self.board)
 
     def read(self) -> int:
         return flag_words.load(self.address)
 
     def set(self, value: int) -> None:
-        """Raise the flag to ``value``; everything this thread wrote before is visible to whoever sees it."""
+        """Raise the flag to ``value``; a thread that sees it sees everything that this thread wrote before."""
         with self.board.lock:
             self.board.raise_if_aborted()
             flag_words.store(self.address, value)
@@ -81,7 +81,7 @@ class Flag:
 
 
 class Flags:
-    """A board of flags, all zero at first. ``on_stream`` tells whether CUDA streams can write and await them.
+    """A board of flags, all zero at first. ``on_stream``: whether CUDA streams can write them and wait for them.
 
     ``aborted`` is one more word, 0 until ``abort``: jobs of the CPU worker that name it are dropped instead of run.
     """
@@ -91,7 +91,7 @@ class Flags:
         self.awaited: dict[int, int] = {}  # address -> the latest value that a stream waits for
         self._error: BaseException | None = None
         self._arena = HostArena((count + 1) * _SPACING, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
-        # Kept for as long as the board is, closed or not: a worker's job or a reader may still look at a word.
+        # Kept as long as the board, closed or not: a worker's job or a reader may still look at a word.
         self._words = words = self._arena.tensor(((count + 1) * _SPACING,), torch.uint8, alignment=_SPACING)
         cuda = driver() if device.type == "cuda" and self._arena.pinned else None
         offset = None if cuda is None else _stream_offset(cuda, words.data_ptr(), device)
@@ -99,7 +99,7 @@ class Flags:
         addresses = range(words.data_ptr(), words.data_ptr() + (count + 1) * _SPACING, _SPACING)
         self._flags = [Flag(self, a, None if offset is None else a + offset) for a in addresses]
         self.aborted = self._flags.pop()
-        # Runs at exit and when the board is dropped, before its memory goes: a GPU must not be left waiting.
+        # Runs at exit and when the board is dropped, before its memory goes: no GPU may be left waiting.
         self._finalizer = weakref.finalize(self, _let_go, self.awaited, self.aborted.address, words)
 
     def __getitem__(self, index: int) -> Flag:
@@ -109,9 +109,9 @@ class Flags:
         return len(self._flags)
 
     def abort(self, error: BaseException) -> None:
-        """Let every wait of a stream pass and make every later use raise LaneError from ``error``; the first one stays.
+        """Let every wait of a stream pass and make later uses raise LaneError from ``error``, the first one.
 
-        What the streams do then is stale: jobs that name ``aborted`` are dropped, so that none of it reaches home.
+        The streams then work on stale data: jobs that name ``aborted`` are dropped, so that none of it reaches home.
         """
         with self.lock:
             self._error = self._error or error
@@ -132,7 +132,7 @@ class Flags:
 
 
 def _let_go(awaited: dict[int, int], aborted: int, words: torch.Tensor | None = None) -> None:  # noqa: ARG001
-    """Mark the board as aborted, then raise every flag to what is awaited of it.
+    """Mark the board as aborted, then raise every flag to the value that a stream waits for.
 
     ``words`` keeps the memory until then.
     """
@@ -142,7 +142,7 @@ def _let_go(awaited: dict[int, int], aborted: int, words: torch.Tensor | None = 
 
 
 def _stream_offset(cuda: Driver, start: int, device: torch.device) -> int | None:
-    """Device address minus host address of the words, or None if streams of ``device`` cannot write and await them."""
+    """Device address minus host address of the words, or None if streams of ``device`` cannot write or await them."""
     word = ctypes.c_uint32.from_address(start)
     index = device_index(device)
     try:
@@ -157,7 +157,7 @@ def _stream_offset(cuda: Driver, start: int, device: torch.device) -> int | None
             while not event.query() and time.monotonic() < deadline:
                 time.sleep(1e-4)
             worked = bool(event.query())
-            word.value = 1  # whatever happened, the stream gets past its wait
+            word.value = 1  # in any case, let the stream get past its wait
         finally:
             cuda.destroy_stream(index, stream)
     except DriverError:

@@ -24,7 +24,7 @@ class Event(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the calling thread until it has. Raises LaneError if that work failed."""
+        """Block the calling thread until ``done``. Raises LaneError if that work failed."""
 
 
 class Lane(ABC):
@@ -48,7 +48,7 @@ class Lane(ABC):
         """The point after everything queued so far."""
 
     def place(self) -> Hashable:
-        """Where work queued now would run, for ``record_at``: on a GPU, compute is whatever stream is current."""
+        """Where work queued now would run, for ``record_at``: on a GPU, compute is the current stream."""
         return None
 
     def record_at(self, place: Hashable) -> Event:  # noqa: ARG002
@@ -73,11 +73,11 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is queued, then end the lane. Safe to call twice; does not raise for work that failed."""
+        """Finish queued work, then end the lane. Safe to call twice; does not raise for work that failed."""
 
 
 def check_copy(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Refuse what a lane cannot copy; returns the bytes.
+    """Raise for tensors that a lane cannot copy; returns the bytes.
 
     Casts and strides are compute, not transport.
     """

@@ -1,8 +1,7 @@
 """CUDA lanes for memory that could not be page-locked: a thread feeds the stream through a small page-locked ring.
 
-A copy between pageable memory and a GPU blocks whoever asks for it. Here a thread is blocked instead of the training
-loop, and the bytes pass through pieces of a ring, so that the copy into one piece overlaps with the transfer of
-another.
+A copy between pageable memory and a GPU blocks its caller. Here a thread is blocked instead of the training loop, and
+the bytes pass through pieces of a ring, so that the copy into one piece overlaps with the transfer of another.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .thread import Failure, ThreadLane, wait_interruptibly
 
 _PIECES = 4
 RING_BYTES = 64 * MiB
-"""Both lanes' rings together: 8 MiB a piece, where the link is at its full rate and more brings nothing."""
+"""Rings of both lanes together: 8 MiB a piece, where the link is at its full rate and more brings nothing."""
 
 
 class StagedEvent(CudaEvent):
@@ -121,8 +120,8 @@ class StagedCudaLane(ThreadLane):
     def close(self) -> None:
         super().close()
         if not self._own.closed:
-            with contextlib.suppress(RuntimeError):  # a GPU that failed fails here once more
-                self.settle()  # copies out of the ring may still be under way
+            with contextlib.suppress(RuntimeError):  # a GPU that failed fails here again
+                self.settle()  # copies out of the ring may still be running
             self._own.close()
 
     def settle(self) -> None:

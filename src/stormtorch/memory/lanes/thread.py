@@ -1,4 +1,4 @@
-"""A lane whose work is done by a thread of its own: what CPU lanes and staged CUDA lanes have in common."""
+"""A lane whose work is done by a thread of its own: the common part of CPU lanes and staged CUDA lanes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WorkQueue = queue.SimpleQueue[tuple[Work, bool] | None]
 
 
 class Failure:
-    """The first error of a lane; its events share it, so that waiting on one raises and never passes stale data."""
+    """The first error of a lane; its events share it, so that waiting for one raises and never passes stale data."""
 
     def __init__(self, lane: str) -> None:
         self.lane, self._owner_pid = lane, os.getpid()
         self.error: BaseException | None = None
 
     def raise_if_forked(self) -> None:
-        """In a forked child there is no thread that would come to what was queued."""
+        """Raise in a forked child, which has no thread to do queued work."""
         if self._owner_pid != os.getpid():
             raise LaneError(f"The {self.lane} lane belongs to the process that opened it. Open lanes after the fork.")
 
@@ -40,7 +40,7 @@ class Failure:
 def wait_interruptibly(event: threading.Event, failure: Failure | None) -> None:
     """Wait without a limit, but let Ctrl-C through: one that arrives just as a wait begins is seen when it ends.
 
-    Raises what the lane whose event it is has failed with."""
+    Raises the error of the lane that the event belongs to, if that has failed."""
     if failure is not None and not event.is_set():
         failure.raise_if_forked()
     while not event.wait(0.2):
@@ -55,7 +55,7 @@ class CpuEvent(Event):
     def __init__(self, failure: Failure | None = None) -> None:
         self._failure = failure
         self.reached = threading.Event()
-        if failure is None:  # recorded where work is done as it is asked for
+        if failure is None:  # recorded where work is done at once
             self.reached.set()
 
     def done(self) -> bool:
@@ -68,10 +68,10 @@ class CpuEvent(Event):
 
 
 class ThreadLane(Lane):
-    """A lane whose work is done by a thread of its own, in order. Subclasses say what a copy is.
+    """A lane whose work is done by a thread of its own, in order. Subclasses define copies.
 
     After a failure the thread goes on: it skips work, reaches events (whose waiters then raise) and aborts flags, so
-    that nobody hangs.
+    that no thread or stream hangs.
     """
 
     def __init__(self, name: str, delay: Delay | None = None) -> None:
@@ -85,7 +85,7 @@ class ThreadLane(Lane):
             target=_run, args=(self._queue, self._failure), name=f"storm-{name}", daemon=True
         )
         # The thread knows the queue, not the lane: a lane that is dropped without close() still ends its thread. So
-        # does one whose start Ctrl-C has ended.
+        # does one whose start was interrupted by Ctrl-C.
         self._finalizer = weakref.finalize(self, self._queue.put, None)
         self._finalizer.atexit = False
         try:
@@ -114,9 +114,9 @@ class ThreadLane(Lane):
         self.enqueue(event.synchronize)
 
     def settle(self) -> None:
-        """Called on the thread: block until everything it started is done.
+        """Block until all work that this lane's thread has started is done. Called on that thread.
 
-        A copy in host memory is, when it returns.
+        A copy in host memory is done when it returns.
         """
 
     def write_flag(self, flag: Flag, value: int) -> None:
@@ -130,7 +130,7 @@ class ThreadLane(Lane):
                     flag.set(value)
             except BaseException as error:
                 failure.error = failure.error or error
-            if failure.error is not None:  # what the flag announces will never be there
+            if failure.error is not None:  # the data that the flag announces will never be there
                 flag.board.abort(failure.error)
 
         if failure.error is not None:
@@ -152,13 +152,13 @@ class ThreadLane(Lane):
         with self._open_lock:
             self._finalizer()
         while self._owner_pid == os.getpid() and self._thread is not threading.current_thread():
-            self._thread.join(0.2)  # again and again, so that Ctrl-C gets through
+            self._thread.join(0.2)  # in short waits, so that Ctrl-C gets through
             if not self._thread.is_alive():
                 break
 
 
 def _run(work_queue: WorkQueue, failure: Failure) -> None:
-    # Modes are per thread. Copies are transport: never recorded, and allowed on tensors of either kind.
+    # Modes are per thread. Copies are transport: never recorded, and allowed on inference tensors and ordinary ones.
     with torch.inference_mode():
         _run_queue(work_queue, failure)
 
@@ -170,9 +170,9 @@ def _run_queue(work_queue: WorkQueue, failure: Failure) -> None:
             try:
                 work()
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the copy that failed
+                traceback.clear_frames(error.__traceback__)  # frames hold the tensors of the copy that failed
                 failure.error = failure.error or error
-        del item, work  # let go of the tensors before blocking on the next item
+        del item, work  # release the tensors before blocking on the next item
 
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, tuple[WorkQueue, Failure]] = weakref.WeakKeyDictionary()
@@ -180,9 +180,9 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, tuple[WorkQueue, Failure]]
 
 @atexit.register
 def _end_threads() -> None:
-    """Lanes that nobody closed: skip what is queued and end before the interpreter does.
+    """End the threads of lanes that user code has not closed, before the interpreter ends; skips queued work.
 
-    A thread that comes back from a copy into an interpreter that is gone takes the whole process down with it.
+    A thread that returns from a copy into an interpreter that is gone takes the whole process down with it.
     """
     for thread, (work_queue, failure) in list(_threads.items()):
         failure.error = failure.error or LaneError("the interpreter is exiting")

@@ -1,7 +1,7 @@
-"""Compute's waits, each with its cause: how long it stood still for an event of another lane.
+"""Measures compute's waits for events of other lanes, each with its cause.
 
-On a GPU two timing events enclose the wait on compute's own stream, and are read once they are over; the host waits for
-nothing. On the CPU the wait is the caller's, and a clock tells.
+On a GPU two timing events enclose the wait on compute's own stream, and are read once they are over; the host does not
+wait. On the CPU the calling thread waits, and a clock measures it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .lane import Event, Lane
 
 
 class WaitMeter:
-    """Waits on behalf of the compute lane and reports how long it took."""
+    """Makes the compute lane wait, and reports how long it waited."""
 
     def __init__(self, compute: Lane, sink: Sink) -> None:
         self._compute, self._sink = compute, sink

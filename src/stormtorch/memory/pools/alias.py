@@ -1,8 +1,8 @@
-"""A second storage over bytes that somebody else owns, which tells when the last tensor of it is gone.
+"""A second storage over bytes of another owner, which reports when its last tensor is gone.
 
 Autograd, checkpointing and user code keep views of a weight for as long as they like. With a storage of its own for
-each stay of a unit on the device, "may these bytes be overwritten?" becomes a fact that reference counting knows,
-instead of a guess from hooks: as long as any view of that stay lives, they may not."""
+each device copy of a unit, reference counting answers "may these bytes be overwritten?", which hooks could only guess:
+as long as any view of that copy lives, they may not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 class _CudaBytes:
-    """What ``torch.as_tensor`` needs to know to make a tensor over device memory; the tensor's storage keeps it."""
+    """Lets ``torch.as_tensor`` make a tensor over device memory; the tensor's storage keeps it."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self.target = target  # keeps the memory
@@ -25,17 +25,17 @@ class _CudaBytes:
             "data": (target.data_ptr(), False),
             "version": 3,
             "strides": None,
-            "stream": None,  # ordering is the caller's: no synchronisation here
+            "stream": None,  # the caller orders the work: no synchronisation here
         }
 
 
 def alias(target: torch.Tensor, gone: deque[Any]) -> tuple[torch.Tensor, weakref.ref[Any]]:
     """The bytes of the contiguous, non-empty byte tensor ``target`` under a storage of their own, and a reference.
 
-    When the last tensor over that storage is dropped, on whichever thread, the reference is appended to ``gone``, by C
-    code that Ctrl-C cannot cut in two. The caller keeps the reference; the storage keeps ``target``'s memory.
+    When the last tensor over that storage is dropped, on any thread, the reference is appended to ``gone``, by C code
+    that Ctrl-C cannot interrupt. The caller keeps the reference; the storage keeps ``target``'s memory.
     """
-    with torch.inference_mode(False):  # or lanes could not write it
+    with torch.inference_mode(False):  # else lanes could not write it
         if target.device.type == "cpu":
             pages = (ctypes.c_ubyte * target.nbytes).from_address(target.data_ptr())
             pages.target = target  # type: ignore[attr-defined]

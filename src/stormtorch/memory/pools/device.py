@@ -1,4 +1,4 @@
-"""Device memory that is taken once, and bytes of torch's own allocator."""
+"""Device memory that is taken once, and bytes from torch's own allocator."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DeviceBlock:
         self.size = size = parse_bytes(size)
         self._reservation = ledger.reserve(Tier.DEVICE, tag, round_up(size, _GRAIN))
         try:
-            with torch.inference_mode(False):  # or lanes could not write it
+            with torch.inference_mode(False):  # else lanes could not write it
                 self._bytes: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             self._reservation.release()
             if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
-                raise  # the CPU's allocator has no class of its own for what its message says
+                raise  # the CPU's allocator has no class of its own for a lack of memory
             budget = ledger.budgets[Tier.DEVICE]
             raise OutOfBudget(
                 f"Cannot allocate {format_bytes(size)} on the device for {tag.name}",
@@ -58,13 +58,13 @@ class DeviceBlock:
 
 
 def bytes_for_graph(size: int, device: torch.device) -> torch.Tensor:
-    """Bytes of torch's own allocator, for what belongs to the user's graph again: like every activation on the device,
-    they are not in the ledger."""
+    """Bytes from torch's own allocator, for tensors that belong to the user's graph again: like every activation on the
+    device, they are not in the ledger."""
     with torch.inference_mode(False):
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of ``tensor``, which is shared, not copied."""
+    """The whole storage of ``tensor``, shared, not copied."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

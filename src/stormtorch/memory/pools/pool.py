@@ -1,10 +1,10 @@
-"""Memory that is taken in large blocks and handed out in pieces of any size, with reuse gated by events.
+"""Memory that is taken in large blocks and handed out in pieces of any size; events order the reuse.
 
-The device's pool is what makes ``vram`` hard: everything that STORM keeps on the device lies in it, whatever the host's
-run-ahead. A piece that is given back carries the events of its last uses; whoever gets the same bytes next waits for
-them in its own lane, never on the host. Pieces may be given back by finalizers, on any thread and in the middle of
-any call, so `give` only puts them aside and `take` sorts them in. A piece of the device's pool that is dropped without
-having been given back, because Ctrl-C came between two lines of its holder, returns by itself.
+The device's pool makes ``vram`` a hard limit: everything that STORM keeps on the device lies in it, however far the
+host runs ahead. A piece that is given back carries the events of its last uses; the next user of these bytes waits for
+them in its own lane, never on the host. Finalizers may give pieces back, on any thread and in the middle of any call,
+so `give` only puts them aside and `take` sorts them in. A piece of the device's pool that is dropped without `give`,
+because Ctrl-C came between two lines of its holder, returns by itself.
 
 Why not a ring of equal slots: an embedding can be five times as large as a block, and every slot would have to be as
 large as the largest unit."""
@@ -32,11 +32,11 @@ from .alias import alias
 from .device import DeviceBlock
 
 _HOST_STEP = 64 * MiB  # small pieces share an allocation
-GRAIN = 512  # what torch's CUDA allocator aligns to: kernels then choose as they would for its own tensors
+GRAIN = 512  # the alignment of torch's CUDA allocator: kernels then choose as for its own tensors
 
 
 class Piece:
-    """Bytes of a pool. ``bytes`` may be used by the lane that took it, until ``DevicePool.give``."""
+    """Bytes of a pool. The lane that took it may use ``bytes`` until ``DevicePool.give``."""
 
     __slots__ = ("__weakref__", "block", "bytes", "offset", "size")
 
@@ -50,7 +50,7 @@ class Piece:
 
 
 class Memory(Protocol):
-    """What a block is made of."""
+    """The memory of a block."""
 
     size: int
 
@@ -62,25 +62,25 @@ class Memory(Protocol):
 
 
 class _Block:
-    """One allocation of the pool: its memory, what is free of it, and which uses of free bytes may still be running."""
+    """One allocation of the pool: its memory, its free parts, and uses of free bytes that may still run."""
 
     def __init__(self, memory: Memory, fresh: Event | None, *, single: bool = False, place: Hashable = None) -> None:
-        """``single``: it serves one piece, of exactly its size. ``place``: where compute was when it was allocated."""
+        """``single``: it serves one piece of exactly its size. ``place``: compute's stream at allocation."""
         self.memory, self.single, self.place = memory, single, place
         self.extents = Extents(memory.size, grain=GRAIN)
         self.uses: list[tuple[int, int, Event]] = [] if fresh is None else [(0, memory.size, fresh)]
 
     def note(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
-        """Whoever gets these bytes next waits for ``last_uses``."""
+        """Let the next user of these bytes wait for ``last_uses``."""
         self.uses = [use for use in self.uses if not use[2].done()]
         self.uses += [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
 
     def gates(self, start: int, end: int) -> list[Event]:
-        """The events that ``[start, end)`` has to wait for."""
+        """The events for which ``[start, end)`` has to wait."""
         return [event for first, last, event in self.uses if first < end and start < last]
 
     def gated(self, start: int, end: int) -> None:
-        """Whoever takes the range waits for them, so what comes after needs the taker's own last use only."""
+        """Drop the events of a range that is taken: its new user waits for them, and later users for it."""
         kept: list[tuple[int, int, Event]] = []
         for first, last, event in self.uses:
             if first >= end or last <= start:
@@ -97,7 +97,7 @@ class Pool(ABC):
     """``capacity_bytes`` of one kind of memory. Used by one thread at a time, except for ``give``."""
 
     def __init__(self, *, ledger: Ledger, tag: Tag, poison: Lane | None = None) -> None:
-        """Empty at first; see ``grow``. ``poison`` fills every piece with NaN behind its last use, for tests."""
+        """Empty at first; see ``grow``. ``poison`` fills every piece with NaN after its last use, for tests."""
         self._ledger, self._tag, self._poison = ledger, tag, poison
         self._blocks: list[_Block] = []
         self._returned: deque[tuple[Piece, tuple[Event, ...]]] = deque()
@@ -116,7 +116,7 @@ class Pool(ABC):
         return sum(block.extents.taken_bytes for block in self._blocks)
 
     def take(self, size: int, lane: Lane) -> Piece | None:
-        """``size`` bytes, with ``lane`` waiting for the last uses of them; None while no hole is large enough."""
+        """Take ``size`` bytes and let ``lane`` wait for their last uses; None while no hole is large enough."""
         self._sort_in()
         for block in self._offering(size):
             offset = self._find(block, size)
@@ -139,7 +139,7 @@ class Pool(ABC):
         return Piece(block, offset, size)
 
     def give(self, piece: Piece, *last_uses: Event) -> None:
-        """Make the piece free behind ``last_uses``. Returns at once; safe in a finalizer."""
+        """Free the piece after ``last_uses``. Returns at once; safe in a finalizer."""
         self._returned.append((piece, last_uses))
 
     def check(self) -> None:
@@ -149,7 +149,7 @@ class Pool(ABC):
             block.extents.check()
 
     def close(self) -> None:
-        """Wait for the last uses, then return the memory. Pieces still out keep their bytes, uncharged."""
+        """Wait for the last uses, then return the memory. Pieces that are still out keep their bytes, uncharged."""
         self._sort_in()
         try:
             for block in self._blocks:
@@ -166,7 +166,7 @@ class Pool(ABC):
             self._melt(piece, self._poisoned(piece, last_uses))
 
     def _poisoned(self, piece: Piece, last_uses: tuple[Event, ...]) -> tuple[Event, ...]:
-        """Fill the piece with NaN, if that is wanted; returns what its next user has to wait for."""
+        """Fill the piece with NaN, if ``poison`` is set; returns the events for its next user."""
         if self._poison is None:
             return last_uses
         for event in last_uses:
@@ -180,12 +180,12 @@ class Pool(ABC):
 
 
 class _Out(weakref.ref[Piece]):
-    """A piece that is out, and where it was when it is there no more."""
+    """A weak reference to a piece that is out; remembers its place after the piece is gone."""
 
     __slots__ = ("block", "offset", "size")
 
     def __init__(self, piece: Piece, dropped: Callable[[Any], None]) -> None:
-        super().__init__(piece, dropped)  # type: ignore[call-arg]  # weakref.ref has one
+        super().__init__(piece, dropped)  # type: ignore[call-arg]  # weakref.ref takes one
         self.block, self.offset, self.size = piece.block, piece.offset, piece.size
 
 
@@ -198,9 +198,9 @@ class DevicePool(Pool):
         super().__init__(ledger=ledger, tag=tag, poison=poison)
         self.device, self._lanes, self._compute = device, lanes, lanes.compute
         self._out: dict[tuple[int, int], _Out] = {}
-        self._dropped: deque[_Out] = deque()  # nobody has given these back, and nobody can any more
-        self._unsettled = False  # a call has begun, and not come to its end
-        self._gone: deque[weakref.ref[Any]] = deque()  # aliases whose last tensor has been dropped
+        self._dropped: deque[_Out] = deque()  # dropped without ``give``
+        self._unsettled = False  # a call has begun, and not reached its end
+        self._gone: deque[weakref.ref[Any]] = deque()  # aliases whose last tensor was dropped
         self._lent: dict[int, tuple[weakref.ref[Any], Piece, list[Event], set[Hashable]]] = {}
 
     def grow(self, size: int) -> None:
@@ -209,7 +209,7 @@ class DevicePool(Pool):
         self._blocks.append(_Block(memory, self._compute.record(), place=self._compute.place()))
 
     def add_single(self, size: int) -> None:
-        """Take a block that serves pieces of exactly ``size`` bytes, and that nothing else can fragment."""
+        """Take a block for one piece of exactly ``size`` bytes, which no other piece can fragment."""
         memory = DeviceBlock(self.device, round_up(size, GRAIN), ledger=self._ledger, tag=self._tag)
         self._blocks.append(_Block(memory, self._compute.record(), single=True, place=self._compute.place()))
 
@@ -218,14 +218,15 @@ class DevicePool(Pool):
         return [(b.memory.tensor().data_ptr(), b.memory.size) for b in reversed(self._blocks) if b.single]
 
     def give_back(self, address: int | None = None) -> int:
-        """Return blocks to torch, all or the one at ``address``; those with pieces that are out stay. Returns the
-        bytes. Blocks nothing: torch hands the memory to compute, which waits for the last uses by other lanes."""
+        """Return blocks to torch, all or the one at ``address``; keeps those with pieces that are out. Returns the
+        bytes. Does not block: torch hands the memory to compute, which waits for the last uses by other lanes."""
         self._sort_in()
         given = 0
         for block in list(self._blocks):
             if block.extents.taken_bytes or address not in (None, block.memory.tensor().data_ptr()):
                 continue
-            is_ordered = block.place == self._compute.place()  # or torch hands it to another stream than the present
+            # Else torch hands the memory to another stream than the current one.
+            is_ordered = block.place == self._compute.place()
             for _, _, event in block.uses:
                 if is_ordered:
                     self._compute.wait(event)
@@ -239,7 +240,7 @@ class DevicePool(Pool):
     def lend(self, piece: Piece, uses: list[Event], places: set[Hashable]) -> torch.Tensor:
         """The piece under a storage of its own; it returns by itself when no tensor over that storage is left.
 
-        It is free then behind ``uses``, and behind what was queued at ``places`` of compute; both may grow until then.
+        It is then free after ``uses``, and after the work queued at ``places`` of compute; both may grow until then.
         """
         tensor, reference = alias(piece.bytes, self._gone)
         self._lent[id(reference)] = (reference, piece, uses, places)
@@ -266,12 +267,12 @@ class DevicePool(Pool):
 
     def _hand_out(self, block: _Block, offset: int, size: int) -> Piece:
         piece = super()._hand_out(block, offset, size)
-        if size:  # or it lies nowhere
+        if size:  # an empty piece has no place
             self._out[id(block), offset] = _Out(piece, self._dropped.append)
         return piece
 
     def _sort_in(self) -> None:
-        """Any line of this may be the last one before Ctrl-C, and can be run again."""
+        """Sort returned pieces in. Ctrl-C may come at any line; the call can then be repeated."""
         if self._unsettled:
             self._mend()
         self._unsettled = True
@@ -296,26 +297,26 @@ class DevicePool(Pool):
         self._unsettled = False
 
     def _mend(self) -> None:
-        """A call was interrupted, and nobody knows where: what is known to be out is out."""
+        """Rebuild the extents after an interrupted call, from the pieces that are known to be out."""
         for block in self._blocks:
             block.extents.restore((out.offset, out.size) for out in self._out.values() if out.block is block)
 
     def _is_out(self, piece: Piece) -> bool:
-        """Or it was given twice: an interrupted call began anew."""
+        """Whether the piece is out. False for one given twice, when an interrupted call was repeated."""
         out = self._out.get((id(piece.block), piece.offset))
         return out is not None and out() is piece
 
     def _melt(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
-        piece.block.note(piece, last_uses)  # before anybody can take it for free
+        piece.block.note(piece, last_uses)  # before the piece can be taken again
         del self._out[id(piece.block), piece.offset]
         piece.block.extents.give(piece.offset, piece.size)
 
 
 class HostPool(Pool):
-    """Page-locked RAM for what leaves the device for a while. Grows by itself, up to the budget; nothing is rounded up.
+    """Page-locked RAM for offloaded tensors. Grows by itself, up to the budget; rounds nothing up.
 
-    Every step asks for the same sizes again, so pieces that come back are put aside by size, and the pool stops growing
-    after a step or two. When other sizes are asked for, they are melted down first."""
+    Every step asks for the same sizes again, so returned pieces are put aside by size, and the pool stops growing after
+    a step or two. When other sizes are requested, these pieces are first merged into the blocks again."""
 
     def __init__(
         self,
@@ -326,7 +327,7 @@ class HostPool(Pool):
         pageable: bool = False,
         poison: Lane | None = None,
     ) -> None:
-        """``pageable``: memory that could not be page-locked will do."""
+        """``pageable``: memory that could not be page-locked is accepted."""
         super().__init__(ledger=ledger, tag=tag, poison=poison)
         self._page_lock, self._pageable = page_lock, pageable or page_lock is None
         self._aside: dict[int, list[tuple[Piece, tuple[Event, ...]]]] = {}  # by size
@@ -339,7 +340,7 @@ class HostPool(Pool):
         self._blocks.append(_Block(_HostBlock(arena), None))
 
     def room(self, size: int, lane: Lane) -> Piece:
-        """``size`` bytes, with ``lane`` waiting for their last uses; raises OutOfBudget if RAM is short."""
+        """Take ``size`` bytes and let ``lane`` wait for their last uses; raises OutOfBudget if RAM is short."""
         self._put_aside()
         same = self._aside.get(size)
         if same:
@@ -351,18 +352,19 @@ class HostPool(Pool):
         if found is None:
             self._close_empty()
             free = round_down(self._ledger.free_bytes(Tier.HOST), PAGE)
-            self.grow(max(size, min(_HOST_STEP, free)))  # asks for the least if that is too much: the error names it
+            # At least ``size``, even if the budget has less: the error then names it.
+            self.grow(max(size, min(_HOST_STEP, free)))
             found = self.take(size, lane)
         assert found is not None
         return found
 
     def trim(self) -> None:
-        """Give back the blocks that have no piece out. Pieces that are aside are melted down first."""
+        """Return the blocks that have no piece out. Pieces that are aside are merged into the blocks first."""
         self._sort_in()
         self._close_empty()
 
     def _close_empty(self) -> None:
-        """Return blocks that nobody uses any more: in them there was no room, and sizes may go on changing."""
+        """Return unused blocks: they had no room for the request, and sizes may go on changing."""
         for block in list(self._blocks):
             if not block.extents.taken_bytes and all(event.done() for _, _, event in block.uses):
                 block.memory.close()
@@ -374,7 +376,7 @@ class HostPool(Pool):
             self._aside.setdefault(piece.size, []).append((piece, self._poisoned(piece, last_uses)))
 
     def _sort_in(self) -> None:
-        """Melt down: whatever is aside becomes part of the blocks again, in whichever sizes are asked for next."""
+        """Merge all pieces that are aside into the blocks, for requests of any size."""
         super()._sort_in()
         for pieces in self._aside.values():
             for piece, last_uses in pieces:
@@ -383,7 +385,7 @@ class HostPool(Pool):
 
 
 class _HostBlock:
-    """An arena, all of it."""
+    """A whole arena."""
 
     def __init__(self, arena: HostArena) -> None:
         self._arena, self.size = arena, arena.capacity_bytes

@@ -93,7 +93,7 @@ uint32_t storm_abi(void) { return STORM_ABI; }
 
 size_t storm_update_size(void) { return sizeof(storm_update); }
 
-/* The build asks for this symbol on some platforms. Nobody imports the library, so it has nothing to offer. */
+/* Some platforms need this symbol at build time. Python never imports the library, so it returns nothing. */
 STORM_API void *PyInit__storm(void);
 void *PyInit__storm(void) { return NULL; }
 

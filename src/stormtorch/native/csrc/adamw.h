@@ -92,8 +92,8 @@ typedef struct {
     storm_scalars scalars;
 } storm_update;
 
-/* Multiplies the factor into grad_scale and forgets its address: every element then sees the same one. Whoever runs an
- * update does this to a copy of its own, once, before the first element; kernels do not look at the factor. */
+/* Multiplies the factor into grad_scale and forgets its address: every element then sees the same one. The code that
+ * runs an update does this to its own copy, once, before the first element; kernels do not look at the factor. */
 static inline void storm_read_factor(storm_update *update) {
     if (update->grad_factor)
         update->scalars.grad_scale *= *update->grad_factor;

@@ -3,15 +3,16 @@
  * A job is an array of pieces. Threads take the pieces of the oldest job in runs of about CHUNK bytes, so that one
  * batch is put together by all of them, and go on with the next job when nothing of it is left to take. Pieces that
  * continue each other on both sides are moved as one: rows in file order become a few large reads. The thread that took
- * them joins them; to hand a job over costs a look at each piece, as whoever does that has better things to do.
+ * them joins them; handing a job over costs only a look at each piece: the caller has more urgent work.
  *
  * A read goes on after EINTR and after a short count. Only the end of the file ends it early, which is an error unless
  * `needed` bytes are there by then: a direct read is rounded up to whole sectors, which may lie behind the end of the
- * file. The first piece that fails ends its job, with what was read of it; pieces of that job which nobody has taken are
- * dropped. Who waits is told when no thread touches the job's memory any more, whatever its outcome, and never before.
+ * file. The first piece that fails ends its job, with what was read of it; pieces of it that no thread has taken are
+ * dropped. A waiting caller is woken when no thread touches the job's memory any more, whatever its outcome, and never
+ * before.
  *
- * Who waits may help: a thread that needs a batch has nothing better to do than to read it. With few cores that spares
- * one thread, and the cores do not change hands between those who read and the one who wants what was read.
+ * A waiting caller may help: a thread that needs a batch has nothing better to do than to read it. With few cores that
+ * spares one thread, and the cores do not change hands between the readers and the thread that needs the data.
  *
  * The outcome is written into memory of the caller's. So a caller that was interrupted may ask again, and nothing has to
  * be collected. The pieces stay the caller's too, unchanged until the outcome is there. Nothing allocates after a job
@@ -21,7 +22,7 @@
  * for rows of a few KiB. A map has no errors: a file that shrank, or a disk that failed, is a SIGBUS. Copies out of maps
  * are therefore guarded. The handler looks whether the fault lies in what this very thread is copying, and if so jumps
  * out of the copy; the piece is then read with pread, which says in numbers what is wrong. Any other SIGBUS goes to the
- * handler that was there before. Whoever installs a handler after ours gets the faults first, and is not asked to pass
+ * handler that was there before. A handler that is installed after ours gets the faults first, and need not pass
  * them on: from then on nothing is copied out of maps. See also move_run.
  *
  * Reads may be staged: they go to memory of the thread's own, which is small and hence in the CPU's caches, and are copied
@@ -68,7 +69,7 @@ struct storm_rows {
     pthread_cond_t over;  /* some job is over */
     pthread_t *threads;
     int32_t thread_count;
-    job *first, **last; /* jobs with pieces that nobody has taken, oldest first */
+    job *first, **last; /* jobs with pieces that no thread has taken, oldest first */
     int64_t pending;    /* jobs that are not over */
     int stopping;
     char *stages;        /* of all threads, or NULL */
@@ -411,7 +412,7 @@ int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int6
     return 0;
 }
 
-/* Whether nobody has taken all of the job yet; it is then behind the first one on the list, or that itself. */
+/* Whether the job has pieces that no thread has taken; it is then on the list, first or behind the first one. */
 static int is_listed(const storm_rows *rows, const storm_rows_outcome *outcome) {
     const job *at = rows->first;
     while (at && at->outcome != outcome)
@@ -465,7 +466,7 @@ void storm_rows_stop(storm_rows *rows) {
         munmap(rows->mapped, rows->mapped_bytes);
     rows->mapped = NULL;
     pthread_mutex_lock(&rows->lock);
-    while (rows->pending > 0) /* who waits may be helping: a thread of the caller's, which nobody joins */
+    while (rows->pending > 0) /* a waiting caller may be helping, on its own thread, which is never joined */
         pthread_cond_wait(&rows->over, &rows->lock);
     pthread_mutex_unlock(&rows->lock);
 }

@@ -17,8 +17,8 @@
  * weights of two different steps. Nothing allocates memory after a job was accepted, so nothing can fail there.
  *
  * The abort flag is for gradients that will never come, or come out of a GPU whose waits were let pass and hold nothing.
- * Whoever aborts sets that flag before it lets anything pass; we look at it last, after the ready flag and just before
- * the first chunk, so that a gradient made of nothing is never used.
+ * The code that aborts sets that flag before it lets anything pass; we look at it last, after the ready flag and just
+ * before the first chunk, so that a gradient made of nothing is never used.
  *
  * Roads not taken. One job per thread: the first result comes threads-times later, and the tail of a step runs on one
  * core. Lock-free queues: a lock per 0.1 ms chunk does not show. An eventfd or a futex instead of polling: a GPU can only

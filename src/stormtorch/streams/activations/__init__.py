@@ -1,1 +1,1 @@
-"""Activations: kept, offloaded or recomputed, by a plan that steps have to confirm."""
+"""Activations: kept, offloaded or recomputed, by a plan that timed steps confirm."""

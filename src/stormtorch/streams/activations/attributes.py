@@ -1,12 +1,12 @@
 """The attributes of a block's modules, as a forward found them.
 
 A block that counts its calls, keeps a memory from call to call or leaves an auxiliary loss behind changes attributes of
-its modules. Running it again in backward is right only if it finds what it found the first time, and leaves nothing
-behind. So a copy of each module's ``__dict__`` is taken before the block runs, which costs about a microsecond a
-module, and put back for the time of the second run.
+its modules. Running it again in backward is right only if it finds the attributes of the first run and leaves no
+changes. So a copy of each module's ``__dict__`` is taken before the block runs, which costs about a microsecond a
+module, and is put back during the second run.
 
-The copy is shallow. What a list, a dict, a tensor or a random generator holds is compared instead, and a block that
-changes that may not run again."""
+The copy is shallow. The contents of lists, dicts, tensors and random generators are compared instead; a block that
+changes these may not run again."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-# Hooks are looked at elsewhere; our own wrapper of the call comes and goes.
+# Hooks are checked elsewhere; our own wrapper of the call comes and goes.
 _OF_TORCH = (frozenset(vars(nn.Module())) - {"training"}) | {"_call_impl", "_compiled_call_impl"}
 _CONTAINERS = (list, dict, set, deque)
 
 
 class Attributes:
-    """As they are when this is made. Holds no graph: a tensor that has one is referred to weakly."""
+    """The attributes at construction. Holds no graph: a tensor that has one is referred to weakly."""
 
     __slots__ = ("_before", "_inside", "_versions")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._inside: list[tuple[Any, Any]] = []  # containers and generators, with what was in them
+        self._inside: list[tuple[Any, Any]] = []  # containers and generators, with their contents
         self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         for module in modules:
             found = _own(module)
@@ -49,23 +49,23 @@ class Attributes:
 
     def _see(self, found: dict[str, Any], name: str, value: torch.Tensor, module: nn.Module) -> None:
         if name in module._parameters:
-            del found[name]  # what stands in for a streamed parameter comes and goes by itself
+            del found[name]  # the device view of a streamed parameter, which calls.py installs and removes
             return
         if not value.is_inference():
             self._versions.append((weakref.ref(value), value._version))
         if value.grad_fn is not None:
-            # Whatever the block computed with it keeps it alive; what it did not compute with need not come back.
+            # A tensor that the block computed with is kept alive by its graph; any other need not come back.
             found[name] = weakref.ref(value)
 
     def same_inside(self) -> bool:
-        """Whether lists, dicts, tensors and generators still hold what they held."""
+        """Whether lists, dicts, tensors and generators have the same contents as before."""
         return all(map(_is_same, self._inside)) and not any(
             (tensor := reference()) is not None and tensor._version != version for reference, version in self._versions
         )
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """For a second run: the attributes of then, and afterwards those of now, whatever the run has set."""
+        """Set the attributes of the first run; afterwards restore the present ones, whatever the run has set."""
         now = [(module, _own(module)) for module, _ in self._before]
         for module, found in self._before:
             _put(module, found)
@@ -80,8 +80,8 @@ _sorts: dict[type, str] = {}
 
 
 def _sort_of(kind: type) -> str:
-    """What has to be looked at in a value of this type. By the type alone: asking an object of transformers for its
-    class takes microseconds."""
+    """How to compare a value of this type. By type: asking an object of transformers for its class takes
+    microseconds."""
     if kind not in _sorts:
         known = (("tensor", torch.Tensor), ("container", _CONTAINERS), ("generator", torch.Generator))
         _sorts[kind] = next((sort for sort, kinds in known if issubclass(kind, kinds)), "")

@@ -1,4 +1,4 @@
-"""Stands in for a block's call as long as activations are arranged."""
+"""Stands in for a block's call while STORM decides what becomes of its activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Call = Callable[..., Any]
 
 
 class Arranger(Protocol):
-    """Who decides how a block is run."""
+    """Decides how a block is run."""
 
     def rules_here(self) -> bool: ...
 
@@ -41,4 +41,4 @@ class BlockCall:
         return types.MethodType(nn.Module._call_impl, memo[id(self._module())])
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module(), "_call_impl")  # of the class: the instance's is being made
+        return getattr, (self._module(), "_call_impl")  # the class's method: the instance is being built

@@ -1,4 +1,4 @@
-"""What can be known of a block and of its arguments, to judge whether it may be run a second time."""
+"""Facts about a block and its arguments that decide whether it may run a second time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..bridge.torch_private import has_global_hooks, has_user_modes, without_tor
 
 
 def shape_of(block: nn.Module) -> Any:
-    """Blocks of one shape do the same work, in the same manner."""
+    """A key: blocks of one shape do the same work in the same way."""
     with without_torch_function():
         tensors = (*block.named_parameters(), *block.named_buffers())
         modules = tuple((name, type(module)) for name, module in block.named_modules())
@@ -20,8 +20,8 @@ def shape_of(block: nn.Module) -> Any:
 
 
 class Anatomy:
-    """A block's modules, and where its parameters stand in them: found once, because walking through them at each call
-    takes longer than many an operation."""
+    """A block's modules and the places of its parameters in them, found once: walking through them at each call takes
+    longer than many an operation."""
 
     __slots__ = ("_own", "_places", "_scripted", "modules")
 
@@ -36,22 +36,22 @@ class Anatomy:
         self._own = [id(parameter) for parameter in self.parameters()]
 
     def parameters(self) -> list[Any]:
-        """What stands in their places now."""
+        """The tensors that are in the parameters' places now."""
         return [module._parameters.get(name) for module, name in self._places]
 
     def has_its_own(self) -> bool:
-        """Whether its parameters are those that it had, and not ``functional_call``'s, which will be gone."""
+        """Whether the block has its own parameters, not those of ``functional_call``, gone in backward."""
         return [id(parameter) for parameter in self.parameters()] == self._own
 
     def manner(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """What may change from one call to the next: which modules are training, which parameters are trained."""
+        """The modes that may change between calls: which modules are training, which parameters are trained."""
         with without_torch_function():
             trained = tuple(p is not None and p.requires_grad for p in self.parameters())
         return tuple(module.training for module in self.modules), trained
 
     def is_listened_to(self) -> bool:
-        """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, through which
-        the exception that ends a second run does not pass."""
+        """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, which does not
+        pass on the exception that ends a second run."""
         return (
             self._scripted
             or has_user_modes()
@@ -64,13 +64,12 @@ _VALUES = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, tor
 
 
 def object_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An argument that is no value, and that a second run would change again: a cache of keys, a list. None: there is
-    no such thing."""
+    """An argument that a second run would change again, e.g. a cache of keys or a list. None if there is none."""
     return next((leaf for leaf in leaves_of((*args, *kwargs.values())) if not isinstance(leaf, _VALUES)), None)
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """What is in tuples. Not in other objects, which are handed on as they are: the block may change them."""
+    """The items of nested tuples. Other objects count as one item: the block may change their content."""
     if type(value) is tuple:
         return [leaf for item in value for leaf in leaves_of(item)]
     return [value]
@@ -81,7 +80,7 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tens
 
 
 def filled(form: Any, leaves: Iterator[Any]) -> Any:
-    """``form`` with other leaves."""
+    """``form`` with its items replaced by ``leaves``."""
     if type(form) is tuple:
         return tuple(filled(item, leaves) for item in form)
     return next(leaves)

@@ -1,4 +1,4 @@
-"""Opens what arranges the activations of a model, on the lanes and books that are there."""
+"""Builds what decides about a model's activations, on existing lanes and ledgers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def open_saving(
     weights: Callable[[], Iterable[torch.Tensor]],
     trial: Trial,
 ) -> tuple[Saving, Callable[[], None]]:
-    """Arrange the activations of ``model`` by ``mode``; also what ends it, once the lanes are empty.
+    """Handle the activations of ``model`` by ``mode``; returns its `Saving`, and a call to end it when lanes are empty.
 
-    ``weights``: parameters and buffers that are on the device for good."""
+    ``weights``: parameters and buffers that are permanently on the device."""
     slabs = HostPool(
         ledger=around.ledger,
         tag=Tag.ACTIVATIONS,

@@ -1,17 +1,17 @@
-"""Which of two plans is faster, told by steps that ran with each.
+"""Decides which of two plans is faster, from the times of steps that ran with each.
 
-A plan counts kernels, links and bytes; what a step takes depends on the host and the allocator too. So a plan that
-should be faster replaces the simple one only after it was. The two take turns, several steps each. Two turns, one by
-each plan, are a pair, and the second pair has the other order: on a machine that gets slower or faster meanwhile, each
-plan is favoured once. The first step of each turn is not counted: the host runs ahead of the device, and what it waits
-for then is the turn before.
+A plan is made from counts of kernels, links and bytes; the time of a step depends on the host and the allocator too. So
+a plan that should be faster replaces the simple one only after it was measured to be. The two take turns, several steps
+each. Two turns, one by each plan, are a pair, and the second pair has the other order: on a machine that gets slower or
+faster meanwhile, each plan is favoured once. The first step of each turn is not counted: the host runs ahead of the
+device and then waits for the turn before.
 
 Where the host is the limit, steps of one plan differ by a tenth and more. So the second plan must be faster in every
-pair, and in all by 2 %, or by more where steps differ more; if it is clearly slower in the first pair, that ends it. A
-plan that is refused wrongly costs some speed. One that is taken wrongly makes "auto" slower than "recompute".
+pair, and overall by 2 %, or by more where steps differ more. If it is clearly slower in the first pair, the comparison
+ends. A good plan that is refused costs some speed. A bad plan that is taken makes "auto" slower than "recompute".
 
-Inputs may differ in size from step to step. Times are taken for each byte of input, and where sizes vary there are
-more pairs."""
+Inputs may differ in size from step to step. Times are taken per byte of input, and where sizes vary there are more
+pairs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The second plan's time, in parts of the first one's."""
+        """The second plan's time as a fraction of the first one's."""
         return statistics.median(self._ratios() or [1.0])
 
     @property
@@ -62,7 +62,8 @@ class Comparison:
         off = [(time / middle - 1) ** 2 for times, middle in turns for time in times if middle]
         if not off:
             return 0.0
-        variance = statistics.mean(off) * (TURN - 1) / (TURN - 2)  # of so many steps a turn counts, and has a middle
+        # Corrects for the number of counted steps in a turn and for their mean.
+        variance = statistics.mean(off) * (TURN - 1) / (TURN - 2)
         return math.sqrt(variance * 2 / (len(off) / 2))
 
     @property
@@ -70,7 +71,7 @@ class Comparison:
         return bool(self._sizes) and max(self._sizes) > _UNEVEN * min(self._sizes)
 
     def _ratios(self) -> list[float]:
-        """Of each pair that is complete."""
+        """The ratio of each complete pair."""
         found = []
         for number in range(0, len(self._turns) - 1, 2):
             pair = self._turns[number : number + 2]
@@ -80,7 +81,7 @@ class Comparison:
         return found
 
     def end_step(self, seconds: float, size: int) -> None:
-        """A step with inputs of ``size`` bytes has ended, by the plan that ``second`` named."""
+        """Note the time of a step with inputs of ``size`` bytes, run by the plan that ``second`` named."""
         if self._steps % TURN == 0:
             self._turns.append([])
         elif size:

@@ -1,9 +1,9 @@
 """The conditions of a forward, for running it a second time in backward.
 
-A second run comes later, on another thread, and must compute what the first one did. So everything that a forward may
-depend on besides its arguments is noted before it, and set for the time of the second run: random numbers of torch and
-Python, autocast, the default dtype and device, backend switches, and the attributes and modes of the block's
-own modules. A block that draws numpy's random numbers may not run again."""
+A second run comes later, on another thread, and must compute the same as the first one. So everything besides its
+arguments that a forward may depend on is noted before it and set again for the second run: random numbers of torch and
+Python, autocast, the default dtype and device, backend switches, and the attributes and modes of the block's modules. A
+block that draws numpy's random numbers may not run again."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _BACKENDS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
         for name in _ATTENTION
     ),
-]  # how to ask, and how to set
+]  # getters and setters
 
 
 class RandomNumbers:
-    """The states of torch's and Python's random numbers, which a second run draws again."""
+    """States of torch's and Python's random generators, from which a second run draws the same numbers."""
 
     __slots__ = ("_cuda", "_python", "_torch")
 
@@ -52,7 +52,7 @@ _TWISTER_BYTES = 2500  # 624 words and a position
 
 
 def _numpy_state() -> bytes:
-    """Of numpy's global generator, to compare. Its own ``get_state`` takes longer than a small block does."""
+    """The state of numpy's global generator, to compare. Its own ``get_state`` takes longer than a small block does."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is np.random.MT19937:
         return ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
@@ -60,7 +60,7 @@ def _numpy_state() -> bytes:
 
 
 class Conditions:
-    """As they are when this is made, which is before the block runs."""
+    """The conditions at construction, before the block runs."""
 
     __slots__ = (
         "_anatomy",
@@ -85,12 +85,12 @@ class Conditions:
         ]
 
     def can_be_set_again(self) -> bool:
-        """Whether a second run would find them, now that the block has run once."""
+        """Whether a second run would have the same conditions, now that the block has run once."""
         return self._attributes.same_inside() and self._numpy == _numpy_state()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """For a second run. Afterwards everything is as it is now."""
+        """Set these conditions for a second run. Afterwards restore the present ones."""
         backends, now = [ask() for ask, _ in _BACKENDS], RandomNumbers(self._device)
         with contextlib.ExitStack() as stack:
             if self._default != default_device():
@@ -110,7 +110,7 @@ class Conditions:
             yield
 
     def _set_trained(self, trained: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Set which parameters are trained; what was set before."""
+        """Set which parameters are trained; returns the previous setting."""
         before = self._anatomy.manner()[1]
         if before != trained:
             with without_torch_function():

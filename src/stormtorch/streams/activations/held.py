@@ -1,8 +1,8 @@
-"""A saved tensor that stays where it is.
+"""A saved tensor that remains on the device.
 
-A saved-tensor hook must not return the tensor that it was given: where that is the output of its own node, node and
-tensor would keep each other, and a graph that is dropped would never be freed. And torch leaves the check for changes
-in place to whoever has hooks."""
+A saved-tensor hook must not return the tensor that it was given: if that is the output of its own node, node and tensor
+would keep each other alive, and a dropped graph would never be freed. Also, with hooks, torch leaves the check for
+in-place changes to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Held:
 
     @property
     def changed(self) -> bool:
-        """Whether it was written to since."""
+        """Whether it was written to after it was saved."""
         return self._version is not None and self.tensor._version != self._version
 
     def get(self) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Held:
 
 
 def stale(shape: torch.Size, dtype: torch.dtype) -> StaleGraph:
-    """What autograd says, in its own words, for those who look for them."""
+    """autograd's own error, with its words for code that matches them."""
     return StaleGraph(
         "Cannot run backward: one of the variables needed for gradient computation has been modified by an inplace "
         f"operation (shape {tuple(shape)}, {dtype})."

@@ -1,20 +1,20 @@
-"""How full the device is while each block runs, and so how much blocks may hold then.
+"""Records how full the device is while each block runs, and so how much blocks may hold then.
 
-One number for the whole pass would be too careful, and not careful enough. Gradients that stay on the device come while
-activations go: late blocks may hold what early ones may not. So the level is noted whenever backward reaches a block,
-which is when the gradient of its output is there, and the peak with it.
+One number for the whole pass would be too careful for some blocks and not careful enough for others. Gradients that
+remain on the device arrive while activations are freed: late blocks may hold more than early ones. So the level is
+noted whenever backward reaches a block, which is when the gradient of its output is there, and the peak with it.
 
-    level    what is allocated when backward reaches the block
-    base     the level, less what the blocks up to this one held and what was travelling: everybody else's
-    rise     what comes on top of the level until backward has left the block; it depends on the way the block was run.
-             What was travelling and is used up by then, with nothing after it, came on top too: it was early. And
-             what a block that is recomputed has held of its own results: others make them anew
+    level    bytes allocated when backward reaches the block
+    base     the level, less what the blocks up to this one held and what was in flight: all other memory
+    rise     bytes on top of the level until backward has left the block; depends on the way the block was run.
+             Includes bytes that were in flight and used up by then, with nothing after them: they came early. Includes
+             the results that a recomputed block itself had kept: other blocks of its kind compute theirs again
 
-Torch's peak is never reset, it belongs to the user. So what it shows of a block may be another's, and is an upper bound
-only; but blocks of one kind rise alike, and the least that any of them has shown in any pass holds for all. Nearly
-alike: torch hands out what memory it has, up to a MiB more than was asked for. Where the peak went up while backward
-was in a block, it was that block's, and none is expected to rise by less from then on. When the user resets the peak in
-the middle, it tells nothing about the block that ran then, and that one is left out."""
+Torch's peak is never reset: it belongs to the user. So the peak seen at a block may come from another one and is only
+an upper bound; but blocks of one kind rise alike, and the least rise that any of them has shown in any pass holds for
+all. Nearly alike: torch hands out up to a MiB more than was asked for. Where the peak went up while backward was in a
+block, that block caused it, and no block of the kind is expected to rise by less from then on. When the user resets the
+peak in the middle, it tells nothing about the block that ran then, and that block is left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-UNCOUNTED = sys.maxsize  # the room on a device that does not say what is allocated, as the CPU
+UNCOUNTED = sys.maxsize  # the room on a device that does not report allocations, such as the CPU
 
 Way = Literal["keep", "whole", "other"]
 """How a block gets through backward: with all that it saved, recomputed, or otherwise."""
@@ -32,7 +32,7 @@ _WAYS: tuple[Way, ...] = ("keep", "whole", "other")
 
 @dataclass(frozen=True, kw_only=True)
 class Rises:
-    """Of one kind of block, by the way it is run."""
+    """Rises of one kind of block, by the way it is run."""
 
     keep: int = 0
     whole: int = 0
@@ -47,7 +47,7 @@ class _Block:
 
 @dataclass(kw_only=True)
 class _Bounds:
-    """What is known of a rise."""
+    """Bounds of a rise, from what was seen."""
 
     at_most: int
     at_least: int
@@ -59,16 +59,17 @@ class _Bounds:
 
 @dataclass(kw_only=True)
 class _Pass:
-    """Index ``len(blocks)`` of the tables stands for the end of forward."""
+    """Notes of one pass. Index ``len(blocks)`` of the tables stands for the end of forward."""
 
     blocks: list[_Block] = field(default_factory=list)
     levels: dict[int, int] = field(default_factory=dict)
     bases: dict[int, int] = field(default_factory=dict)
     tops: dict[int, int] = field(default_factory=dict)  # the peak when backward had left the block
     travelling: dict[int, int] = field(default_factory=dict)
-    early: dict[int, int] = field(default_factory=dict)  # how much less was travelling when backward had left the block
-    ways: dict[int, int] = field(default_factory=dict)  # what may have been travelling until then
-    shown: dict[int, int] = field(default_factory=dict)  # by a peak that went up: less what stayed, or may have come
+    early: dict[int, int] = field(default_factory=dict)  # bytes in flight that were used up until backward had left
+    ways: dict[int, int] = field(default_factory=dict)  # bytes that may have been in flight until then
+    # The rise that a higher peak proves: less bytes that remained, or may have arrived.
+    shown: dict[int, int] = field(default_factory=dict)
     last: int | None = None
     is_through: bool = False
     grown: int = 0
@@ -76,7 +77,7 @@ class _Pass:
 
 
 class Levels:
-    """Notes of passes. ``allocated`` and ``peak`` ask the device; ``grown`` tells what was taken of it for good so far,
+    """Notes of passes. ``allocated`` and ``peak`` ask the device; ``grown`` gives the bytes taken permanently so far,
     between passes."""
 
     def __init__(
@@ -85,14 +86,14 @@ class Levels:
         self._allocated, self._peak, self._grown = allocated, peak, grown
         self._now = _Pass()
         self._peak_before = 0
-        self.bases: dict[int, int] = {}  # the highest: gradients may stay from one pass to the next
+        self.bases: dict[int, int] = {}  # the highest: gradients may remain from one pass to the next
         self.seen: dict[tuple[Hashable, Way], _Bounds] = {}  # rises
         self._end: _Bounds | None = None  # of the rise from the end of forward to the first block of backward: the loss
-        self._guessed_end: int | None = None  # where that is not known for inputs as large as they are
-        self._risen: int | None = None  # the highest of those that such a pass has set itself
+        self._guessed_end: int | None = None  # scaled up, until it is measured with inputs of the present size
+        self._risen: int | None = None  # the highest peak that a pass under the present plan has set
 
     def forget(self, growth: float) -> None:
-        """Inputs are larger now, so many times. The pass that runs goes on."""
+        """Inputs have grown by the factor ``growth``: drop the rises. The running pass goes on."""
         if self._end is not None:
             self._guessed_end = self._end.rise
         if self._guessed_end is not None:
@@ -101,26 +102,26 @@ class Levels:
 
     @property
     def knows_the_end(self) -> bool:
-        """Whether ``rise_at_the_end`` has the loss in it, if as a guess."""
+        """Whether ``rise_at_the_end`` includes the loss, at least as a guess."""
         return self._end is not None or self._guessed_end is not None
 
     def begin_plan(self) -> None:
-        """What follows runs by another plan."""
+        """Another plan is used from here on."""
         self._risen = None
 
     def risen_top(self) -> int | None:
-        """The highest peak that a pass under the present plan has set; None where it was somebody else's, or older."""
+        """The highest peak that a pass under the present plan has set; None if an older plan or user code set it."""
         return None if self._risen is None else self._risen + self._grown()
 
     def end(self) -> None:
-        """A backward is through, and the user may do as they like with the peak; another one may follow."""
+        """A backward has ended; another may follow. User code may reset the peak after this."""
         last = self._now.last
         self._close_last(0)
-        if last == len(self._now.blocks):  # no block was reached, whose level would tell the two apart
+        if last == len(self._now.blocks):  # no block was reached, whose level would separate the two
             self._now.last, self._now.is_through = last, True
 
     def begin(self) -> None:
-        """A pass begins; the one before is over."""
+        """Begin a pass; the one before is over."""
         if not self._now.is_through:
             self._close_last(0)
         self._peak_before = self._peak()
@@ -143,12 +144,12 @@ class Levels:
                 self.seen[key] = _narrowed(self.seen.get(key), rise + past.early[position] + own, at_least)
 
     def hold(self, kind: Hashable, way: Way, held: int) -> None:
-        """The next block has run forward, and holds ``held`` bytes on the device."""
+        """Note that the next block has run forward and holds ``held`` bytes on the device."""
         self._now.blocks.append(_Block(kind=kind, way=way, held=held))
 
     def reach(self, position: int, travelling_bytes: int, way_bytes: int = 0) -> None:
-        """Backward has come to a block, or to the end of forward; ``travelling_bytes`` are on the device and ours, and
-        so many may be, until backward comes to the next, as ``way_bytes`` says."""
+        """Note that backward has reached a block, or the end of forward. ``travelling_bytes`` of ours are in flight on
+        the device; up to ``way_bytes`` may be until backward reaches the next block."""
         if position > len(self._now.blocks) or position in self._now.levels:
             return
         now, left, peak_before = self._now, self._now.last, self._peak_before
@@ -173,9 +174,10 @@ class Levels:
                 self._now.early[last] = max(0, self._now.travelling[last] - travelling_bytes)
 
     def rooms(self, limit_bytes: int, count: int, held: Sequence[int]) -> list[int]:
-        """What is left for activations while backward is in each of ``count`` blocks, and last, at the end of forward.
+        """Bytes left for activations while backward is in each of ``count`` blocks and, as the last entry, at the end
+        of forward.
 
-        Where nothing is known, the peak less all of ``held`` stands in."""
+        Where nothing is known, uses the peak less all of ``held``."""
         careful = limit_bytes - self._peak() + sum(held)
         rooms = [limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count)]
         if count not in self.bases or self._end is None:
@@ -183,9 +185,9 @@ class Levels:
         return [*rooms, limit_bytes - self.bases[count] - self._end.rise]
 
     def rises(self, kind: Hashable, *, saved_bytes: int, others: Sequence[Rises] = ()) -> Rises:
-        """What was seen of a kind of block. One way follows from the other: recomputed, a block takes what it saves on
-        top of what it takes when it is kept. One that has only been offloaded takes when it is kept what it took then,
-        at the most. Where nothing was seen, it takes as much as ``others`` do."""
+        """Rises of a kind of block. One way follows from the other: recomputed, a block takes what it saves on top of
+        what it takes when it is kept. For a block that was only offloaded, its rise then is an upper bound for keeping
+        it. A kind that was not seen takes as much as ``others`` do."""
         keep, whole, other = (None if (known := self.seen.get((kind, way))) is None else known.rise for way in _WAYS)
         if keep is None and whole is None:
             keep = other
@@ -194,12 +196,11 @@ class Levels:
         return Rises(keep=keep, whole=saved_bytes + keep if whole is None else whole)
 
     def has_seen(self, kind: Hashable) -> bool:
-        """Whether ``rises`` of this kind are more than a guess."""
+        """Whether ``rises`` of this kind are measured, not guessed."""
         return any((kind, way) in self.seen for way in _WAYS)
 
     def rise_at_the_end(self, kind: Hashable) -> int:
-        """The most that was seen to come on top of what is there when forward ends, until backward has left the last
-        block, if that is of this kind."""
+        """The largest rise from the end of forward until backward has left the last block, of this kind."""
         at_once = (self._guessed_end or 0) if self._end is None else self._end.rise
         return max(at_once, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0)
 

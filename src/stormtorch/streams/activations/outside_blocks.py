@@ -1,9 +1,10 @@
-"""What is saved outside of blocks, or by a checkpoint of the user's around them.
+"""Tensors saved outside of blocks ("loose"), or by a checkpoint of the user's around blocks.
 
-Nobody may run it again, so it stays as far as there is room, and what was saved first leaves. How much it will be, and
-what the loss takes on top, is not known beforehand. So in the passes that measure, it stays until the device begins to
-fill, and in later ones, where it is more than ever before, until the device is nearly full: it must not run out in the
-pass that would tell. Then all of it leaves, also what has stayed so far."""
+STORM cannot recompute these, so they remain on the device as far as there is room, and those saved first are offloaded.
+Their size, and the memory that the loss takes on top, is not known beforehand. So in the passes that measure, they
+remain until the device begins to fill. In later passes, where they exceed all earlier ones, they remain until the
+device is nearly full: it must not run out of memory in the pass that would tell. Then all of them are offloaded,
+including those that have remained so far."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from .stream import ActivationStream, Note, Undecided, span_of
 
 
 class Loose:
-    """Counts what is loose, pass by pass, and decides whether it leaves."""
+    """Counts loose tensors pass by pass, and decides whether they are offloaded."""
 
     def __init__(self, stream: ActivationStream, gauge: Gauge) -> None:
         self._stream, self._gauge = stream, gauge
-        self._most_way_bytes = self.way_bytes = stream.ahead_bytes  # what may be on its way where there are no blocks
-        self._known_bytes = 0  # of the passes so far, at the most
+        self._most_way_bytes = self.way_bytes = stream.ahead_bytes  # in-flight budget where there are no blocks
+        self._known_bytes = 0  # most that a pass so far has saved
         self._seen: set[tuple[int, int, int]] = set()  # parts of storages
-        self.size = self.away_bytes = 0  # of this pass: all of it, and of that what has left
+        self.size = self.away_bytes = 0  # of this pass: all bytes, and those offloaded
         self._undecided: list[weakref.ref[Undecided]] = []  # of this pass
         self.leaves = False
         self.reason = ""
@@ -43,8 +44,8 @@ class Loose:
         self._undecided.clear()
 
     def forget(self, *, leaving: bool) -> bool:
-        """Inputs are larger now, and all is measured anew. Whether what is loose leaves from now on, if it does so far
-        or not."""
+        """Measure again: inputs are larger now. Returns whether loose tensors are offloaded from now on; ``leaving``:
+        they are so far."""
         self._known_bytes = 0
         if not leaving and self._gauge.is_filling():
             self.leaves = leaving = True
@@ -52,8 +53,9 @@ class Loose:
         return leaving
 
     def see(self, tensor: torch.Tensor, *, leaving: bool, measured: bool, settled: bool) -> bool:
-        """``tensor`` is being saved. Whether what is loose leaves from now on, in this pass, if it does so far or not.
-        ``measured``: whether all has been seen once; ``settled``: whether what was decided then stays."""
+        """Count ``tensor``, which is being saved. Returns whether loose tensors are offloaded from now on in this pass;
+        ``leaving``: they are so far. ``measured``: whether a whole pass was seen; ``settled``: whether its decision is
+        final."""
         if (self.leaves and settled) or not self._stream.travels(tensor):
             return leaving
         first, size = span_of(tensor)
@@ -63,7 +65,7 @@ class Loose:
         self._seen.add(key)
         self.size += size
         if not leaving:
-            if measured:  # only in this pass: others may be smaller again
+            if measured:  # only in this pass: later ones may be smaller again
                 leaving = self.size > self._known_bytes and self._gauge.is_nearly_full()
             else:
                 self.leaves = leaving = self._gauge.is_filling()
@@ -73,7 +75,7 @@ class Loose:
         return leaving
 
     def hold(self, tensor: torch.Tensor) -> Undecided | Held:
-        """For autograd: ``tensor`` stays for now."""
+        """For autograd: keep ``tensor`` on the device for now."""
         held = self._stream.hold(tensor)
         if isinstance(held, Undecided):
             self._undecided.append(weakref.ref(held))
@@ -89,12 +91,11 @@ class Loose:
         self.away_bytes += sum(parcel.size for parcel in sent)
 
     def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
-        """All of it stays if there is room beside the blocks, which have all that ``plan`` does not spare; or if nobody
-        ``is_short`` of it."""
+        """Keep all of it, unless memory ``is_short`` and it exceeds the bytes that ``plan`` spares."""
         self.leaves = is_short and self.size > plan.spare_bytes
 
     def plan_alone(self, room_of: Callable[[int], int]) -> None:
-        """There are no blocks: as much of it stays as there is room for, ``room_of`` what has stayed so far."""
+        """Without blocks: keep as much as there is room for; ``room_of`` takes the bytes that were kept so far."""
         room = max(0, room_of(self.kept_bytes + min(self._stream.stay_bytes, self.away_bytes)))
         self.leaves = self.size > room
         self.way_bytes = min(self._most_way_bytes, room // 2)

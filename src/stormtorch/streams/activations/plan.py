@@ -1,11 +1,11 @@
-"""What becomes of each block's activations until backward: decided in one place, from measurements, as data.
+"""Plans what becomes of each block's activations until backward, from measurements, as data.
 
-Every block is kept, offloaded or recomputed, as a whole. The plan to begin with recomputes all of them: that is what a
-loop with ``torch.utils.checkpoint`` around each block does. `choose` goes beyond it: it keeps the last blocks as far as
-there is VRAM, since backward begins with them, and offloads the first ones as far as the link hides that and there is
-RAM. Whether that is faster, steps tell (comparison.py).
+Every block is kept, offloaded or recomputed as a whole. The first plan recomputes all of them, like a loop with
+``torch.utils.checkpoint`` around each block. `choose` goes beyond it: it keeps the last blocks as far as there is VRAM,
+since backward begins with them, and offloads the first ones as far as the link hides that and there is RAM. Timed steps
+tell whether that is faster (comparison.py).
 
-What is left of VRAM differs from block to block (levels.py)."""
+The free VRAM differs from block to block (levels.py)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dataclasses import dataclass, replace
 from ...core.sizes import format_bytes
 from .levels import Rises, Way
 
-_HIDDEN = 0.9  # of the time that compute gives the link
+_HIDDEN = 0.9  # of compute time that transfers may take
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """One block, measured. Times are the device's, from the first kernel to the last: where the host launches kernels
-    more slowly than the device runs them, it is the host's time."""
+    """Measurements of one block. Times are the device's, from the first kernel to the last: where the host launches
+    kernels more slowly than the device runs them, it is the host's time."""
 
     forward_s: float
     again_s: float  # a second run in backward
     input_bytes: int
     saved_bytes: int  # by autograd, if nothing is recomputed
-    repeatable: bool = True  # whether it may be run a second time: it changes no buffers, and no hook listens
+    repeatable: bool = True  # whether it may run a second time: it changes no buffers and has no hooks
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
-    """``kind``: "keep", "offload" or "recompute"; when recomputing, whether the block's inputs leave for RAM."""
+    """``kind``: "keep", "offload" or "recompute"; for the latter, ``inputs_away``: whether the inputs are offloaded."""
 
     kind: str
     inputs_away: bool = False
@@ -43,13 +43,13 @@ class BlockPlan:
         return {"keep": "keep", "recompute": "whole"}.get(self.kind, "other")  # type: ignore[return-value]
 
     def sent_bytes(self, profile: BlockProfile) -> int:
-        """What leaves a block of that profile in forward."""
+        """Bytes that a block of that profile offloads in forward."""
         if self.kind == "offload":
             return profile.saved_bytes
         return profile.input_bytes if self.inputs_away else 0
 
     def held_bytes(self, *, input_bytes: int, saved_bytes: int) -> int:
-        """What a block of which this is known leaves on the device between forward and backward."""
+        """Bytes that such a block leaves on the device between forward and backward."""
         if self.kind == "keep":
             return saved_bytes
         return input_bytes if self.kind == "recompute" and not self.inputs_away else 0
@@ -61,24 +61,24 @@ RECOMPUTE_FROM_RAM = BlockPlan(kind="recompute", inputs_away=True)
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPlan:
-    """One plan for each block, and why. ``way_bytes``: of VRAM, by block, for what is on its way while backward is
-    there; the last entry is for forward."""
+    """One plan for each block, and the reason. ``way_bytes``: VRAM for transfers in flight while backward is in each
+    block; the last entry is for forward."""
 
     blocks: list[BlockPlan]
     reason: str
     way_bytes: list[int]
-    spare_bytes: int = 0  # what is left of the room that all blocks together have
+    spare_bytes: int = 0  # unused part of the room that all blocks have together
 
     def sent_bytes(self, profiles: Sequence[BlockProfile]) -> int:
-        """What leaves all blocks in a forward."""
+        """Bytes that all blocks offload in a forward."""
         return sum(plan.sent_bytes(profile) for plan, profile in zip(self.blocks, profiles, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What there is to use: the link's free rates; of VRAM, for each block, what activations may take while backward is
-    there, and as the last entry when forward ends; of RAM, what activations may take. ``rises``: what each block takes
-    itself while backward is in it. ``way_bytes`` at most are for what travels."""
+    """Resources for activations. The link's free rates. ``rooms``: VRAM that activations may take while backward is in
+    each block and, as the last entry, when forward ends. RAM that they may take. ``rises``: bytes that each block takes
+    itself while backward is in it. ``way_bytes``: most VRAM for transfers in flight."""
 
     rooms: Sequence[int]
     rises: Sequence[Rises]
@@ -89,30 +89,30 @@ class Means:
 
 
 class _Rooms:
-    """What is left of each room. What a block holds counts in its own and in those of all that come after it; but the
-    inputs of one that is recomputed not in its own: they are among what it takes itself (levels.py)."""
+    """Bytes left of each room. What a block holds counts in its own room and in those of all later blocks. The inputs
+    of a recomputed block do not count in its own: they are part of what it takes itself (levels.py)."""
 
     def __init__(self, means: Means, count: int, *, way_bytes: int, keep: bool = False) -> None:
-        """``keep``: all blocks are meant to be kept, not recomputed."""
+        """``keep``: all blocks are to be kept, not recomputed."""
         self.way_bytes = way_bytes
         self.left = [room - way_bytes for room in means.rooms]
         for index in range(count):
             self.left[index] -= means.rises[index].keep if keep else means.rises[index].whole
 
     def take(self, block: int, size: int) -> bool:
-        """Whether ``block`` may hold ``size`` more bytes, which it then does."""
+        """Let ``block`` hold ``size`` more bytes; False if there is no room."""
         if any(left < size for left in self.left[block:]):
             return False
         self.left[block:] = [left - size for left in self.left[block:]]
         return True
 
     def take_inputs(self, block: int, size: int) -> bool:
-        """The same for the inputs of a block that is recomputed."""
+        """Like ``take``, for the inputs of a block that is recomputed."""
         return self.take(block + 1, size)
 
     def take_instead(self, block: int, profile: BlockProfile, rise: Rises, *, held_bytes: int) -> bool:
-        """Whether ``block`` may be kept, instead of being recomputed from ``held_bytes`` of inputs."""
-        gain = rise.whole - rise.keep  # while backward is there, nothing is made a second time
+        """Let ``block`` be kept, instead of recomputed from ``held_bytes`` of inputs; False if there is no room."""
+        gain = rise.whole - rise.keep  # while backward is in a kept block, nothing is computed again
         self.left[block] += gain
         self.left[block + 1 :] = [left + held_bytes for left in self.left[block + 1 :]]
         if self.take(block, profile.saved_bytes):
@@ -122,8 +122,8 @@ class _Rooms:
         return False
 
     def ways(self, profiles: Sequence[BlockProfile], blocks: Sequence[BlockPlan]) -> list[int]:
-        """What may be on its way at each block, given that some of it is still there when backward has got to the next.
-        But what that one asks for first is among what it takes itself (levels.py)."""
+        """In-flight budgets by block: some bytes are still there when backward has reached the next block. The tensors
+        that this one asks for first are part of what it takes itself (levels.py)."""
         rooms = [max(0, min(self.way_bytes, self.way_bytes + left)) for left in self.left]
         asked = [profile.input_bytes if plan.inputs_away else 0 for profile, plan in zip(profiles, blocks, strict=True)]
         each = zip(rooms[1:-1], rooms, asked, strict=False)
@@ -131,8 +131,8 @@ class _Rooms:
 
 
 class _Link:
-    """The way out during forward. What one block sends may still be leaving while the next ones compute, as long as no
-    more than ``slack`` bytes are behind; so what a block does not fill of its own time is not lost."""
+    """The link out during forward. What one block sends may still be leaving while the next ones compute, as long as no
+    more than ``slack`` bytes are behind; so time that a block does not fill is not lost."""
 
     def __init__(self, profiles: list[BlockProfile], means: Means, *, slack: int) -> None:
         rate = _HIDDEN * min(means.out_bytes_per_s, 2 * means.in_bytes_per_s)  # backward is twice as long
@@ -141,7 +141,7 @@ class _Link:
         self._slack = slack
 
     def take(self, block: int, size: int) -> bool:
-        """Whether ``block`` may send ``size`` more bytes with nothing late for it, which it then does."""
+        """Let ``block`` send ``size`` more bytes; False if anything would then be late."""
         self._sent[block] += size
         behind = 0.0
         for index, (hidden, sent) in enumerate(zip(self._hidden, self._sent, strict=True)):
@@ -153,8 +153,8 @@ class _Link:
 
 
 def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
-    """Every block that may be is recomputed, as with ``torch.utils.checkpoint`` around each. Inputs of blocks stay on
-    the device as far as they fit, the last ones first; the others leave for RAM."""
+    """Recompute every block that may be, as with ``torch.utils.checkpoint`` around each. Inputs of blocks remain on the
+    device as far as they fit, the last ones first; the rest is offloaded."""
     largest = max((profile.input_bytes for profile in profiles), default=0)
     rooms = _Rooms(means, len(profiles), way_bytes=min(means.way_bytes, 2 * largest))
     blocks = _recomputed(profiles, means, rooms)
@@ -164,7 +164,7 @@ def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
 
 
 def choose(profiles: list[BlockProfile], means: Means, *, offload: bool = True) -> ActivationPlan:
-    """What should be fastest: keep what fits, offload what the link hides if that is wanted, recompute the rest."""
+    """The plan that should be fastest: keep what fits, offload what the link hides if wanted, recompute the rest."""
     means = means if offload else replace(means, ram_bytes=0)
     rooms = _Rooms(means, len(profiles), way_bytes=0, keep=True)
     if all(rooms.take(index, profile.saved_bytes) for index, profile in enumerate(profiles)):
@@ -177,14 +177,14 @@ def choose(profiles: list[BlockProfile], means: Means, *, offload: bool = True) 
 
 
 def cost_s(profiles: list[BlockProfile], plan: ActivationPlan) -> float:
-    """The time for computing again."""
+    """The time for recomputing, in seconds."""
     blocks = zip(profiles, plan.blocks, strict=True)
     return sum(profile.again_s for profile, block in blocks if block.kind == "recompute")
 
 
 def _mixed(profiles: list[BlockProfile], means: Means, *, way_bytes: int) -> ActivationPlan:
-    """Like `recompute`; then the last blocks are kept, as far as there is room, and the first ones are offloaded, as
-    far as link and RAM allow."""
+    """Start from `recompute`; then keep the last blocks, as far as there is room, and offload the first ones, as far as
+    link and RAM allow."""
     rooms = _Rooms(means, len(profiles), way_bytes=way_bytes)
     blocks = _recomputed(profiles, means, rooms)
     for index, profile in reversed(list(enumerate(profiles))):
@@ -205,8 +205,8 @@ def _mixed(profiles: list[BlockProfile], means: Means, *, way_bytes: int) -> Act
 
 
 def _recomputed(profiles: list[BlockProfile], means: Means, rooms: _Rooms) -> list[BlockPlan]:
-    """All blocks recomputed, inputs on the device as far as they fit. One that may not be run again is kept where there
-    is room, or offloaded."""
+    """Recompute all blocks, with inputs on the device as far as they fit. A block that may not run again is kept where
+    there is room, or offloaded."""
     blocks = [RECOMPUTE_FROM_RAM if profile.repeatable else OFFLOAD for profile in profiles]
     for index, profile in reversed(list(enumerate(profiles))):
         if not profile.repeatable:
@@ -227,7 +227,7 @@ def _made(profiles: list[BlockProfile], blocks: list[BlockPlan], reason: str, ro
 
 
 def _with_others(reason: str, blocks: list[BlockPlan]) -> str:
-    """``reason``, and how many blocks are not recomputed; or that alone."""
+    """``reason`` with the number of blocks that are not recomputed, or that number alone."""
     counts = {name: sum(plan.kind == kind for plan in blocks) for name, kind in _NAMES}
     if reason and counts["recomputed"] == len(blocks):
         return reason

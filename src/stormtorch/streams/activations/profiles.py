@@ -1,5 +1,5 @@
-"""What is known of a model's blocks, by kind: what they are given and save, how long they take, and whether they may be
-run a second time."""
+"""Measurements of a model's blocks, by kind: the sizes of inputs and saved tensors, times, and whether a block may run
+a second time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ROUNDS = 2  # passes in which a kind is measured; the first one is cold
 
 @dataclass
 class _Known:
-    """A kind that is being measured. Its times are read when the device has told them."""
+    """A kind that is being measured. Its times are read when the device has reported them."""
 
-    size: int  # of all that it is given
-    input_bytes: int  # of that, what has to be held for it
+    size: int  # of all arguments
+    input_bytes: int  # of these, those that must be held for it
     saved_bytes: int
     passes: set[int] = field(default_factory=set)
     forward: list[Reading] = field(default_factory=list)
     again: list[Reading] = field(default_factory=list)  # second runs
 
     def profile(self, repeatable: bool) -> BlockProfile | None:
-        """None while the device has told nothing."""
+        """The profile; None while the device has reported no time."""
         forward, again = ([s for s in (read() for read in r) if s is not None] for r in (self.forward, self.again))
         if not forward:
             return None
@@ -39,35 +39,35 @@ class _Known:
 
 
 class Profiles:
-    """A kind is a tuple that begins with the block's shape (blocks.py)."""
+    """Measurements by kind: a tuple that begins with the block's shape (blocks.py)."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Known] = {}
-        self._guessed: dict[Any, int] = {}  # what kinds save that were forgotten
-        self._not_again: set[Any] = set()  # shapes of blocks that may not be run again
+        self._guessed: dict[Any, int] = {}  # estimates of saved bytes, for kinds that were forgotten
+        self._not_again: set[Any] = set()  # shapes of blocks that may not run again
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
     def size(self, kind: Any) -> int | None:
-        """The bytes of the largest inputs that were measured; None for a kind that is not known."""
+        """The bytes of the largest inputs that were measured; None for an unknown kind."""
         known = self._known.get(kind)
         return None if known is None else known.size
 
     def saved_bytes(self, kind: Any) -> int:
-        """What such a block saves; a guess for one that was forgotten, 0 for one that was never seen."""
+        """Bytes that such a block saves; a guess for one that was forgotten, 0 for one that was never seen."""
         known = self._known.get(kind)
         return self._guessed.get(kind, 0) if known is None else known.saved_bytes
 
     def wants(self, kind: Any, in_pass: int) -> bool:
-        """Whether a call of that kind is to be measured in this pass: one a pass, in the first passes."""
+        """Whether to measure a call of that kind in this pass: one call a pass, in the first passes."""
         known = self._known.get(kind)
         return known is None or (len(known.passes) < ROUNDS and in_pass not in known.passes)
 
     def learn(
         self, kind: Any, in_pass: int, size: int, *, input_bytes: int, saved_bytes: int, forward: Reading
     ) -> None:
-        """A call with inputs of ``size`` was measured. Blocks of a kind, and passes, may differ: the largest counts."""
+        """Note a measured call with inputs of ``size``. Calls of a kind may differ: the largest counts."""
         known = self._known.setdefault(kind, _Known(size=size, input_bytes=input_bytes, saved_bytes=saved_bytes))
         known.size, known.input_bytes = max(known.size, size), max(known.input_bytes, input_bytes)
         known.saved_bytes = max(known.saved_bytes, saved_bytes)
@@ -75,13 +75,13 @@ class Profiles:
         known.forward.append(forward)
 
     def learn_again(self, kind: Any, reading: Reading) -> None:
-        """A second run of such a block was timed."""
+        """Note the time of a second run of such a block."""
         known = self._known.get(kind)
         if known is not None and len(known.again) < 2 * ROUNDS:
             known.again.append(reading)
 
     def forget(self, kind: Any, growth: float) -> None:
-        """Inputs are larger now, so many times: what was measured does not hold any more."""
+        """Drop measurements: inputs have grown by the factor ``growth``."""
         known = self._known.pop(kind, None)
         if known is not None:
             self._guessed[kind] = round(known.saved_bytes * growth)
@@ -90,7 +90,7 @@ class Profiles:
         return kind[0] not in self._not_again
 
     def never_again(self, kind: Any) -> bool:
-        """Blocks of that shape may not be run again. False if that was known."""
+        """Note that blocks of that shape may not run again. Returns True if that is new."""
         is_new = kind[0] not in self._not_again
         self._not_again.add(kind[0])
         return is_new

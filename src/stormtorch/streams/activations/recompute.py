@@ -1,21 +1,21 @@
-"""One call of a block in a forward, and how backward gets what autograd saved in it.
+"""One call of a block in a forward, and how backward gets the tensors that autograd saved in it.
 
 Torch's own checkpointing decides before a block runs that it will run again. Here the decision comes afterwards, when
-it is known what the block has saved and whether a second run would go unnoticed. Each saved tensor is, as
-`Saved.value` says:
+it is known what the block has saved and whether a second run would go unnoticed. `Saved.value` of each saved tensor is
+one of:
 
     Held      on the device
     Note      in RAM, or on its way
-    None      dropped: backward runs the block again, and takes what it saves then
+    None      dropped: backward runs the block again and takes the tensor that it saves then
 
 Dropping is always possible after the block has run, and costs nothing then. So a block that turns out to change a
-buffer is simply not dropped, a block that RAM has no room for is, and no pass is needed to find out first.
+buffer is not dropped, a block that RAM has no room for is dropped, and no extra pass is needed to find out.
 
 **The second run.** When backward first asks for a dropped tensor, the block is called again with its inputs, under the
 conditions of the first call (conditions.py). The tensors that it saves are counted, in the same order as the first
-time; those that backward still wants are handed out as it asks for them. When the last of them is there, an exception
-ends the run: the rest of the block is not computed. A second run that saves other tensors than the first one
-is an error, never a wrong gradient.
+time; those that backward still needs are handed out as it asks for them. When the last of them is there, an exception
+ends the run: the rest of the block is not computed. A second run that saves other tensors than the first one is an
+error, never a wrong gradient.
 
 The road not taken: ``torch.utils.checkpoint``. It drops before it knows, so that blocks had to be measured in a pass of
 their own, kept on the device or in RAM for that; and a block that began to change its buffers later was an error."""
@@ -47,7 +47,7 @@ from .stream import ActivationStream, Note
 
 
 class Saved:
-    """What autograd keeps of a tensor that a block has saved; see the table above."""
+    """The object that autograd keeps for a tensor saved by a block; see the table above."""
 
     __slots__ = ("__weakref__", "dtype", "number", "probe", "run", "shape", "value")
 
@@ -55,11 +55,11 @@ class Saved:
         self.run, self.number = run, number
         self.value: Held | Note | None = value
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.probe: VersionProbe | None = None  # of a dropped one that user code may still write to
+        self.probe: VersionProbe | None = None  # of a dropped tensor that user code may still write to
 
 
 class _Enough(Exception):
-    """Ends a second run: all that backward wants has been saved."""
+    """Ends a second run: all tensors that backward needs have been saved."""
 
 
 class BlockRun:
@@ -79,13 +79,13 @@ class BlockRun:
         sends: bool,
         may_drop: bool,
     ) -> None:
-        """``is_streamed``: whether a tensor is a streamed weight, which autograd finds again by itself. ``sends``:
-        whether saved tensors leave for RAM at once. ``may_drop``: whether ``drop`` may be called."""
+        """``is_streamed``: whether a tensor is a streamed weight, which autograd's hooks find again. ``sends``: whether
+        saved tensors are offloaded at once. ``may_drop``: whether ``drop`` may be called."""
         self._block, self._original, self._stream, self._device = block, original, stream, device
         self._is_streamed, self.sends, self.repeats = is_streamed, sends, False
         self._count, self._names = len(args), list(kwargs)
         given = (*args, *kwargs.values())
-        self._inputs: list[Any] = leaves_of(given)  # as they were given; after `drop`, in the forms of `_Input`
+        self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
         self._form = filled(given, iter([None] * len(self._inputs)))
         self._conditions = Conditions(anatomy, device) if may_drop else None
         watched = (*block.buffers(), *tensors_in(args, kwargs)) if may_drop else ()
@@ -93,19 +93,19 @@ class BlockRun:
         self._saved: list[weakref.ref[Saved]] = []
         self._outputs: set[int] = set()  # storages
         self._again: dict[int, Held] = {}  # by number: made by a second run, not asked for yet
-        self.tell_time: Callable[[Reading], None] | None = None  # gets how long the second run takes
+        self.tell_time: Callable[[Reading], None] | None = None  # is given the time of the second run
 
     # --- forward
 
     def save(self, tensor: torch.Tensor) -> Saved:
-        """For autograd: what it keeps of ``tensor``."""
+        """For autograd: save ``tensor``."""
         value: Held | Note = self._stream.pack(tensor) if self.sends else Held(tensor)
         saved = Saved(self, len(self._saved), tensor, value)
         self._saved.append(weakref.ref(saved))
         return saved
 
     def end(self, result: Any) -> bool:
-        """The block has run, and returned ``result``. Whether a second run would give the same."""
+        """Note that the block has run and returned ``result``. Returns whether a second run would give the same."""
         self.repeats = self._conditions is not None and self.has_its_inputs() and self._conditions.can_be_set_again()
         self._outputs = {
             leaf.untyped_storage()._cdata
@@ -115,13 +115,13 @@ class BlockRun:
         return self.repeats
 
     def has_its_inputs(self) -> bool:
-        """Whether what the block was given, and its buffers, have not been written to since."""
+        """Whether the block's arguments and buffers are unchanged since the call."""
         return not any(
             (tensor := reference()) is not None and tensor._version != at for reference, at in self._versions
         )
 
     def saved_bytes(self) -> int:
-        """What all saved tensors take, each storage once, without weights that are on the device for good."""
+        """Bytes of all saved tensors, each storage once, without weights that are permanently on the device."""
         sizes: dict[Any, int] = {}
         for saved in filter(None, (reference() for reference in self._saved)):
             value = saved.value
@@ -135,27 +135,27 @@ class BlockRun:
         return sum(sizes.values())
 
     def drop(self, *, inputs_away: bool) -> None:
-        """Let go of what was saved; backward will run the block again. Its inputs stay, or leave for RAM."""
+        """Release the saved tensors; backward will run the block again. Its inputs remain, or are offloaded."""
         for saved in filter(None, (reference() for reference in self._saved)):
             value = saved.value
             if isinstance(value, Held):
                 if value.changed:
-                    continue  # written over since: backward must say so
+                    continue  # overwritten since: backward must raise
                 if has_plain_storage(value.tensor) and value.tensor.untyped_storage()._cdata in self._outputs:
                     saved.probe = VersionProbe(value.tensor)
             saved.value = None
-        kept: dict[int, Any] = {}  # what is given twice is the same thing twice
+        kept: dict[int, Any] = {}  # an argument that is given twice is kept once
         for leaf in self._inputs:
             if id(leaf) not in kept:
                 kept[id(leaf)] = _Input(leaf, self._stream, inputs_away) if type(leaf) is torch.Tensor else leaf
         self._inputs = [kept[id(leaf)] for leaf in self._inputs]
 
     def stay(self) -> None:
-        """Nothing is dropped: what a second run would need is let go."""
+        """Drop nothing: release what a second run would need."""
         self._inputs, self._versions, self._conditions = [], [], None
 
     def send(self) -> None:
-        """Let what is on the device leave for RAM, as far as there is room."""
+        """Offload saved tensors that are on the device, as far as there is room."""
         for saved in filter(None, (reference() for reference in self._saved)):
             value = saved.value
             if isinstance(value, Held) and not value.changed:
@@ -164,7 +164,7 @@ class BlockRun:
     # --- backward
 
     def get(self, saved: Saved) -> torch.Tensor:
-        """The tensor, for autograd."""
+        """The saved tensor, for autograd."""
         if saved.value is not None:
             return self._stream.unpack(saved.value)
         if saved.probe is not None and saved.probe.changed:
@@ -197,11 +197,12 @@ class BlockRun:
                     )
                 self._again[number] = Held(tensor)
             if tensor.grad_fn is None and not tensor.requires_grad:
-                unmade = sequence_number()  # the operation may be about to write it, as ``rrelu`` does with its noise
+                # The operation may still be about to write it, as ``rrelu`` does with its noise.
+                unmade = sequence_number()
             if number == last:
                 if unmade != sequence_number():
                     raise _Enough
-                has_all = True  # when that operation has run
+                has_all = True  # once that operation has run
             return tensor.detach()
 
         made: dict[int, Any] = {}
@@ -210,7 +211,7 @@ class BlockRun:
                 made[id(leaf)] = leaf.get() if isinstance(leaf, _Input) else leaf
         values = filled(self._form, iter([made[id(leaf)] for leaf in self._inputs]))
         if in_backward():
-            at_end_of_backward(self._again.clear)  # what backward has not asked for by then it does not want
+            at_end_of_backward(self._again.clear)  # tensors that backward has not asked for by its end are not needed
         args, names = values[: self._count], dict(zip(self._names, values[self._count :], strict=True))
 
         def call() -> bool:
@@ -220,7 +221,7 @@ class BlockRun:
                 return True
             return has_all
 
-        # The graph of this run is never run; a block that asks for gradients itself needs what it saves, though.
+        # The graph of this run is never used, but a block that computes gradients itself needs its tensors.
         assert self._conditions is not None
         with saved_tensors_hooks(pack, lambda tensor: tensor), self._conditions.again():
             if self.tell_time is None:
@@ -234,21 +235,21 @@ class BlockRun:
     def _other(self, what: str) -> StaleGraph:
         self._again.clear()
         return StaleGraph(
-            f"Cannot recompute a {type(self._block).__name__}: {what}. It must run alike both times. Make it, or set "
-            'activations="offload".'
+            f"Cannot recompute a {type(self._block).__name__}: {what}. It must run the same way both times. Change it, "
+            'or set activations="offload".'
         )
 
 
 class _Input:
-    """A tensor that a block was given, until it is run again."""
+    """A tensor argument of a block, until the block runs again."""
 
     __slots__ = ("_stream", "_trained", "_value")
 
     def __init__(self, tensor: torch.Tensor, stream: ActivationStream, away: bool) -> None:
-        # What no operation with a gradient has made is mostly alive anyway: the batch, masks, tables of positions.
+        # A tensor without a graph is mostly alive anyway: the batch, masks, tables of positions.
         self._stream, self._trained, away = stream, tensor.requires_grad, away and tensor.grad_fn is not None
         self._value: Held | Note = stream.pack(tensor, made=True) if away else Held(tensor)
 
     def get(self) -> torch.Tensor:
-        """Without the graph that it came from."""
+        """The tensor without its graph."""
         return self._stream.unpack(self._value).detach().requires_grad_(self._trained)

@@ -1,4 +1,4 @@
-"""How much of the device and of RAM activations may still take."""
+"""Computes how much of the device and of RAM activations may still take."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ...memory.lanes.waits import WaitMeter
 from .levels import UNCOUNTED, Levels, Rises
 from .plan import BlockProfile, Means
 
-WAY = 16  # a part of so many of the budget is on its way out, and as much on its way in
-_SPARED = 200  # a part of so many of the budget is left alone: levels are noted to the byte, but not all are alike
-_ROUNDED = 8 * MiB  # at least so much, or of small budgets a part: torch rounds large tensors up by as much as 1 MiB
+WAY = 16  # 1/16 of the budget may be in flight out, and as much in
+_SPARED = 200  # 1/200 of the budget is left alone: levels are noted to the byte, but passes differ slightly
+_ROUNDED = 8 * MiB  # at least that much, or 1/50 of small budgets: torch rounds large tensors up by as much as 1 MiB
 _ROUNDED_PART = 50
-_NEARLY = 8  # nearly full: less than such a part of the budget is left
-_FILLING = 3  # filling: more than such a part is taken, and what the loss takes is not known yet
+_NEARLY = 8  # nearly full: less than 1/8 of the budget is left
+_FILLING = 3  # filling: more than 1/3 is taken, and the loss's memory is not known yet
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The lanes that carry activations, the books that they are charged to, and what else is on the device."""
+    """The lanes that carry activations, the ledger that they are charged to, and the rest of the device's state."""
 
     device: torch.device
     lanes: Lanes
@@ -38,12 +38,12 @@ class Surroundings:
     page_lock: PageLock | None
     waits: WaitMeter
     lock: threading.RLock
-    # Bytes per second that the link has free, out and in, for blocks whose forward takes so many seconds; 0: not known.
+    # The link's free bytes per second, out and in, for blocks whose forward takes so many seconds; 0: not known.
     rates: Callable[[float], tuple[float, float]]
-    meter: DeviceMeter | None  # None: the device is not counted, and has room for all
+    meter: DeviceMeter | None  # None: the device is not counted, and has room for everything
     peak: PeakMeter
     limit_bytes: int  # of the device
-    foreign_bytes: int = 0  # what this process has there that is not part of that
+    foreign_bytes: int = 0  # bytes of this process there that do not count in the limit
     can_recompute: Callable[[nn.Module], bool] = lambda _block: True
     is_streamed: Callable[[torch.Tensor], bool] = lambda _tensor: False  # whether a tensor is a streamed weight
     steps: Callable[[], int] | None = None  # optimizer steps so far; None: each pass counts as one
@@ -51,21 +51,21 @@ class Surroundings:
 
 
 class Gauge:
-    """Asks the device, the ledger and the notes of earlier passes."""
+    """Free memory, from the device, the ledger and the notes of earlier passes."""
 
     def __init__(self, around: Surroundings, levels: Levels, *, fixed_room: int | None = None) -> None:
-        """``fixed_room``: what the device seems to have free, for tests."""
+        """``fixed_room``: free device bytes to assume, for tests."""
         self._around, self._levels, self._fixed_room = around, levels, fixed_room
         self._usable = usable_bytes(around)
 
     def room(self) -> int:
-        """Bytes of VRAM that are free of the budget just now."""
+        """Bytes of the VRAM budget that are free now."""
         if self._fixed_room is not None:
             return self._fixed_room
         return self._usable - self._around.meter.allocated() if self._around.meter is not None else UNCOUNTED
 
     def is_filling(self) -> bool:
-        """Whether so much of VRAM is taken that a loss which has not been seen yet may find too little."""
+        """Whether so much VRAM is taken that a loss which was not seen yet may find too little."""
         if self._fixed_room is not None:
             return self._fixed_room <= 0
         around = self._around
@@ -77,19 +77,19 @@ class Gauge:
         return self.room() < self._usable // _NEARLY
 
     def over(self) -> str:
-        """What to say if the last passes have taken more than the budget; otherwise nothing."""
+        """A message if the last passes have taken more than the budget; otherwise empty."""
         around, top = self._around, self._levels.risen_top()
         if top is None or top <= around.limit_bytes + around.foreign_bytes:
             return ""
         return (
             f"A pass has taken {format_bytes(top - around.foreign_bytes)} of the device, and "
-            f"{around.ledger.budgets[Tier.DEVICE].given} allows {format_bytes(around.limit_bytes)}: not all that is "
-            'saved can leave. Take a smaller batch, let activations="auto" see to blocks instead of checkpoints of '
-            "your own, or use storm.linear_cross_entropy for the loss of a large vocabulary."
+            f"{around.ledger.budgets[Tier.DEVICE].given} allows {format_bytes(around.limit_bytes)}: not all saved "
+            'tensors can be offloaded. Use a smaller batch, let activations="auto" handle blocks instead of your own '
+            "checkpoints, or use storm.linear_cross_entropy for the loss of a large vocabulary."
         )
 
     def means(self, kinds: list[Hashable], profiles: list[BlockProfile], held: list[int]) -> Means:
-        """What blocks of these kinds have to use, given what each one held in the last pass."""
+        """Resources for blocks of these kinds, given the bytes that each held in the last pass."""
         around, levels = self._around, self._levels
         self._usable = usable_bytes(around, max((profile.input_bytes for profile in profiles), default=0))
         if around.meter is not None and self._fixed_room is None:
@@ -112,7 +112,7 @@ class Gauge:
 
 
 def usable_bytes(around: Surroundings, largest_bytes: int = 0) -> int:
-    """What may be allocated of the device in all; less than the budget, as far as is known so far. A hole may be as
+    """Bytes that may be allocated on the device in all; less than the budget, by present knowledge. A hole may be as
     large as the largest result."""
     limit, all_of_it = around.limit_bytes, around.limit_bytes + around.foreign_bytes
     spared = max(limit // _SPARED, min(_ROUNDED, limit // _ROUNDED_PART))

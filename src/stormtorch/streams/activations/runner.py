@@ -1,17 +1,18 @@
-"""How each block's activations survive until backward: kept, offloaded, or recomputed.
+"""Runs blocks so that their activations survive until backward: kept, offloaded, or recomputed.
 
 Blocks are wrapped as the user's own ``torch.utils.checkpoint`` around them would wrap them, and only while a pass of
-the model runs under our saved-tensor hooks. What happens to a block is decided when it has run (recompute.py).
+the model runs under our saved-tensor hooks. What happens to a block is decided after it has run (recompute.py).
 
 The first passes recompute every block, and measure; blocks are kept at once only where there is room for all of them
-twice over. Then comes a plan (plan.py): recompute, inputs where there is room. With ``activations="auto"`` a second
-plan, which keeps and offloads what it can, runs in turns with the first one, and stays if steps with it are faster
-(comparison.py). A pass with larger inputs starts all over.
+twice over. Then comes a plan (plan.py): recompute, with inputs on the device where there is room. With
+``activations="auto"`` a second plan, which keeps and offloads as much as it can, takes turns with the first one, and is
+adopted if steps with it are faster (comparison.py). A pass with larger inputs starts all over.
 
-A block is never run twice where that would show: where it changes its buffers, as batch norm does, or where forward
-hooks are listening. It is kept or offloaded.
+A block is never run twice where user code would notice: where it changes its buffers, as batch norm does, or has
+forward hooks. Such a block is kept or offloaded.
 
-What is saved outside of blocks is *loose* (outside_blocks.py). What is saved after the last block stays."""
+Tensors saved outside of blocks are *loose* (outside_blocks.py). Those saved after the last block remain on the
+device."""
 
 from __future__ import annotations
 
@@ -58,13 +59,13 @@ from .recompute import BlockRun, Saved
 from .room import Gauge, Surroundings
 from .stream import ActivationStream
 
-_REPLAN_AT = (4, 8)  # passes after which the peak is looked at again
-_NOTED = 64  # passes after which a comparison that has not begun is not waited for any more: asking the device costs
+_REPLAN_AT = (4, 8)  # passes after which the plan is made again from the peak
+_NOTED = 64  # passes to wait for a comparison to begin: noting levels costs queries of the device
 _COMPARE_AT = (8, 64, 512)  # passes after which the second plan is tried; the machine may have changed since
 
 
 class Saving:
-    """Decides for a model's blocks, pass by pass, and carries it out."""
+    """Decides what becomes of a model's blocks, pass by pass, and carries it out."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Saving:
         around: Surroundings,
     ) -> None:
         self.mode, self._stream, self._levels, self._gauge, self._around = mode, stream, levels, gauge, around
-        self._way_bytes = stream.ahead_bytes  # what may be on its way while nothing is planned
+        self._way_bytes = stream.ahead_bytes  # in-flight budget while there is no plan
         self._loose = Loose(stream, gauge)
         self._noted_task = -1  # the last backward whose end will be noted
         self._blocks = [weakref.ref(block) for block in blocks]
@@ -91,42 +92,43 @@ class Saving:
         self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
         self._sending = False
         self._run: BlockRun | None = None  # the block that is running
-        self._undropped: tuple[BlockRun, Any, bool] | None = None  # the last one: its kind, and whether inputs leave
-        self._fits: dict[Any, bool] = {}  # of this pass, by shape: whether a second run has room for its weights
+        # The previous block: its kind, and whether its inputs are offloaded.
+        self._undropped: tuple[BlockRun, Any, bool] | None = None
+        self._fits: dict[Any, bool] = {}  # of this pass, by shape: whether a second run has room for the weights
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._is_past_blocks = False
         self._keeps_all = False  # whether this pass, for which there is no plan, has kept every block so far
-        self._input_bytes = 0  # of this pass: inputs of blocks that have left before anything was planned
+        self._input_bytes = 0  # of this pass: inputs of blocks that were offloaded for want of a plan
         self._simple: ActivationPlan | None = None  # of the two plans that are compared, the one that recomputes
-        self._candidates: list[ActivationPlan] = []  # and those that should be faster, the next one first
+        self._candidates: list[ActivationPlan] = []  # plans that should be faster, the next one first
         self._is_better = False  # whether a candidate has won
         self._comparison: Comparison | None = None
         self._step_began: tuple[float, int] | None = None  # when, and after how many optimizer steps
         self._step_bytes = 0  # inputs of the blocks since then
-        self._trim_at = 0  # the pass that gives back what RAM the plan does not need
-        self._comparisons = 0  # so far, with inputs as large as they are
+        self._trim_at = 0  # the pass that gives back RAM that the plan does not need
+        self._comparisons = 0  # so far, with inputs of the present size
         self.known = Profiles()
         self.passes = 0
-        self._passes_before = 0  # inputs were as large as they are
+        self._passes_before = 0  # those before inputs had the present size
         self.plan: ActivationPlan | None = None
 
     # --- passes
 
     @property
     def _age(self) -> int:
-        """The number of this pass, of those with inputs as large as they are."""
+        """The number of this pass, counted from the first with inputs of the present size."""
         return self.passes - self._passes_before
 
     @property
     def _is_noting(self) -> bool:
-        """Whether it is noted how full the device is at each block: as long as a plan may be made from it."""
+        """Whether to note how full the device is at each block: as long as a plan may be made from it."""
         waits = self.mode == "auto" and self._comparisons == 0 and bool(self.known) and self._age <= _NOTED
         return waits or self._age <= _REPLAN_AT[-1]
 
     @contextlib.contextmanager
     def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-        """A pass of the model, under saved-tensor hooks of which ``pack`` is one and which come here."""
-        self._run = self._undropped = None  # of a pass that an exception has ended
+        """Wrap a pass of the model; ``pack`` is one of the saved-tensor hooks under which it runs."""
+        self._run = self._undropped = None  # left by a pass that an exception has ended
         self._stream.begin_pass()
         self._levels.begin()
         self.passes += 1
@@ -154,7 +156,7 @@ class Saving:
                 self._levels.reach(len(self._held), ours, self._stream.window_bytes)
 
     def _set_ways(self) -> None:
-        """Set what may be on its way, to begin with. Nothing, as long as it is not known whether there is room."""
+        """Set the in-flight budget for the beginning of a pass: 0 while it is not known whether there is room."""
         unknown = self.plan is None and (self._age <= ROUNDS or bool(self._last_sequence))
         careful = unknown and self.mode != "offload" and self._gauge.room() < UNCOUNTED
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._loose.way_bytes
@@ -162,7 +164,7 @@ class Saving:
         self._stream.is_strict = self.plan is not None or careful or (self.mode == "auto" and self._loose.leaves)
 
     def rules_here(self) -> bool:
-        """Whether blocks called now are ours to arrange: in a pass, and not in a checkpoint of the user's inside it."""
+        """Whether to handle blocks called now: in a pass, and not inside a checkpoint of the user's."""
         if self._hooks is None or self._closed or self.mode in ("keep", "offload"):
             return False
         if in_backward() or in_functorch() or not torch.is_grad_enabled():
@@ -172,7 +174,7 @@ class Saving:
 
     @never_traced
     def pack(self, tensor: torch.Tensor) -> Any:
-        """For autograd's hooks: what stands for ``tensor`` until backward."""
+        """Hook for autograd: the object that stands for ``tensor`` until backward."""
         if self._run is not None:
             return self._run.save(tensor)
         is_loose = not self._is_past_blocks and self.mode == "auto"
@@ -189,8 +191,7 @@ class Saving:
         return saved.run.get(saved) if isinstance(saved, Saved) else self._stream.unpack(saved)
 
     def note_end(self) -> None:
-        """Backward asks for what was saved: when it ends, the level is noted, before users do as they like with the
-        peak."""
+        """Backward asks for saved tensors: note the level when it ends, before user code can reset the peak."""
         task = current_pass() if self._is_noting else -1
         if task not in (-1, self._noted_task):
             self._noted_task = task
@@ -208,16 +209,16 @@ class Saving:
 
     @property
     def wish_bytes(self) -> int:
-        """What has left only because it is not known yet whether there is room for it. Of blocks this is what a
+        """Bytes that were offloaded only because it is not known yet whether there is room. For blocks: what a
         checkpoint around each would keep."""
         if self._last_sequence or self._sequence:
-            return self._input_bytes  # of a pass without a plan
+            return self._input_bytes  # in a pass without a plan
         return self._loose.away_bytes if self._age <= ROUNDS else 0
 
     # --- plans
 
     def _look_back(self) -> None:
-        """Make the plan from what has been measured, or again from a peak that is known better now."""
+        """Make the plan from measurements, or make it again from a better known peak."""
         if self._age == _REPLAN_AT[-1] and (over := self._gauge.over()):
             say_once(over, key="over the budget")
         if self.mode not in ("auto", "recompute"):
@@ -226,7 +227,7 @@ class Saving:
             before = self.plan
             self._plan_blocks()
             is_new = self.plan is not before or self._age in (ROUNDS + 1, *_REPLAN_AT)
-            if self.mode == "auto" and is_new and self._age <= _REPLAN_AT[-1]:  # later what is loose is not counted
+            if self.mode == "auto" and is_new and self._age <= _REPLAN_AT[-1]:  # later, loose tensors are not counted
                 self._plan_loose()
         if self.mode == "auto" and self.plan is not None:
             self._compare()
@@ -243,24 +244,24 @@ class Saving:
             plan = best if all(block == KEEP for block in best.blocks) else plan
         self._planned, self._simple, self._candidates, self._comparison = kinds, None, [], None
         self._set_plan(plan)
-        self._stream.stay_bytes = 0  # that was for a pass without blocks
+        self._stream.stay_bytes = 0  # only for passes without blocks
 
     def _set_plan(self, plan: ActivationPlan) -> None:
         if self.plan is None or plan.blocks != self.plan.blocks:
             self._levels.begin_plan()
-            self._trim_at = self.passes + 2  # when what left by the plan before has come back
+            self._trim_at = self.passes + 2  # offloaded tensors of the plan before have come back by then
         self.plan = plan
 
     def _plan_loose(self) -> None:
         is_short = self._loose.leaves or bool(self._gauge.over())
         if self.plan is not None:
             self._loose.plan_beside(self.plan, is_short=is_short)
-        elif is_short and not self._last_sequence:  # or there are blocks, and the device is still at what they take
+        elif is_short and not self._last_sequence:  # else blocks exist, and the device still shows their levels
             self._loose.plan_alone(lambda stayed: self._gauge.means([], [], [stayed]).rooms[-1])
             self._levels.begin_plan()
 
     def _compare(self) -> None:
-        """Begin to compare the two plans, go on with it, or end it."""
+        """Begin, continue or end the comparison of the two plans."""
         if self._comparison is None:
             is_due = self._comparisons < len(_COMPARE_AT) and self._age >= _COMPARE_AT[self._comparisons]
             if is_due and self._around.is_settled():
@@ -296,7 +297,7 @@ class Saving:
             self._set_plan(simple)
 
     def _end_step(self) -> None:
-        """Note how long the step took that ends where this pass begins, if it does."""
+        """Note the time of the step that ends where this pass begins, if one does."""
         now_s = time.perf_counter()
         steps = self.passes if self._around.steps is None else self._around.steps()
         if self._step_began is not None and self._step_began[1] == steps:
@@ -308,7 +309,7 @@ class Saving:
     # --- blocks
 
     def attach(self) -> None:
-        """Wrap the calls of the blocks; what others have wrapped stays inside."""
+        """Wrap the calls of the blocks, around wrappers that are already there."""
         for index, reference in enumerate(self._blocks):
             block = reference()
             assert block is not None
@@ -325,16 +326,16 @@ class Saving:
             block, name, had = self._calls.pop()
             ours = block.__dict__.get(name)
             if not isinstance(ours, BlockCall) or not ours.belongs_to(self):
-                continue  # user code has put something over ours, which does nothing any more
+                continue  # user code has wrapped ours, which passes calls through from now on
             if had is None:
                 block.__dict__.pop(name, None)
             else:
                 block.__dict__[name] = had
 
     def call(self, index: int, block: nn.Module, original: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block, and do with what it saves as the plan says."""
+        """Run a block, and handle the tensors that it saves by the plan."""
         if self._run is not None:
-            return original(*args, **kwargs)  # it is part of another one
+            return original(*args, **kwargs)  # it is inside another block
         self._stream.send_all()
         self._drop_last()
         leaves = tensors_in(args, kwargs)
@@ -377,8 +378,8 @@ class Saving:
             self.known.learn(kind, self.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading)
         plan = self._end_block(run, kind, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
         if self._is_last():
-            self._drop_last()  # the loss needs the room, and comes before the next block
-            self._sending, self._is_past_blocks = False, True  # what comes now is what backward begins with
+            self._drop_last()  # the loss needs the memory, and comes before the next block
+            self._sending, self._is_past_blocks = False, True  # backward begins with what is saved from here on
         held = plan.held_bytes(input_bytes=input_bytes, saved_bytes=self.known.saved_bytes(kind))
         self._held.append(held)
         self._levels.hold(kind, plan.way, held)
@@ -386,7 +387,7 @@ class Saving:
         return result
 
     def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
-        """The block has run. What becomes of it, which may be something else than ``plan``."""
+        """Decide what becomes of a block that has run; may differ from ``plan``."""
         if plan.kind == "offload" and is_refused and run.repeats:
             plan = RECOMPUTE  # RAM has run out
         if plan.kind == "recompute" and run.repeats:
@@ -403,8 +404,8 @@ class Saving:
         return plan
 
     def _drop_last(self) -> None:
-        """Let go of what the last block has saved. Not before the next one: what it was given may have been written
-        over in between, as ``x.add_(block(x))`` does, and it could not run again."""
+        """Release what the previous block has saved. Called when the next one begins: inputs may be overwritten in
+        between, as by ``x.add_(block(x))``, and then it cannot run again."""
         last, self._undropped = self._undropped, None
         if last is None:
             return
@@ -422,16 +423,17 @@ class Saving:
         return self._provisional(position, kind, input_bytes)
 
     def _provisional(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
-        """Before there is a plan: recompute, with inputs on the device if there is room for all that follow. Keep, if
-        there is room for all blocks and for as much again; not before it is known what the loss will take. Never some
-        of them: the pool grows by the peak of these passes, and would be smaller for good than with none kept."""
+        """Decide before there is a plan. Recompute, with inputs on the device if there is room for those of all later
+        blocks. Keep if there is room for all blocks twice over, but not before it is known what the loss will take.
+        Never keep some of them: the pool grows by the peak of these passes, and would stay smaller than with none
+        kept."""
         room, end = self._gauge.room(), self._levels.rise_at_the_end(kind)
         if room == UNCOUNTED:
             return KEEP if self.mode == "auto" else RECOMPUTE
         is_known, saved = self.known.size(kind) is not None, self.known.saved_bytes(kind)
         knows_the_end = self._age > 1 or self._levels.knows_the_end
         count = len(self._last_sequence) or len(self._blocks)
-        ahead = max(1, count - position) + 1  # and one to compute with
+        ahead = max(1, count - position) + 1  # one more, to compute with
         if self._keeps_all and is_known and knows_the_end and 2 * saved * ahead + end <= room:
             return KEEP
         self._keeps_all = False
@@ -439,11 +441,11 @@ class Saving:
         return RECOMPUTE_FROM_RAM if is_tight else RECOMPUTE
 
     def _is_last(self) -> bool:
-        """Whether the block that is being called should be the last one of the pass."""
+        """Whether the block that is being called should be the last of the pass."""
         return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
 
     def _watch(self, position: int, result: Any) -> None:
-        """Notice when backward comes to the block: when there is a gradient of what it gave."""
+        """Notice when backward reaches the block: its output gets a gradient."""
         way = self.plan.way_bytes if self.plan is not None else []
         ahead = way[position] if position < len(way) - 1 else 0 if self._stream.is_strict else self._way_bytes
         noting, this, number = self._is_noting, weakref.ref(self), self.passes
@@ -472,12 +474,12 @@ class Saving:
     def _may_run_again(
         self, index: int, kind: Any, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether a second run of the block would go unnoticed, as far as can be said before it runs."""
+        """Whether a second run of the block would go unnoticed, as far as is known before it runs."""
         if (given := object_in(args, kwargs)) is not None:
             name, what = type(block).__name__, type(given).__name__
             hint = "; for models of transformers set model.config.use_cache = False" if "Cache" in what else ""
             say_once(
-                f"{name} is given a {what}, which running it again would change: its activations are kept or "
+                f"{name} is given a {what}, which a second run would change: its activations are kept or "
                 f"offloaded, never recomputed{hint}.",
                 key=f"{name} is given a {what}",
             )
@@ -493,7 +495,7 @@ class Saving:
         )
 
     def _forget_if_larger(self, kind: Any, size: int) -> None:
-        """What was learned from smaller inputs does not hold."""
+        """Drop measurements that were made with smaller inputs."""
         known = self.known.size(kind)
         if known is None or size <= known:
             return
@@ -502,7 +504,7 @@ class Saving:
         self.plan = self._comparison = None
         self._comparisons = 0
         self._levels.forget(growth)
-        self._passes_before = self.passes - 1  # this one is the first of them
+        self._passes_before = self.passes - 1  # this pass is the first with larger inputs
         self._set_ways()
         if self.mode == "auto":
             self._sending = self._loose.forget(leaving=self._sending)

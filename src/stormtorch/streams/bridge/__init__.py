@@ -1,1 +1,1 @@
-"""Where we touch torch and the interpreter: private interfaces, the lock, signal handlers, process groups."""
+"""Contact with torch's internals and the interpreter: private interfaces, the lock, signal handlers, process groups."""

@@ -3,17 +3,17 @@
 Python runs a handler on the main thread, between any two of its instructions: inside our code too, where a lock is held
 or a table is half changed. So, while a session is open, every Python handler is called through a `Deferred`. A signal
 that arrives inside a *section* (`locked` methods and `undisturbed` functions) is kept, and its handler runs when the
-outermost section ends. Outside of sections it runs at once, as ever. A handler that raises therefore cuts no section in
-two, and one that reads a weight finds everything in order.
+outermost section ends. Outside of sections it runs at once, as usual. So a handler that raises never interrupts a
+section, and one that reads a weight finds a consistent state.
 
-Two ways lead into a section all the same, because what it waits for may never come: a second Ctrl-C, and a signal that
-has waited for ``PATIENCE_S``. Such a handler may raise or set a flag; what it asks of the session is refused.
+Two signals do interrupt a section, because it may wait for something that never comes: a second Ctrl-C, and a signal
+that has waited for ``PATIENCE_S``. Such a handler may raise or set a flag; the session refuses its calls.
 
 Handlers that user code installs later are found when a section begins. Sections cost no system call."""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # of which signal.py is a wrapper
+import _signal  # type: ignore[import-not-found]  # wrapped by signal.py
 import _thread
 import contextlib
 import functools
@@ -42,21 +42,21 @@ _handler_of = _signal.getsignal  # signal.getsignal makes enums, and takes four 
 
 
 class State:
-    """What the main thread is in the middle of. Only the main thread writes it."""
+    """State of the main thread. Only the main thread writes it."""
 
     __slots__ = ("cut", "depth", "is_watched", "main", "numbers", "overdue", "running", "seen", "sessions", "waiting")
 
     def __init__(self) -> None:
         self.main = threading.main_thread().ident
-        self.depth = 0  # sections inside each other
+        self.depth = 0  # nesting of sections
         self.cut = False  # a handler runs inside a section
         self.waiting: dict[int, tuple[Handler, float]] = {}  # by number: signals that came inside a section, and when
-        self.is_watched = False  # a thread looks whether they wait for too long
-        self.overdue: set[int] = set()  # those that do
+        self.is_watched = False  # a thread checks whether they wait for too long
+        self.overdue: set[int] = set()  # those that have
         self.running = 0  # the number of the handler that runs; 0 outside of handlers
         self.numbers = itertools.count(1)
         self.sessions = 0
-        self.seen: tuple[Any, ...] = ()  # the usual handlers, when they were last looked at
+        self.seen: tuple[Any, ...] = ()  # handlers of the usual signals, when last checked
 
 
 state = State()
@@ -68,7 +68,7 @@ def handler_here() -> int:
 
 
 class Deferred:
-    """Stands in for a user's handler, and is as good as it: it may stay installed when no session is open."""
+    """Stands in for a user's handler. May remain installed without a session: it then calls it at once."""
 
     __slots__ = ("handler",)
 
@@ -92,7 +92,7 @@ class Deferred:
 
 
 def deliver() -> None:
-    """Run the handlers that have waited for the section that has just ended."""
+    """Run the handlers of signals that came inside the section that has just ended."""
     while state.waiting and not state.depth:
         number = next(iter(state.waiting))
         came = state.waiting.pop(number, None)
@@ -112,7 +112,7 @@ def _run(handler: Handler, number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _as_user_code() -> Iterator[None]:
-    """Undo what our code, or a pass, has set for the calling thread: tensors are watched, and saved as they are."""
+    """Undo what our code or a pass has set for this thread: `__torch_function__` works, saved tensors are kept."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_torch_function())
         if innermost_hooks() is not None:
@@ -125,13 +125,13 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _watch() -> None:
-    """Have signals sent once more if they wait for too long: a section may wait for what never comes."""
+    """Send signals again if they wait for too long: a section may wait for something that never comes."""
     if not state.is_watched:
         state.is_watched = True
         try:
-            # The raw call: threading takes a lock to start a thread, and that may be what the signal has interrupted.
+            # The raw call: threading takes a lock to start a thread, which the interrupted code may hold.
             _thread.start_new_thread(_send_overdue, ())
-        except RuntimeError:  # no thread to be had
+        except RuntimeError:  # no thread available
             state.is_watched = False
 
 
@@ -144,7 +144,7 @@ def _send_overdue() -> None:
                 signal.pthread_kill(state.main, number)
         if not state.waiting:
             state.is_watched = False
-            if state.waiting:  # it came in between, and counts on this thread
+            if state.waiting:  # a signal came in between, and relies on this thread
                 state.is_watched = True
 
 
@@ -166,7 +166,7 @@ _USUAL = tuple(
 
 
 def look() -> None:
-    """Find handlers that user code has installed since, of the usual signals: a section begins."""
+    """Wrap handlers of the usual signals that user code has installed since: a section begins."""
     a, b, c, d, e, f, g = _USUAL
     of = _handler_of
     found = (of(a), of(b), of(c), of(d), of(e), of(f), of(g))
@@ -176,7 +176,7 @@ def look() -> None:
 
 
 def look_at_all() -> None:
-    """The same for every signal, which takes longer: a pass or a step begins."""
+    """Like ``look`` for every signal, which takes longer: a pass or a step begins."""
     if state.sessions and threading.get_ident() == state.main:
         _defer(_ALL)
 
@@ -189,7 +189,7 @@ def _defer(numbers: tuple[int, ...]) -> None:
 
 
 def begin() -> Callable[[], None]:
-    """From now on handlers wait for sections; returns what ends that."""
+    """Let handlers wait for sections from now on; returns a function that ends that."""
     state.sessions += 1
     look_at_all()
 
@@ -229,7 +229,7 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def inside_step(what: str) -> InsideStep:
-    """What a handler is told that asks for what cannot be done where it has interrupted the program."""
+    """The error for a handler that asks for something impossible at the point it has interrupted."""
     return InsideStep(
         f"Cannot {what} from a signal handler that has interrupted a forward, a backward, a step or a save. Set a flag "
         "in the handler, and act on it in the training loop, after optimizer.step()."

@@ -1,7 +1,7 @@
 """One lock for a session's streams.
 
-Backward runs on a thread of autograd's, but gradients that torch delivers itself, those of parameters with hooks,
-arrive on the thread that called it, at the same time. What both touch is entered one at a time.
+Backward runs on a thread of autograd's. Gradients that torch delivers itself, those of parameters with hooks, arrive at
+the same time on the thread that called backward. The lock lets one of them in at a time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ S = TypeVar("S", bound=Any)
 
 
 def locked(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that holds ``self.lock`` while it runs, re-entrant, and that no signal handler interrupts.
+    """Let a method hold ``self.lock`` while it runs (re-entrant), without interruption by signal handlers.
 
-    As `handlers.undisturbed`, written out: it is called some hundred times a step."""
+    Like `handlers.undisturbed`, written out: it is called some hundred times a step."""
 
     @functools.wraps(method)
     def inside(self: S, *args: P.args, **kwargs: P.kwargs) -> R:

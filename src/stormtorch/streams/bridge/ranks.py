@@ -1,10 +1,10 @@
-"""Several processes: a streamed model belongs to one, and wrappers that spread a model over several are refused.
+"""Refuses several processes: a streamed model belongs to one, and wrappers that spread a model over several would fail.
 
-Gradients of streamed parameters do not pass by where wrappers wait for them: ranks would drift apart without a word.
-Three checks refuse that, each where torch tells of it first:
+Gradients of streamed parameters do not pass through the hooks where wrappers wait for them: ranks would silently drift
+apart. Three checks refuse that, each where torch first shows it:
 
 - `refuse_ranks`, when streaming begins, at each call of the model and at each step: a process group may come later;
-- a registration hook of ``nn.Module``, while a session is open: a wrapper that takes in a streamed module says so;
+- a registration hook of ``nn.Module``, while a session is open: a wrapper registers the streamed module that it wraps;
 - the tables of parameters (home/registration.py): FSDP puts its own parameters there.
 
 With one rank DDP gives the right numbers, but it keeps a second copy of all gradients, outside of every budget."""
@@ -23,14 +23,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ...core.errors import SettingError
 from .torch_private import is_fsdp_managed
 
-_streamed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules whose calls are wrapped, of all sessions
+_streamed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with wrapped calls, of all sessions
 _lock = threading.RLock()
 _hook: Any = None
 _has_group = distributed.is_initialized if distributed.is_available() else lambda: False
 
 
 def refuse_ranks() -> None:
-    """Asked at every call of a model: without a process group it costs a fraction of a microsecond."""
+    """Raise if there are several ranks. At every call of a model: without a group in a fraction of a microsecond."""
     if _has_group() and (ranks := distributed.get_world_size()) > 1:
         raise SettingError(
             f"STORM streams a model in one process, and torch.distributed has {ranks} ranks here: each would train a "
@@ -39,7 +39,7 @@ def refuse_ranks() -> None:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Before streaming: a model that a wrapper holds, or whose parameters one has replaced."""
+    """Before streaming: raise for a model inside a wrapper, or whose parameters a wrapper has replaced."""
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise SettingError(
@@ -53,13 +53,13 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_sharding(module: nn.Module, tensor: Any) -> None:
-    """While streaming: ``tensor``, or nothing, is about to take the place of a parameter of ``module``."""
+    """While streaming: raise if sharding replaces a parameter of ``module`` by ``tensor``, or removes it."""
     if is_fsdp_managed(module) or _is_sharded(tensor):
         raise _fsdp()
 
 
 def attach(modules: Iterable[nn.Module]) -> None:
-    """From now on a wrapper that takes in one of these modules is refused."""
+    """Refuse wrappers around these modules from now on."""
     global _hook  # noqa: PLW0603
     with _lock:
         _streamed.update(modules)
@@ -68,7 +68,7 @@ def attach(modules: Iterable[nn.Module]) -> None:
 
 
 def detach(modules: Iterable[nn.Module]) -> None:
-    """The last session leaves torch as it was."""
+    """Stop that; the last session restores torch."""
     global _hook  # noqa: PLW0603
     with _lock:
         _streamed.difference_update(modules)
@@ -78,7 +78,7 @@ def detach(modules: Iterable[nn.Module]) -> None:
 
 
 def _refuse_wrapper(parent: nn.Module, _name: str, module: nn.Module | None) -> None:
-    if module is None or not _has_group():  # wrappers need one
+    if module is None or not _has_group():  # wrappers need a process group
         return
     if not any(inner in _streamed for inner in module.modules()):
         return
@@ -91,7 +91,7 @@ def _refuse_wrapper(parent: nn.Module, _name: str, module: nn.Module | None) -> 
 
 
 def _is_sharded(tensor: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # a process that has such a tensor has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # a process with such a tensor has imported it
     return module is not None and isinstance(tensor, module.DTensor)
 
 

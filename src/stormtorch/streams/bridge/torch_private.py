@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Any)
 
 
 sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""How many nodes of autograd's graph the calling thread has made so far."""
+"""Returns how many nodes of autograd's graph the calling thread has made so far."""
 
 
 def current_pass() -> int:
@@ -27,7 +27,7 @@ def current_pass() -> int:
 
 
 def in_backward() -> bool:
-    """Whether the calling thread is inside a node of autograd's engine, as recomputation for checkpointing is."""
+    """Whether the calling thread is inside a node of autograd's engine; recomputation for checkpointing is."""
     return current_pass() != -1
 
 
@@ -39,8 +39,8 @@ def will_run(node: Any) -> bool:
 def will_accumulate(leaf: Any) -> bool | None:
     """Whether the running backward pass will execute ``leaf``, an AccumulateGrad node.
 
-    False for leaves that ``backward(inputs=...)`` left out; None inside ``torch.autograd.grad``, which accumulates
-    nothing."""
+    False for leaves that ``backward(inputs=...)`` left out; None inside ``torch.autograd.grad``, which does not
+    accumulate."""
     try:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError as error:
@@ -55,24 +55,24 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def saved_tensor_hooks_active() -> bool:
-    """Whether somebody's saved-tensor hooks, checkpointing's for one, are in force on this thread.
+    """Whether saved-tensor hooks of other code, e.g. checkpointing, are active on this thread, or torch.func forbids
+    hooks.
 
-    Hooks do not nest: only the innermost ones run, so ours must not be put over others. Nor where torch.func forbids
-    them.
+    Hooks do not nest: only the innermost ones run, so ours must not be put over others.
     """
     private: Any = torch._C._autograd
     return not private._saved_tensors_hooks_is_enabled() or innermost_hooks() is not None
 
 
 def innermost_hooks() -> tuple[Any, Any] | None:
-    """The saved-tensor hooks, pack and unpack, that are in force on this thread."""
+    """The active saved-tensor hooks, pack and unpack, of this thread."""
     private: Any = torch._C._autograd
     hooks: tuple[Any, Any] | None = private._top_saved_tensors_default_hooks(True)
     return hooks
 
 
-# Wrappers of a method that change nothing (a scheduler's notes that there was a step), by the module that makes them:
-# the attribute with what is inside. tests/laws/test_optimizers_of_users.py has both kinds.
+# Wrappers of a method that change nothing (a scheduler's note that there was a step), by the module that makes them:
+# the attribute that holds the inner function. tests/laws/test_optimizers_of_users.py has both kinds.
 INSIDE_OF_WRAPPERS = {
     "torch.optim.lr_scheduler": "__wrapped__",
     "torch._dynamo.eval_frame": "_torchdynamo_orig_callable",
@@ -80,7 +80,7 @@ INSIDE_OF_WRAPPERS = {
 
 
 class VersionProbe:
-    """Tells whether a tensor, or anything that shares its memory, has been changed in place since; keeps no memory."""
+    """Tells whether a tensor, or anything that shares its memory, was changed in place since; keeps no memory."""
 
     __slots__ = ("_at", "_shadow")
 
@@ -88,9 +88,9 @@ class VersionProbe:
         self._at = tensor._version
         private: Any = torch._C
         with private._SetExcludeDispatchKeyGuard(private.DispatchKey.ADInplaceOrView, False):
-            self._shadow = tensor.detach()  # inside of a dispatch mode, too, with the tensor's own counter
+            self._shadow = tensor.detach()  # with the tensor's own counter, inside of a dispatch mode too
         autograd: Any = torch.autograd
-        # Dispatch modes must not see it: who counts a block's operations would count ours.
+        # Hidden from dispatch modes: a mode that counts a block's operations would count ours.
         with autograd._unsafe_preserve_version_counter(tensor), private._DisableTorchDispatch():
             self._shadow.set_()  # type: ignore[call-overload]  # empty, with the same counter
 
@@ -100,18 +100,18 @@ class VersionProbe:
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether its values are what is in its storage, at its strides."""
+    """Whether its values are those in its storage, at its strides."""
     private: Any = torch._C._functorch
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or private.is_functorch_wrapped_tensor(tensor):
         return False
-    if tensor._is_zerotensor():  # forward-mode derivatives are made of those
+    if tensor._is_zerotensor():  # used by forward-mode derivatives
         return False
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
 
 
 def backend_flags() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How to ask for, and how to set, what ``torch.backends``' context managers change for a while; these do not mind
-    that a user has forbidden to change flags for good."""
+    """Getters and setters of the flags that context managers of ``torch.backends`` change; these work even if the user
+    has forbidden to change flags permanently."""
     private: Any = torch._C
     names = ("cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark", "mkldnn_enabled")
     return [(getattr(private, f"_get_{name}"), getattr(private, f"_set_{name}")) for name in names]
@@ -124,7 +124,7 @@ def in_functorch() -> bool:
 
 
 def outside_functorch(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, with ordinary tensors also where a transformation of torch.func would wrap what it makes."""
+    """Let ``function`` work on ordinary tensors inside transformations of torch.func, which would wrap new ones."""
 
     @functools.wraps(function)
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -137,15 +137,15 @@ def outside_functorch(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def has_global_hooks() -> bool:
-    """Whether somebody listens to the forward of every module."""
+    """Whether user code has hooks on the forward of every module."""
     module: Any = torch.nn.modules.module
     return bool(module._global_forward_hooks) or bool(module._global_forward_pre_hooks)
 
 
 def has_user_modes() -> bool:
-    """Whether a ``TorchFunctionMode`` or ``TorchDispatchMode`` is active on this thread that may change what operations
-    give. A default device does not count: torch makes it a mode, and a second run sets it again. Nor does a mode that
-    says ``only_observes = True`` of itself."""
+    """Whether a ``TorchFunctionMode`` or ``TorchDispatchMode`` is active on this thread that may change results of
+    operations. A default device does not count: torch makes it a mode, and a second run sets it again. Nor does a mode
+    with the attribute ``only_observes = True``."""
     private: Any = torch._C
     modes = [private._get_dispatch_stack_at(index) for index in range(private._len_torch_dispatch_stack())]
     return any(
@@ -161,8 +161,8 @@ def has_modes() -> bool:
 
 
 def default_device() -> torch.device | None:
-    """Where torch makes new tensors on this thread; None where user code has set nothing. ``get_default_device`` makes
-    a tensor to find out, which takes longer than many an operation."""
+    """The device of new tensors on this thread; None if user code has set none. ``get_default_device`` makes a tensor
+    to find out, which takes longer than many an operation."""
     found = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
     return found[-1] if found else None
 
@@ -173,18 +173,18 @@ def _function_modes() -> list[Any]:
 
 
 def is_fsdp_managed(module: torch.nn.Module) -> bool:
-    """Whether FSDP, of either kind, has taken charge of the module; it says so before it touches a parameter."""
+    """Whether FSDP, of either kind, manages the module; it sets this mark before it touches a parameter."""
     return bool(vars(module).get("_is_fsdp_managed_module", False))
 
 
 def holders(tensors: Mapping[int, torch.Tensor], key: int) -> tuple[int, int]:
-    """How many references Python and C++ have to one of ``tensors``; the same for every one that only they hold."""
+    """How many references Python and C++ have to one of ``tensors``; equal for all that only this mapping holds."""
     tensor: Any = tensors[key]
     return sys.getrefcount(tensor), int(tensor._use_count())
 
 
 class StorageReference:
-    """A weak reference to a storage. While it lives, ``key`` is no other storage's, as an address would be."""
+    """A weak reference to a storage. While it lives, no other storage has its ``key``; an address could be reused."""
 
     __slots__ = ("_reference", "key")
 
@@ -198,7 +198,7 @@ class StorageReference:
 
 
 def is_made_from_weights(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``, as a saved-tensor hook sees it, is a leaf's value, cast or viewed: autocast makes those."""
+    """Whether ``tensor``, as a saved-tensor hook sees it, is a cast or view of a leaf: autocast makes those."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _CASTS_AND_VIEWS:
         node = node.next_functions[0][0]
@@ -211,20 +211,20 @@ _CASTS_AND_VIEWS = frozenset(
 
 
 def never_traced(function: F) -> F:
-    """``function``, which Dynamo neither compiles nor looks into when a compiled region calls it outside of its graphs.
+    """Keep Dynamo from compiling or tracing ``function`` when a compiled region calls it outside of its graphs.
 
-    A mark on its code, which costs nothing where it is called: torch.compiler.disable would import dynamo at once, and
-    wrap every call."""
+    Marks the code object, which costs nothing in a call: torch.compiler.disable would import dynamo at once, and wrap
+    every call."""
     private: Any = torch._C._dynamo.eval_frame
-    if hasattr(private, "set_code_exec_strategy"):  # without it Dynamo compiles more than it needs, and may say so
-        skip = private._FrameAction.SKIP  # of this frame, and of those that it calls
+    if hasattr(private, "set_code_exec_strategy"):  # without it Dynamo compiles more than needed, and may warn
+        skip = private._FrameAction.SKIP  # this frame and those that it calls
         private.set_code_exec_strategy(function.__code__, private._FrameExecStrategy(skip, skip))
     return function
 
 
 outside_of_graphs: Any = vars(torch)["_disable_dynamo"]  # torch.compiler.disable would import dynamo at once
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
-with_torch_function: Any = torch._C._EnableTorchFunction  # inside of that, for code that knows nothing of it
+with_torch_function: Any = torch._C._EnableTorchFunction  # for user code that is called inside of the former
 FUNCTION_BASE: Any = (
     torch.autograd.function._SingleLevelFunction
 )  # between Function and C++; has no ``apply`` of its own

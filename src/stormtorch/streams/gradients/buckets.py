@@ -1,7 +1,6 @@
-"""Where a unit's gradients are gathered on the device, before they go home in one copy.
+"""Buckets on the device, where a unit's gradients are gathered before they go home in one copy.
 
-Buckets have bytes of their own, apart from the pool's other pieces: one of those may be waiting for a load that waits
-for the CPU."""
+Buckets have their own bytes of the pool: any other piece may be waiting for a load that waits for the CPU."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ _COUNT = 2  # one being filled while the other is on its way home
 
 
 class Buckets:
-    """One is lent at a time."""
+    """The device's buckets, of which one is lent at a time."""
 
     def __init__(self, parameters: ParameterStream, lanes: Lanes, waits: WaitMeter, *, poison: Lane | None) -> None:
         self._parameters, self._lanes, self._waits, self._poison = parameters, lanes, waits, poison
         self._free: deque[tuple[Piece, Event | None]] = deque()
-        self._large: Piece | None = None  # lent, and to be returned to the pool
+        self._large: Piece | None = None  # lent; returns to the pool afterwards
         self.is_lent = False
 
     def open(self, size: int) -> None:
@@ -34,7 +33,8 @@ class Buckets:
             self._free.append((self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS), None))
 
     def lend(self, size: int) -> torch.Tensor:
-        """Bytes for a unit's gradients, with compute waiting for their last use; more than usual, if need be."""
+        """Lend bytes for a unit's gradients, from the pool if they exceed a bucket; compute waits for their last
+        use."""
         self._large = None
         if size > self._free[0][0].size:
             self._large = self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS)
@@ -47,7 +47,7 @@ class Buckets:
         return piece.bytes[:size]
 
     def take_back(self, last_use: Event) -> None:
-        """What was lent is free behind ``last_use``."""
+        """Take the lent bytes back, free after ``last_use``."""
         self.is_lent = False
         if self._large is not None:
             self._parameters.give(self._large, last_use)

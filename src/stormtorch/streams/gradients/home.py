@@ -1,4 +1,4 @@
-"""What is known of one unit's gradients: where they lie, which are there, who may still contribute, who holds them."""
+"""One unit's gradients: where they lie, which are present, which graph nodes may add to them, which views exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Family = weakref.WeakValueDictionary[int, HomeView]  # the views of one gradient
 
 @dataclass(eq=False)
 class Partial:
-    """What one backward pass has brought so far."""
+    """Gradients that one backward pass has brought so far."""
 
     nested: bool  # reentrant checkpointing runs a pass inside of another
     grads: dict[int, torch.Tensor] = field(default_factory=dict)  # by place
@@ -27,7 +27,7 @@ class Partial:
 
 @dataclass(eq=False)
 class GradHome:
-    """What is known of one unit's gradients."""
+    """State of one unit's gradients."""
 
     unit: Unit
     arrived: Flag
@@ -35,21 +35,21 @@ class GradHome:
     wide: torch.Tensor | None = None
     is_wide: bool = False
     present: set[int] = field(default_factory=set)  # indices of places
-    consumed: bool = False  # updated from in backward; nobody may look at them any more
+    consumed: bool = False  # updated from in backward: user code must not read them any more
     consumed_places: set[int] = field(default_factory=set)
     views: dict[int, Family] = field(default_factory=dict)  # that user code may hold, by place
     shared: set[int] = field(default_factory=set)  # places of which torch has delivered a part since they were dropped
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     stored: Event | None = None
-    there: torch.Tensor | None = None  # the gradients, on the device; home memory has nothing of them yet
+    there: torch.Tensor | None = None  # the gradients on the device; home memory does not have them yet
     ready: Event | None = None  # when compute has made those
     bring: Callable[[GradHome], None] = lambda _home: None  # sends them home
     arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
-    partial: dict[int, Partial] = field(default_factory=dict)  # by pass: more uses to come
+    partial: dict[int, Partial] = field(default_factory=dict)  # by pass; waits for more uses of the unit
     tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
 
     def view(self, place: Place) -> torch.Tensor:
-        """The parameter's gradient in home memory; whoever reads it must have called ``join``."""
+        """The parameter's gradient in home memory; call ``join`` before reading it."""
         if self.is_wide:
             assert self.wide is not None
             return place.view(self.wide, place.wide_at, place.wide_dtype)
@@ -57,7 +57,7 @@ class GradHome:
         return place.view(self.own, place.grad_at, place.dtype)
 
     def watch(self, place: Place, view: HomeView) -> HomeView:
-        """Note a view that user code gets. What is made of it will note itself."""
+        """Note a view that user code gets. Views made from it register themselves."""
         family = self.views.get(place.index)
         if family is None:
             family = self.views[place.index] = Family()
@@ -66,7 +66,7 @@ class GradHome:
         return view
 
     def is_held(self) -> bool:
-        """Whether user code holds a gradient, or something made of it."""
+        """Whether user code holds a gradient, or a view of one."""
         return any(self.views.values())
 
     def expect(self, token: Token) -> None:
@@ -81,7 +81,8 @@ class GradHome:
         return live
 
     def awaits_outer_pass(self, partial: Partial) -> bool:
-        """Whether the pass around the one that brought ``partial`` may bring more; torch tells only of the inner."""
+        """Whether the outer pass around the one that brought ``partial`` may bring more; torch reports only the
+        inner."""
         if not partial.nested:
             return False
         return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.live_tokens())

@@ -1,14 +1,14 @@
-"""Gradients: gathered on the device into one flat bucket per unit, measured there, stored home in one copy.
+"""Gathers a unit's gradients on the device in one flat bucket, measures them, and stores them home in one copy.
 
-A unit's home grads are in one of three forms:
+A unit's home gradients are in one of three forms:
 
-    none   no gradient; what the buffers hold is garbage
+    none   no gradient; the buffers hold garbage
     own    in the parameters' dtypes: one backward pass has contributed
-    wide   in fp32: several have, or the user's code added something. For fp32 parameters own and wide are the same.
+    wide   in fp32: several passes have contributed, or user code has added to it; same as own for fp32 parameters
 
-``present`` says which parameters have a gradient at all: one that was not used has none, and the optimizer skips it,
-as torch does. Adding up happens on the device, in the order in which plain PyTorch adds: first all uses within one
-backward pass, then that sum to what was there."""
+``present`` says which parameters have a gradient: a parameter that was not used has none, and the optimizer skips it,
+as torch does. Gradients are added up on the device in the order of plain PyTorch: first all uses within one backward
+pass, then that sum to the earlier gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .home import GradHome, Partial
 
 
 class GradientStream:
-    """Collects, adds up, measures and stores."""
+    """Collects, adds up, measures and stores gradients."""
 
     def __init__(
         self,
@@ -48,24 +48,25 @@ class GradientStream:
         serial: bool,
         poison: Lane | None,
     ) -> None:
-        """``make_own`` gives the home buffers when the first gradient comes, ``make_wide`` one when it is needed."""
+        """``make_own`` gives the home buffers when the first gradient comes, ``make_wide`` gives an fp32 one on
+        demand."""
         self.homes, self._lanes, self._parameters = homes, lanes, parameters
         self._waits = waits
         self._make_own, self._make_wide, self._serial = make_own, make_wide, serial
-        # Set by whoever takes over an optimizer:
-        self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None  # a lane waits for what reads home grads
+        # Set when an optimizer is taken over:
+        self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None  # makes a lane wait for their readers
         self.consume: Callable[[GradHome], None] | None = None  # for step="backward"
         self.before_dropping: Callable[[], None] = lambda: None  # user code drops gradients that backward has used
-        self.join_readers: Callable[[Unit], None] = lambda _unit: None  # wait for updates that read home grads
-        self.settle: Callable[[], None] = lambda: None  # clipping that waits for the update is done now, on the host
+        self.join_readers: Callable[[Unit], None] = lambda _unit: None  # block until no update reads home gradients
+        self.settle: Callable[[], None] = lambda: None  # do deferred clipping now, on the host
         self.before_storing: Callable[[Unit], None] = lambda _unit: None
         self.update_here: Callable[[GradHome, torch.Tensor], bool] = lambda _home, _bucket: False
-        # Bytes of the device where a unit's gradients may stay until its update, if there are any.
+        # Device bytes where a unit's gradients may remain until its update, or None.
         self.staying: Callable[[Unit, int], torch.Tensor | None] = lambda _unit, _size: None
         for home in homes:
             home.bring = self._bring_home
-        self.has_added = False  # to a gradient of an earlier pass
-        self._ending: set[int] = set()  # passes at whose end something is to be finished
+        self.has_added = False  # whether a gradient was added to that of an earlier pass
+        self._ending: set[int] = set()  # passes at whose end gradients are to be finished
         self.lock = parameters.lock
         self._buckets = Buckets(parameters, lanes, waits, poison=poison)
 
@@ -75,9 +76,9 @@ class GradientStream:
     def collect(
         self, token: Token, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """Take the gradients of one use of a unit; returns those that torch itself has to deliver, on the CPU.
+        """Take the gradients of one use of a unit; return those that torch itself has to deliver, on the CPU.
 
-        ``wanted``: which of them the running backward is meant to accumulate.
+        ``wanted``: the gradients that the running backward accumulates.
         """
         if not self.homes:
             raise StormError("Cannot run backward: the session that this forward ran in was closed.")
@@ -89,13 +90,13 @@ class GradientStream:
             if grad is None or not wanted[number]:
                 continue
             place = unit.places[index]
-            if torch.is_grad_enabled():  # create_graph=True: what p.grad was made from belongs to it
+            if torch.is_grad_enabled():  # create_graph=True: p.grad keeps its graph
                 returned[number] = grad.to("cpu")
                 continue
             real, hooked, frozen = reception(place)
             by_torch = not place.trained or grad.layout is not torch.strided or hooked
             if real is not None and real.layout is not torch.strided and index not in home.present:
-                by_torch = True  # a sparse one of an earlier pass: torch adds the two up
+                by_torch = True  # sparse, from an earlier pass: torch adds the two up
             if real is not None and not by_torch:
                 home.shared.add(index)  # user code computes with the parameter itself: torch adds up both parts
             by_torch = by_torch or index in home.shared
@@ -104,12 +105,12 @@ class GradientStream:
             if by_torch:
                 returned[number] = grad.detach().to("cpu")
                 continue
-            if frozen:  # since forward
+            if frozen:  # frozen since forward
                 continue
             grad = grad.detach()  # noqa: PLW2901
             partial[index] = partial[index] + grad if index in partial else grad
         del grads
-        if any(other.is_to_come() for other in home.live_tokens() if other is not token):  # for this very pass
+        if any(other.is_to_come() for other in home.live_tokens() if other is not token):  # more uses in this pass
             if now not in self._ending:
                 self._ending.add(now)
                 at_end_of_backward(functools.partial(self._end_pass, now))
@@ -118,7 +119,7 @@ class GradientStream:
         return returned
 
     def forget(self) -> None:
-        """Let go of memory: graphs that outlive the session keep this object."""
+        """Release memory: graphs that outlive the session keep this object alive."""
         self.homes = []
         self._buckets.forget()
 
@@ -131,13 +132,13 @@ class GradientStream:
 
     @locked
     def abandon(self) -> None:
-        """Forget what backward passes that failed have left half done."""
+        """Forget the partial results of backward passes that failed."""
         self._ending.clear()
         for home in self.homes:
             home.partial.clear()
 
     def _finish(self, home: GradHome, number: int) -> None:
-        """All gradients of backward pass ``number`` are there."""
+        """Gather the gradients of backward pass ``number``, which are complete."""
         partial = home.partial.pop(number, None)
         if partial is not None and partial.grads:
             grads, consume = partial.grads, self.consume
@@ -145,7 +146,8 @@ class GradientStream:
                 raise _used_up(home.unit.name)
             self.before_storing(home.unit)
             if home.awaits_outer_pass(partial):
-                consume = None  # the unit is updated with the rest, or by step() if there is none
+                # The outer pass updates the unit when it brings the rest, or step() does if there is none.
+                consume = None
             with torch.no_grad():
                 stored = self._gather(home, grads, consume=consume is not None)
             if consume is not None and stored:
@@ -155,7 +157,7 @@ class GradientStream:
         self._parameters.leave(home.unit)
 
     def _gather(self, home: GradHome, grads: dict[int, torch.Tensor], *, consume: bool) -> bool:
-        """Make the unit's bucket and send it home; False if it was used up on the device instead."""
+        """Fill the unit's bucket and send it home; False if an update on the device used it up instead."""
         unit, lanes = home.unit, self._lanes
         self._ensure_own()
         self.settle()
@@ -174,7 +176,7 @@ class GradientStream:
         try:
             return self._fill(home, grads, bucket, to_wide, stays=staying is not None, consume=consume)
         except BaseException:
-            if self._buckets.is_lent:  # compute may have been writing it already
+            if self._buckets.is_lent:  # compute may have begun to write to it
                 self._buckets.take_back(lanes.compute.record())
                 if home.there is bucket:  # it has not gone home
                     home.there = None
@@ -208,7 +210,7 @@ class GradientStream:
             torch._foreach_copy_([in_bucket(index) for index in fresh], [grads[index] for index in fresh])
         here = sorted(before | set(grads))
         norms = _norms([in_bucket(index) for index in here])
-        for index in here if to_wide != home.is_wide else fresh:  # the others go on being what user code holds
+        for index in here if to_wide != home.is_wide else fresh:  # of the rest, user code keeps the views it holds
             self._let_go_of_views(home, index)
         home.present, home.is_wide = set(here), to_wide
         home.norms = dict(zip(here, norms, strict=True))
@@ -228,11 +230,11 @@ class GradientStream:
         return True
 
     def _bring_home(self, home: GradHome) -> None:
-        """Send gradients that are on the device home."""
+        """Store gradients that are on the device to home memory."""
         target, bucket, lanes = home.wide if home.is_wide else home.own, home.there, self._lanes
         assert target is not None
         assert bucket is not None
-        self.gate(home.unit, lanes.store)  # the worker may still be reading the gradients of the step before
+        self.gate(home.unit, lanes.store)  # the worker may still read the gradients of the step before
         assert home.ready is not None
         lanes.store.wait(home.ready)
         lanes.store.copy(target, bucket, Tag.GRADIENTS)
@@ -247,7 +249,7 @@ class GradientStream:
         before: set[int],
         in_bucket: Callable[[int], torch.Tensor],
     ) -> None:
-        """Fetch what earlier backward passes have left and add the new gradients to it, in the bucket."""
+        """Add the new gradients to those of earlier backward passes, in the bucket."""
         self.has_added = True
         lanes, unit = self._lanes, home.unit
         source = home.there if home.there is not None else home.wide if home.is_wide else home.own
@@ -258,7 +260,7 @@ class GradientStream:
         if home.there is not None:
             assert home.ready is not None
             lane.wait(home.ready)
-            earlier.bytes.copy_(source)  # the bucket is in the same place, perhaps in another form
+            earlier.bytes.copy_(source)  # the bucket lies in the same memory, perhaps in another form
         else:
             if home.stored is not None:
                 lane.wait(home.stored)
@@ -275,14 +277,14 @@ class GradientStream:
         self._parameters.give(earlier, *uses, lanes.compute.record())
 
     def prepare(self) -> None:
-        """Take the buffers now instead of with the first gradient."""
+        """Take the buffers now, before the first gradient."""
         if any(home.unit.trained for home in self.homes):
             self._ensure_own()
             self._open_buckets()
 
     @locked
     def return_buckets(self) -> None:
-        """No gradients come for a while: their room on the device may serve weights."""
+        """Return the buckets to the pool for weights: no gradients come for a while."""
         self._buckets.close()
 
     def _open_buckets(self) -> None:
@@ -297,7 +299,7 @@ class GradientStream:
 
     @locked
     def grad(self, place: Place, watch: Callable[[torch.Tensor, Place, str], HomeView]) -> torch.Tensor | None:
-        """``p.grad``; not waited for."""
+        """``p.grad``; does not wait for its values."""
         home = self.homes[place.unit.index]
         if not place.trained or self._is_sparse(place):
             return real_grad(place)
@@ -312,12 +314,12 @@ class GradientStream:
         return home.watch(place, watch(home.view(place), place, "grad"))
 
     def _is_sparse(self, place: Place) -> bool:
-        """Whether the gradient is a sparse one; where there is a dense one too, that is added to the dense one."""
+        """Whether the gradient is only sparse; where there is a dense one too, the sparse one is added to it."""
         return has_sparse_grad(place) and place.index not in self.homes[place.unit.index].present
 
     def _with_graph(self, home: GradHome, place: Place, real: torch.Tensor) -> torch.Tensor:
-        """A gradient made with ``create_graph=True`` stays in the parameter's own slot until a step asks for it; what
-        was there before goes to it."""
+        """Keep a gradient made with ``create_graph=True`` in the parameter's own slot until a step asks for it, with
+        the earlier gradient added."""
         if place.index not in home.present:
             return real
         self.settle()
@@ -329,7 +331,7 @@ class GradientStream:
         return real
 
     def _let_go_of_views(self, home: GradHome, index: int | None = None) -> None:
-        """Gradients that user code still holds keep their values when the buffer gets others."""
+        """Move views that user code holds to a copy: they keep their values when the buffer is overwritten."""
         for number in list(home.views) if index is None else [index]:
             family = home.views.pop(number, None)
             if family and not home.consumed:
@@ -356,7 +358,7 @@ class GradientStream:
         set_real_grad(place, None)
         if place.index in home.present - home.consumed_places and _is_same(value, home.view(place)):
             value._storm_whole = True  # type: ignore[attr-defined]
-            return  # p.grad = p.grad, which is how p.grad *= 2 ends: whoever holds it goes on holding it
+            return  # p.grad = p.grad, which is how p.grad *= 2 ends: existing views remain valid
         joined(value)
         self._let_go_of_views(home, place.index)
         self._write(home, place, plain(value).detach().to("cpu"), add=False)
@@ -378,7 +380,8 @@ class GradientStream:
 
     @locked
     def fold(self, place: Place) -> None:
-        """Add what torch itself has put into the parameter's own slot: gradients of hooked parameters, regularisers."""
+        """Add the gradient in the parameter's own slot: torch puts those of hooked parameters and regularisers
+        there."""
         real = real_grad(place)
         if real is None or not place.trained or self._is_sparse(place):
             return
@@ -391,7 +394,7 @@ class GradientStream:
 
     @locked
     def clear(self) -> None:
-        """``zero_grad(set_to_none=True)`` of everything. Waits for nothing: what is stored later is garbage then."""
+        """``zero_grad(set_to_none=True)`` of all gradients. Does not wait: a store that ends later leaves garbage."""
         for home in self.homes:
             for place in home.unit.trained:
                 if real_grad(place) is not None:
@@ -407,7 +410,7 @@ class GradientStream:
             self._parameters.residences[home.unit.index].outdated = False
 
     def _write(self, home: GradHome, place: Place, value: torch.Tensor, *, add: bool) -> None:
-        """Put ``value`` in home memory from the host."""
+        """Write ``value`` to home memory from the host."""
         self._ensure_own()
         home.join()
         self.join_readers(home.unit)
@@ -415,7 +418,7 @@ class GradientStream:
             if add and home.unit.has_wide_form and not home.is_wide:
                 self._widen(home)
             target = home.view(place)
-            if add and value.layout is not torch.strided:  # torch adds those to where a view's offset counts twice
+            if add and value.layout is not torch.strided:  # torch's add_ of these counts a view's offset twice
                 target.copy_(target.clone().add_(value.to(target.dtype)))
             elif add:
                 target.add_(value)
@@ -426,7 +429,7 @@ class GradientStream:
         self._parameters.residences[home.unit.index].outdated = True
 
     def _widen(self, home: GradHome) -> None:
-        """Turn own grads into wide ones, on the host."""
+        """Convert own gradients to wide ones, on the host."""
         if home.wide is None:
             home.wide = self._make_wide(home.unit)
         self._let_go_of_views(home)
@@ -441,7 +444,7 @@ class GradientStream:
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """As torch's clipping takes them, but never in less than fp32."""
+    """Norms as torch's clipping takes them, but at least in fp32."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         return [_norms([tensor])[0] for tensor in tensors]
@@ -449,7 +452,7 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _refuse_unlike(value: torch.Tensor, place: Place) -> None:
-    """What torch refuses as a gradient. One that is added up in fp32 may come back as such."""
+    """Raise for values that torch refuses as a gradient. A gradient in fp32 may be assigned as such."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
     if value.shape != place.shape:
@@ -465,7 +468,7 @@ def _refuse_unlike(value: torch.Tensor, place: Place) -> None:
 
 
 def _is_same(value: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether ``value`` is the gradient that lies at home already, not a part or another form of it."""
+    """Whether ``value`` is the whole gradient in home memory, not a part or a converted view of it."""
     if not isinstance(value, HomeView):
         return False
     with without_torch_function():

@@ -1,1 +1,1 @@
-"""A parameter in RAM: its class, what user code may do with it, and how it gets there."""
+"""A parameter in RAM: its class, access by user code, and how it gets there."""

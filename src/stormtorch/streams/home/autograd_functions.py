@@ -1,14 +1,14 @@
-"""Streamed parameters as arguments of a ``torch.autograd.Function``: the one door that does not ask their class.
+"""Passes device views of streamed parameters to ``torch.autograd.Function``, which does not ask their class.
 
-What torch computes passes through ``__torch_function__``, where parameter.py puts the device view of a parameter in its
-place. ``Function.apply`` does not, and a fused loss that is given ``lm_head.weight`` would get the weight in home
-memory. So, while a session is open, the same exchange stands on the way from ``Function.apply`` to torch's C++: as
-``apply`` of the class between the two, which has none of its own. ``Function`` itself stays as it is, and
-``mul = Mul.apply``, taken before, comes by here too.
+All other torch functions pass through ``__torch_function__``, where parameter.py replaces a parameter by its device
+view (twin). ``Function.apply`` does not, so a fused loss that is given ``lm_head.weight`` would get the weight in home
+memory. While a session is open, the same replacement is done between ``Function.apply`` and torch's C++: it is set as
+``apply`` of the class between the two, which has none of its own. ``Function`` itself is unchanged, and
+``mul = Mul.apply``, taken before, is covered too.
 
-The road not taken: modules whose attributes are twins, while a forward runs, for whoever reads a weight without calling
-its module. That brings a unit to the device for a mere ``weight.dtype``, and whoever swaps parameters, as
-``torch.func.functional_call`` does, would put the twin back in the parameter's place.
+The road not taken: setting twins as attributes of all modules while a forward runs, for code that reads a weight
+without calling its module. That brings a unit to the device for a mere ``weight.dtype``, and code that swaps
+parameters, such as ``torch.func.functional_call``, would put the twin back in the parameter's place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _lock = threading.RLock()  # a session may end in the middle of a call
 
 
 def attach(access: Access) -> None:
-    """From now on functions get the twins of these parameters."""
+    """Pass twins of this session's parameters to functions from now on."""
     with _lock:
         _sessions.add(access)
         FUNCTION_BASE.apply = _exchanging
@@ -34,7 +34,7 @@ def attach(access: Access) -> None:
 
 
 def detach(access: Access) -> None:
-    """The last one leaves torch as it was."""
+    """Stop that; the last session restores torch."""
     with _lock:
         _sessions.discard(access)
     _leave()
@@ -48,7 +48,7 @@ def _leave() -> None:
 
 @never_traced
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if cls is not Fetch:  # whose leaves are the parameters themselves
+    if cls is not Fetch:  # Fetch takes the parameters themselves, as leaves
         for arg in args:
             if isinstance(arg, (HomeParameter, HomeView)):
                 args = for_function(args)

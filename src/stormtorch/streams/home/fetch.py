@@ -1,11 +1,11 @@
 """The node of autograd's graph through which a unit's weights enter it and its gradients leave it.
 
-Forward hands out the unit's twins; backward receives the gradients of all of them at once, when the last use has
-contributed: the engine itself says when a unit is complete, also where parameters are frozen, unused, or used twice.
+Forward hands out the unit's twins. Backward receives the gradients of all of them at once, when the last use has
+contributed: autograd's engine decides when a unit is complete, also where parameters are frozen, unused, or used twice.
 
-The node's inputs are the home parameters, so that autograd knows them as the leaves of the graph. It gets no gradient
-back for them, because theirs go to the home grads; where a user has put hooks on a parameter it does, on the CPU, and
-everything that torch does with a gradient happens as ever.
+The node's inputs are the home parameters, so that autograd knows them as the leaves of the graph. The node returns no
+gradient for them, because theirs go to the home gradients. For a parameter with user hooks it returns one, on the CPU,
+and torch handles it as usual.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Collect = Callable[["Token", Sequence["torch.Tensor | None"], list[bool]], "list
 
 
 class Token:
-    """Lives as long as its node of the graph. ``passed`` is the backward pass that ran it last.
+    """Lives as long as its node of the graph. ``passed``: the backward pass that ran it last.
 
-    ``idle``: made where no graph was being recorded, so that a gradient comes only if a forward records one inside."""
+    ``idle``: made where no graph was recorded; a gradient comes only if a forward records one inside."""
 
     __slots__ = ("__weakref__", "idle", "made_in_backward", "node", "passed", "places", "unit")
 
@@ -34,17 +34,17 @@ class Token:
         self.unit, self.places = unit, places  # places: indices into the unit's, one for each input
         self.idle = idle
         self.passed = -1
-        self.made_in_backward = in_backward()  # by checkpointing, which runs forward again there
+        self.made_in_backward = in_backward()  # by checkpointing, which runs forward again in backward
         self.node: Callable[[], Any] = lambda: None  # a weak reference
 
     def is_to_come(self) -> bool:
-        """Whether the running backward pass will run this node and has not yet."""
+        """Whether the running backward pass will still run this node."""
         node = self.node()
         return self.passed != current_pass() and node is not None and will_run(node)
 
 
 class Fetch(torch.autograd.Function):
-    """``apply(token, collect, views, *parameters)`` gives twins over ``views``, with gradients led to ``collect``."""
+    """``apply(token, collect, views, *parameters)`` gives twins over ``views``; their gradients go to ``collect``."""
 
     @staticmethod
     def forward(
@@ -57,7 +57,7 @@ class Fetch(torch.autograd.Function):
         ctx.token, ctx.collect = token, collect
         token.node = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
-        return tuple(view.data for view in views)  # .data: not views of one another, to autograd
+        return tuple(view.data for view in views)  # .data: for autograd, not views of one another
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -66,6 +66,6 @@ class Fetch(torch.autograd.Function):
         for index, leaf, grad in zip(ctx.token.places, leaves, grads, strict=True):
             if grad is None and leaf is not None:
                 excuse_hooks(ctx.token.unit.places[index])
-        if None in wanted:  # torch.autograd.grad: the gradients are the caller's
+        if None in wanted:  # torch.autograd.grad: the gradients go to the caller
             return (None, None, None, *(None if grad is None else grad.to("cpu") for grad in grads))
         return (None, None, None, *ctx.collect(ctx.token, grads, wanted))

@@ -1,8 +1,8 @@
-"""Models on the meta device: their parameters get a home when streaming begins, and their values afterwards.
+"""Streams models on the meta device: parameters get home memory when streaming begins, and their values afterwards.
 
-A meta tensor cannot be given memory in place, so its parameter is exchanged for another object, in the modules and in
-the optimizer. Values come by ``load_weights``, ``load_state_dict``, ``Session.load``, or any other write; a call of the
-model that would compute with a parameter that nobody has written is refused."""
+A meta tensor cannot be given memory in place, so its parameter is replaced by another object, in the modules and in the
+optimizer. Values come by ``load_weights``, ``load_state_dict``, ``Session.load``, or any other write. A call of the
+model that would compute with an unwritten parameter is refused."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _AT_ONCE = 64 * MiB
 
 
 class Exchange:
-    """What stands in the places of a model's meta parameters."""
+    """Replacements of a model's meta parameters."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
-        self._meta: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the new one: it, and the meta one
+        # By id of the new parameter: it, and the meta one.
+        self._meta: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._places: list[tuple[nn.Module, str]] = []
         exchanged: dict[int, nn.Parameter] = {}
         for module in model.modules():
@@ -45,7 +46,7 @@ class Exchange:
         return id(parameter) in self._meta
 
     def undo(self) -> None:
-        """Streaming could not begin: the model is on the meta device again, and can be streamed with other settings."""
+        """Restore the meta parameters: streaming could not begin, and may be tried with other settings."""
         for module, name in self._places:
             found = module._parameters.get(name)
             if found is not None and found in self:
@@ -53,11 +54,11 @@ class Exchange:
         self._put_into_groups({new: meta for new, (_, meta) in self._meta.items()})
 
     def values(self, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-        """What a parameter that stays on the device begins with: its own values. Those that are to come are bytes of
-        ones until then, which is NaN, since nobody tells of writes to an ordinary parameter."""
+        """Initial values of a parameter that remains on the device: its own, if it has any. A meta parameter is filled
+        with bytes of ones, which is NaN, until it is written: writes to an ordinary parameter are not reported."""
         if parameter not in self:
             return parameter.data.to(device)
-        values = parameter.data.to(device).contiguous()  # one zero, which was expanded
+        values = parameter.data.to(device).contiguous()  # one zero, expanded
         _bytes_of(values).fill_(_ONES)
         return values
 
@@ -68,8 +69,7 @@ class Exchange:
         left: Iterable[nn.Parameter],
         found_written: Callable[[Place], None],
     ) -> Unwritten | None:
-        """Those that came from meta and have no values yet, streamed or ``left`` on the device; None where there are
-        none."""
+        """Meta parameters that have no values yet, streamed or ``left`` on the device; None if there are none."""
         places = [place for unit in units for place in unit.places if place.parameter in self and place.count]
         for place in places:
             place.written = False
@@ -84,7 +84,7 @@ class Exchange:
 
 
 def give_substance(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Exchange:
-    """Exchange meta parameters for ones that hold no memory yet; refuses meta buffers, which nothing would fill."""
+    """Replace meta parameters by ones without memory; refuses meta buffers, which nothing would fill."""
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise SettingError(
@@ -99,11 +99,11 @@ def give_substance(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 
 class Unwritten:
-    """Parameters that came from the meta device, until somebody has given them values.
+    """Parameters from the meta device that have no values yet.
 
-    ``places`` say whether they were written. Where no one has told, bytes that are not zero any more do: somebody has
-    found another way to the memory, and ``found_written`` is told. Those ``left`` on the device are full of ones until
-    then."""
+    ``places`` say whether they were written. For a write that was not reported, bytes that are no longer zero tell:
+    user code has reached the memory another way, and ``found_written`` is called. Those ``left`` on the device are full
+    of ones until they are written."""
 
     def __init__(
         self, places: list[Place], left: dict[str, nn.Parameter], found_written: Callable[[Place], None]
@@ -111,8 +111,9 @@ class Unwritten:
         self._places, self._left, self._found_written = places, left, found_written
 
     def check(self, module: nn.Module) -> bool:
-        """Raise if a call of ``module`` would compute with nothing; returns whether all have values by now."""
-        # Whatever others have put in a parameter's place goes before it: functional_call does, and assign=True.
+        """Raise if a call of ``module`` would use parameters without values; returns whether all have values by now."""
+        # A tensor that user code has put in a parameter's place is used instead of it, e.g. by functional_call or
+        # assign=True.
         there = {id(parameter) for parameter in module.parameters()}
         for place in self._places:
             if not place.written and id(place.parameter) in there and not _is_all(plain(place.parameter), 0):
@@ -128,10 +129,10 @@ class Unwritten:
         if empty:
             more = f" and {len(empty) - 1} more have" if len(empty) > 1 else " has"
             raise StormError(
-                f"Cannot run the model: {empty[0]!r}{more} no values. The model came from the meta device, and nobody "
-                "has written them since. Load weights first (storm.checkpoint.load_weights(model, folder), "
-                "model.load_state_dict, session.load), or initialise them (nn.init, reset_parameters); p.zero_() will "
-                "do for what the model does not use."
+                f"Cannot run the model: {empty[0]!r}{more} no values: the model came from the meta device, and they "
+                "were never written. Load weights first (storm.checkpoint.load_weights(model, folder), "
+                "model.load_state_dict, session.load), or initialise them (nn.init, reset_parameters; p.zero_() for "
+                "parameters that the model does not use)."
             )
         return not self._places and not self._left
 
@@ -141,15 +142,15 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_all(tensor: torch.Tensor, byte: int) -> bool:
-    """Whether memory is as it was given, full of ``byte``. The first bytes tell, nearly always; and never all of it is
-    looked at at once, which would take as much memory again."""
+    """Whether memory is still full of ``byte``. The first bytes nearly always tell. Compares part by part: all at once
+    would take as much memory again."""
     if tensor.numel() and not _is_dense(tensor):
-        return False  # somebody has put another in its place
+        return False  # user code has put another tensor in its place
     flat = _bytes_of(tensor)
     return all(bool((part == byte).all()) for part in (flat[:64], *flat.split(_AT_ONCE)))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are one piece of memory, in whatever order."""
+    """Whether its elements are one piece of memory, in any order."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return length == tensor.numel()

@@ -1,9 +1,9 @@
-"""Moves parameters to home memory one after the other, so that RAM never holds more than one of them twice.
+"""Moves parameters to home memory one by one, so that RAM never holds more than one of them twice.
 
-Home memory is mapped and not touched yet; each parameter is copied there, and the memory that it lay in is freed before
-the next. Where that fails half-way, some parameters lie here and some there, and the model is whole. Memory over which
-user code still has tensors cannot be freed: the user is told how much that is. Files that are mapped are page cache,
-which the system takes back by itself."""
+Home memory is mapped but not touched yet. Each parameter is copied there, and its old memory is freed before the next.
+If that fails half-way, some parameters lie in the old memory and some in the new, and the model is whole. Memory over
+which user code still has tensors cannot be freed: the user is told how much that is. Mapped files are page cache, which
+the system takes back by itself."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from ...native.touch import first_touch
 from ..bridge.torch_private import StorageReference, has_plain_storage
 from ..units.unit import Unit
 
-_TRIM_BYTES = 64 * MiB  # moved between two returns to the system
-_TOUCH_BYTES = 4 * MiB  # from which on threads are worth their start
-_TRIES, _TRY_S = 10, 0.05  # how often, and how long apart, freed memory is asked for before it is given up
-_HELD_PART, _HELD_BYTES = 20, 64 * MiB  # what is said: more than a part of so many, and than so many bytes
+_TRIM_BYTES = 64 * MiB  # bytes moved between two returns of memory to the system
+_TOUCH_BYTES = 4 * MiB  # least bytes for which starting threads pays
+_TRIES, _TRY_S = 10, 0.05  # how often, and how many seconds apart, to check for freed memory before giving up
+# The user is told if more than 1/20 of the weights and more bytes than this are held.
+_HELD_PART, _HELD_BYTES = 20, 64 * MiB
 
 
 class Moving:
@@ -39,7 +40,7 @@ class Moving:
 
     @property
     def held_bytes(self) -> int:
-        """RAM that the parameters take, or took and is not free yet."""
+        """RAM that the parameters occupy, or occupied and that is not free yet."""
         return sum(size for reference, size in self._sources if not reference.gone)
 
     def move(self, unit: Unit, image: torch.Tensor) -> None:
@@ -61,20 +62,20 @@ class Moving:
                 self._since = 0
 
     def say_what_is_held(self) -> None:
-        """All have moved: tell the user, once, what could not be freed."""
+        """Tell the user, once, how much memory could not be freed after all have moved."""
         least = max(_HELD_BYTES, self._total // _HELD_PART)
         if self.held_bytes > least:
-            gc.collect()  # objects that refer to themselves are not user code's
+            gc.collect()  # frees reference cycles, which user code does not hold
         trim_heap()
         if self.held_bytes > least:
             say_once(
-                f"{format_bytes(self.held_bytes)} of RAM that the model's weights lay in could not be freed: there are "
-                "other tensors over it, in a state_dict perhaps. Until those are dropped, RAM has these weights twice.",
+                f"{format_bytes(self.held_bytes)} of RAM that held the model's weights could not be freed: other "
+                "tensors use it, perhaps in a state_dict. Until these are dropped, RAM holds these weights twice.",
                 key="weights held twice",
             )
 
     def _check_room(self, size: int) -> None:
-        """RAM has room for the weights only as they are freed where they were."""
+        """Raise if RAM has no room for ``size`` bytes more: it suffices only if old memory is freed as weights move."""
         if host_available_bytes() > size:
             return
         gc.collect()
@@ -86,7 +87,7 @@ class Moving:
         if host_available_bytes() <= size:
             raise OutOfBudget(
                 f"Cannot move {format_bytes(self._total)} of weights to page-locked RAM",
-                f"{format_bytes(self.held_bytes)} of them are, or are held by other tensors, where they were; only "
+                f"{format_bytes(self.held_bytes)} of them are still in their old place, or held by other tensors; only "
                 f"{format_bytes(host_available_bytes())} are free now",
                 "The limit is the machine's RAM.",
                 "Drop other references to the weights (a state_dict), or end other programs.",
@@ -94,12 +95,12 @@ class Moving:
 
 
 def ram_of(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """What of RAM becomes free when these have moved elsewhere."""
+    """RAM that becomes free when these have moved elsewhere."""
     return sum(size for _, size in _sources(parameters))
 
 
 def _sources(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[StorageReference, int]]:
-    """The storages in RAM that these lie in, and how many bytes of each are theirs."""
+    """The storages in RAM of these parameters, and how many bytes of each they occupy."""
     found: dict[int, tuple[StorageReference, int]] = {}
     files = MappedFiles()
     for parameter in parameters:

@@ -1,13 +1,13 @@
-"""What functions of torch do to the tensors that they are given, as far as their names and signatures tell.
+"""Tells which tensors a function of torch writes to, from its name and signature.
 
-`home` asks this of every function that user code calls on a parameter."""
+parameter.py asks this for every function that user code calls on a parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Asked of a tensor without looking at its elements; names of attributes and of methods.
+# Attributes and methods that do not look at a tensor's elements.
 # fmt: off
 METADATA = frozenset({
     "__hash__", "__len__", "_backward_hooks", "_base", "_grad", "_has_symbolic_sizes_strides", "_is_view",
@@ -25,17 +25,17 @@ _WRITING = frozenset(
     | {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
     | {f"__i{name}__" for name in ("lshift", "rshift", "matmul", "div")}
 )
-# Gives the parameter itself another shape, which its unit has no room for.
+# Would give the parameter itself another shape, for which its unit has no room.
 RESHAPING = frozenset(
     f"{name}_"
     for name in ("resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided")
 )
-# Gives others the address of the memory, to write there unseen.
+# Give out the address of the memory, through which writes go unnoticed.
 EXPOSING = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__"})
 
 
 def target_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the function writes to; None: nothing."""
+    """The argument that the function writes to, or None."""
     if "out" in kwargs:
         return kwargs["out"]
     in_place = name.endswith("_") and not name.endswith("__")
@@ -43,7 +43,8 @@ def target_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
         return args[0] if args else next(iter(kwargs.values()), None)
     if name in ("embedding", "embedding_bag") and _argument(func, "max_norm", args, kwargs) is not None:
         return _argument(func, "weight", args, kwargs)
-    schema = getattr(getattr(func, "default", func), "_schema", None)  # torch.ops have one, a library's own among them
+    # Functions of torch.ops have a schema, also those of other libraries.
+    schema = getattr(getattr(func, "default", func), "_schema", None)
     if schema is None or not schema.is_mutable:
         return None
     given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
@@ -56,7 +57,7 @@ def target_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function written in Python is given as ``name``; None also where it has no such argument."""
+    """The argument ``name`` of a function written in Python; None also if it has no such argument."""
     if name in kwargs:
         return kwargs[name]
     code = getattr(func, "__code__", None)

@@ -1,24 +1,25 @@
-"""The registered parameter while its model is streamed, and views of home memory that were handed to the user.
+"""The class of registered parameters while their model is streamed, and of views of home memory that user code holds.
 
-`HomeParameter` is put in the place of ``nn.Parameter`` as the class of the user's own objects, so that every read and
-write of a parameter by user code passes through ``__torch_function__``:
+`HomeParameter` replaces ``nn.Parameter`` as the class of the user's own objects, so that every read and write of a
+parameter by user code passes through ``__torch_function__``:
 
-- outside of the model's forward, whatever is pending for the parameter is joined first, so that a value is never stale,
-  and a write tells the streams that the copy on the device is out of date;
-- inside of it, and wherever other tensors of the device are involved, the parameter's twin there takes its place.
-  Modules of a unit hold twins anyway; this serves all other uses, such as a tied weight that is reached through another
-  module. An ``autograd.Function`` has to be told about it: autograd_functions.py. A write goes to home memory here too,
-  and the forward goes on with a new twin.
+- outside of the model's forward, pending work on the parameter is finished first, so that a value is never stale, and
+  a write tells the streams that the device copy is out of date;
+- inside of it, and wherever other tensors of the device are involved, the parameter's device view (twin) takes its
+  place. Modules of a unit hold twins anyway; this serves all other uses, such as a tied weight that is reached through
+  another module. ``autograd.Function`` needs separate treatment: autograd_functions.py. A write goes to home memory
+  here too, and the forward goes on with a new twin.
 
-Tensors that share home memory leave as `HomeView`, which does the same, for as long as they live: ``w = p.data`` taken
-once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` waits for nothing, using it does.
+Tensors that share home memory are handed out as `HomeView`, which does the same for as long as they live:
+``w = p.data`` taken once and edited every step works. A gradient is a `HomeView` too: reading ``p.grad`` does not wait,
+using it does.
 
-``p.data = x`` cannot give the parameter other memory: it copies ``x``. Views that were taken before are not to see
-that, so they get a copy of what was there; when one of them is put back, they are views of home memory again. Who swaps
-averaged weights in and out by ``p.data`` finds the trained ones again, as ever.
+``p.data = x`` cannot give the parameter other memory: it copies ``x``. Views that were taken before must not see that,
+so they get a copy of the old values; when one of them is assigned back, they are views of home memory again. So code
+that swaps averaged weights in and out by ``p.data`` gets the trained ones back, as in plain PyTorch.
 
-A streamed parameter names the device that computes with it as its ``device``, so that ``x.to(p.device)`` and
-``model.device`` mean what they meant."""
+``device`` of a streamed parameter is the device that computes with it, so that ``x.to(p.device)`` and ``model.device``
+keep their meaning."""
 
 from __future__ import annotations
 
@@ -36,47 +37,48 @@ from .mutation import EXPOSING, METADATA, RESHAPING, target_of
 
 
 class Lender(Protocol):
-    """What the streams offer to user code that computes on the device."""
+    """Serves user code that computes on the device."""
 
     def of(self, place: Place) -> torch.Tensor:
-        """The tensor on the device that stands in for the parameter."""
+        """The device view that stands in for the parameter."""
 
     def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor, over the device's memory, to user code in forward: what is written there would be lost."""
+        """Lend user code in forward a tensor over the device's memory, and note it: writes to it would be lost."""
 
 
 class Access(Protocol):
-    """What the streams offer to user code that touches home memory."""
+    """Serves user code that touches home memory."""
 
     device: torch.device
 
     @property
     def twins(self) -> Lender:
-        """What is on the device instead."""
+        """Lends device views of the parameters."""
 
     def in_forward(self) -> bool:
         """Whether the calling thread is inside a streamed module's forward."""
 
     def is_interrupted(self, *, forward: bool = True) -> bool:
-        """Whether the caller is a signal handler that has interrupted a backward, a step, or with ``forward`` one."""
+        """Whether the caller is a signal handler that has interrupted a backward, a step or, with ``forward``, a
+        forward."""
 
     def join(self, place: Place, kind: str) -> None:
         """Block until home memory of this ``kind`` is up to date; kinds are those of `HomeView`."""
 
     def before_write(self, place: Place, kind: str) -> None:
-        """User code is about to write home memory; joined already."""
+        """User code is about to write home memory; ``join`` was called."""
 
     def after_write(self, place: Place, kind: str) -> None:
         """User code has written it."""
 
     def grad(self, place: Place) -> torch.Tensor | None:
-        """The gradient, not waited for."""
+        """The gradient; does not wait for its values."""
 
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
         """Replace the gradient."""
 
     def held(self, place: Place) -> MutableMapping[int, HomeView]:
-        """The views of the weight that user code holds, by ``id``; they are not kept."""
+        """The views of the weight that user code holds, by ``id``, referred to weakly."""
 
 
 class HomeParameter(nn.Parameter):
@@ -95,12 +97,13 @@ class HomeParameter(nn.Parameter):
         if name == "__class__" and "_storm" in vars(self):  # before anything is exchanged
             raise StormError(
                 f"torch.utils.swap_tensors cannot exchange the streamed parameter {self._storm[1].name!r}: its memory "
-                "is its unit's. Give it new values by p.data = x or p.copy_(x), or close the session first."
+                "belongs to its unit. Assign values by p.data = x or p.copy_(x), or close the session first."
             )
         super().__setattr__(name, value)
 
     def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
-        """Does not pass through ``__torch_function__``. Parametrizations come and go by it: as ``p.data = x``."""
+        """Act as ``p.data = x``. Not covered by ``__torch_function__``; parametrizations use it when they come and
+        go."""
         if "_storm" not in vars(self):
             return super().set_(*(() if source is None else (source,)), *rest, **named)
         if not isinstance(source, torch.Tensor) or rest or named:
@@ -120,12 +123,12 @@ class HomeParameter(nn.Parameter):
             return nn.Parameter(alone(_plain(self.data)), self.requires_grad).__reduce_ex__(proto)
 
     def __copy__(self) -> torch.Tensor:
-        """Another parameter over the same memory, with a gradient of its own: what is written there is the weight."""
+        """Another parameter over the same memory, with its own gradient: writes to it change the weight."""
         if "_storm" not in vars(self):
             return nn.Parameter(self.data, self.requires_grad)
         with without_torch_function():
             view = _made_of(self, torch.Tensor.detach(self))
-            view._is_param = True  # what makes it an nn.Parameter
+            view._is_param = True  # makes it an nn.Parameter
             return view.requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -136,11 +139,11 @@ class HomeParameter(nn.Parameter):
 
 
 class HomeView(torch.Tensor):
-    """A tensor over home memory that user code holds. ``_storm_kind`` says what of: "weight", "grad" or "state".
+    """A tensor over home memory that user code holds. ``_storm_kind``: "weight", "grad" or "state".
 
-    "past" is a weight that ``p.data = x`` has replaced, or a gradient that was dropped: the memory is the views' own.
-    ``_storm_whole``: the very object that torch knows as the gradient or the state, not one made of it.
-    ``_storm_family``: the views of one gradient, by ``id``, those that were made of others too; they are not kept."""
+    "past" is a weight that ``p.data = x`` has replaced, or a gradient that was dropped: the views own the memory.
+    ``_storm_whole``: it is the object that torch knows as the gradient or the state, not one made from it.
+    ``_storm_family``: all views of one gradient, also views of views, by ``id``, referred to weakly."""
 
     _storm: tuple[Access, Place]
     _storm_kind: str
@@ -156,7 +159,7 @@ class HomeView(torch.Tensor):
         return _through(func, types, args, kwargs or {})
 
     def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
-        """Does not pass through ``__torch_function__``. As ``p.grad.data = x``."""
+        """Act as ``p.grad.data = x``. Not covered by ``__torch_function__``."""
         if not isinstance(source, torch.Tensor) or rest or named or not _has_its_place(self):
             return super().set_(*(() if source is None else (source,)), *rest, **named)
         self.data = source
@@ -167,7 +170,7 @@ class HomeView(torch.Tensor):
             return _made_of(self, torch.Tensor.detach(self)).requires_grad_(self.requires_grad)
 
     def __format__(self, spec: str) -> str:
-        """As torch formats numbers, of its own class only."""
+        """Format as torch does, which treats only its own class as numbers."""
         if self.dim():
             return object.__format__(self, spec)
         return format(_plain(joined(self)).detach(), spec)
@@ -194,7 +197,7 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> HomeView:
-    """``tensor``, which lies in home memory, watched."""
+    """``tensor``, which lies in home memory, as a `HomeView`."""
     with without_torch_function():
         view = tensor.as_subclass(HomeView)
     view._storm, view._storm_kind, view._storm_whole = (access, place), kind, True
@@ -204,7 +207,7 @@ def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> 
 
 
 def _made_of(home: HomeParameter | HomeView, tensor: torch.Tensor) -> HomeView:
-    """``tensor``, which shares memory with ``home``, watched as that is."""
+    """``tensor``, which shares memory with ``home``, as a `HomeView` of the same kind."""
     view = home_view(tensor, *home._storm, _kind(home))
     view._storm_whole = False
     if isinstance(home, HomeView) and home._storm_family is not None:
@@ -214,7 +217,7 @@ def _made_of(home: HomeParameter | HomeView, tensor: torch.Tensor) -> HomeView:
 
 
 def _has_its_place(view: HomeView) -> bool:
-    """Whether the view is a gradient or a state itself: it cannot get other memory, so values are copied there."""
+    """Whether the view is a gradient or a state itself: it cannot get other memory, so values are copied to it."""
     return view._storm_whole and view._storm_kind in ("grad", "state")
 
 
@@ -224,19 +227,19 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``; if it lies in home memory, what is pending for it is done."""
+    """``tensor``; if it lies in home memory, its pending work is finished first."""
     if isinstance(tensor, (HomeParameter, HomeView)) and hasattr(tensor, "_storm"):
         tensor._storm[0].join(tensor._storm[1], _kind(tensor))
     return tensor
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor without the watching, for code that has done the waiting itself."""
+    """The same memory as a plain tensor, for code that has waited for pending work itself."""
     return _plain(tensor) if isinstance(tensor, (HomeView, HomeParameter)) else tensor
 
 
 def _homes(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[HomeParameter | HomeView]:
-    """The watched tensors among the arguments; lists and tuples of tensors are looked into."""
+    """The tensors of home memory among the arguments, also inside lists and tuples."""
     found: list[HomeParameter | HomeView] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, (HomeParameter, HomeView)):
@@ -247,7 +250,7 @@ def _homes(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[HomeParameter
 
 
 def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
-    name: str = getattr(func, "__name__", "").partition(".")[0]  # torch.ops has "mul_.Tensor"
+    name: str = getattr(func, "__name__", "").partition(".")[0]  # torch.ops have names such as "mul_.Tensor"
     with without_torch_function():
         if name in ("__get__", "__set__", "__delete__"):
             attribute: str = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -257,14 +260,14 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
             if attribute in METADATA:
                 return func(*args, **kwargs)
             name = attribute if name == "__get__" else f"{attribute}_"
-        elif name in METADATA or name in ("backward", "grad"):  # the latter name parameters, and do not use them
+        elif name in METADATA or name in ("backward", "grad"):  # the latter two name parameters without using them
             return func(*args, **kwargs)
         homes = _homes(args, kwargs)
         itself = args[0] if args else next(iter(kwargs.values()), None)
         if name in RESHAPING and isinstance(itself, HomeParameter) and homes:
             raise StormError(
                 f"{name} cannot give the streamed parameter {homes[0]._storm[1].name!r} another shape: its memory "
-                "is its unit's. Close the session first, then stream anew."
+                "belongs to its unit. Close the session, then stream again."
             )
         if name in _OF_ITSELF and homes and homes[0] is itself:
             return _OF_ITSELF[name](homes[0])
@@ -272,22 +275,22 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
 
 
 def _detach_(home: HomeParameter | HomeView) -> torch.Tensor:
-    """What it lies in is no concern of user code, to whom it is no view; torch would refuse one."""
+    """Detach without torch's refusal for views: for user code, home memory is no view."""
     if isinstance(home, HomeView) and home.grad_fn is not None:
         return torch.Tensor.detach_(home)
     return home.requires_grad_(False)
 
 
 def _share_memory_(home: HomeParameter | HomeView) -> torch.Tensor:
-    """For memory of a GPU, which home memory stands for, it does nothing."""
+    """Do nothing, as torch does for memory of a GPU, for which home memory stands."""
     access, place = home._storm
     if _kind(home) == "past":
         torch.Tensor.share_memory_(home)  # type: ignore[no-untyped-call]
         return home
     if access.device.type == "cpu":
         raise StormError(
-            f"share_memory_ cannot move the streamed parameter {place.name!r}, nor its gradient or state: its memory "
-            "is its unit's. Share a copy (p.detach().clone()), or close the session first."
+            f"share_memory_ cannot move the streamed parameter {place.name!r}, its gradient or its state: its memory "
+            "belongs to its unit. Share a copy (p.detach().clone()), or close the session first."
         )
     return home
 
@@ -314,20 +317,20 @@ def _with_homes(
     if name in EXPOSING:
         written = homes
     if _any_on_device((*args, *kwargs.values())):
-        # User code, for which parameters are on the device. What it computes is computed there, what it writes into
-        # home memory is brought home.
+        # For user code, parameters are on the device. So compute there, and copy results that are written to home
+        # memory back.
         if not written:
             return func(*_exchanged(args, _there), **_exchanged(dict(kwargs), _there))
-        if not _any_on_device([target]):  # of both kinds: torch says what is wrong with that
+        if not _any_on_device([target]):  # a mix of both: torch reports the error
             args, kwargs = _exchanged(args, _here), _exchanged(dict(kwargs), _here)
     return _on_home(func, name, homes, written, args, kwargs)
 
 
 def for_function(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same for the arguments of an ``autograd.Function``, which does not say whether it writes.
+    """Exchange the arguments of an ``autograd.Function``, which does not say whether it writes.
 
-    Also where checkpointing runs a part of a forward again, without calling a module. What stays in home memory is
-    watched further: the function's own code sees these very objects."""
+    Also where checkpointing runs a part of a forward again without calling a module. Tensors that remain in home memory
+    keep their class: the function's own code sees these very objects."""
     with without_torch_function():
         if in_backward() or _in_forward(_homes(args, {})):
             args = tuple(_twin(arg) for arg in args)
@@ -350,7 +353,7 @@ def _on_home(
     return _watched(result, homes)
 
 
-@undisturbed  # or a signal handler could begin to save what is about to change
+@undisturbed  # else a signal handler could begin to save values that are about to change
 def _written(
     func: Any, written: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -376,7 +379,7 @@ def _kind(home: HomeParameter | HomeView) -> str:
 
 
 def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
-    """Tensors of the result that lie in home memory, as views; everything else as it is."""
+    """The result, with tensors that lie in home memory as `HomeView`."""
     if isinstance(result, (list, tuple)):
         return type(result)(_watched(item, homes) for item in result) if type(result) in (list, tuple) else result
     if type(result) is not torch.Tensor or result.device.type != "cpu" or not result.numel():
@@ -389,7 +392,7 @@ def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
 
 
 def _exchanged(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with every tensor in it exchanged; lists, tuples and dicts are looked into."""
+    """``value`` with every tensor exchanged, also in lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         return exchange(value)
     if type(value) in (list, tuple):
@@ -406,7 +409,7 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _there(tensor: torch.Tensor) -> torch.Tensor:
-    """On the device, if it is a parameter's."""
+    """The tensor on the device, if it belongs to a parameter."""
     if isinstance(tensor, HomeView):
         return _plain(joined(tensor)).to(tensor._storm[0].device)
     return _twin(tensor)
@@ -417,7 +420,7 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _any_on_device(values: Iterable[Any]) -> bool:
-    """Whether a tensor among ``values``, or in a list of them, lies elsewhere than in RAM, as home memory does."""
+    """Whether a tensor among ``values``, or in a list of them, is not in RAM, where home memory is."""
     return any(
         value.device.type != "cpu"
         if isinstance(value, torch.Tensor)
@@ -463,7 +466,7 @@ def _get_data(func: Any, args: tuple[Any, ...]) -> Any:
 
 @undisturbed
 def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
-    """``p.data = x`` copies: the memory of a streamed parameter is its unit's."""
+    """``p.data = x`` copies: the unit owns the memory of a streamed parameter."""
     home, value = args
     access, place = home._storm
     if isinstance(home, HomeView):
@@ -471,7 +474,7 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
     if value.shape != place.shape or value.dtype != place.dtype:
         raise TypeError(
             f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the streamed parameter "
-            f"{place.name!r} ({place.dtype}, {tuple(place.shape)}). Close the session first, then stream anew."
+            f"{place.name!r} ({place.dtype}, {tuple(place.shape)}). Close the session, then stream again."
         )
     joined(value)
     access.join(place, "weight")
@@ -480,7 +483,7 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
         return None
     flat = data.as_strided((place.count,), (1,))
     if held := access.held(place):
-        move_views(held, flat, flat.clone(), "past")  # ``value`` may be one of them, seen from another side
+        move_views(held, flat, flat.clone(), "past")  # ``value`` may be one of them, in another form
     access.before_write(place, "weight")
     with torch.no_grad():
         data.copy_(value)
@@ -493,7 +496,7 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
 
 @undisturbed
 def _set_values(home: HomeView, value: torch.Tensor) -> None:
-    """``p.grad.data = x`` copies too, and what was made of the gradient before keeps the old values."""
+    """``p.grad.data = x`` copies too; tensors made from the gradient before keep the old values."""
     access, place = home._storm
     own = _plain(home)
     if value.shape != own.shape or value.dtype not in (own.dtype, place.dtype):
@@ -519,14 +522,14 @@ def _set_values(home: HomeView, value: torch.Tensor) -> None:
 
 
 def move_views(views: Mapping[int, HomeView], source: torch.Tensor, target: torch.Tensor, kind: str) -> None:
-    """Those ``views`` that lie in ``source`` lie in ``target`` from now on: both all of one parameter, flat."""
+    """Point those ``views`` that lie in ``source`` at ``target``; both hold all of one parameter, flat."""
     storage, first, end = source.untyped_storage().data_ptr(), source.data_ptr(), source.data_ptr() + source.nbytes
     distance = (target.storage_offset() - source.storage_offset()) * source.itemsize
     with torch.no_grad(), without_torch_function():
         for view in list(views.values()):
             if view.untyped_storage().data_ptr() == storage and first <= view.data_ptr() < end:
                 at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
-                moved = _plain(view).new_empty(0)  # on the CPU, whatever the default device is
+                moved = _plain(view).new_empty(0)  # on the CPU, regardless of the default device
                 view.data = moved.set_(target.untyped_storage(), at, view.shape, view.stride())
                 view._storm_kind, view._storm_family = kind, None
                 view._storm[0].held(view._storm[1])[id(view)] = view

@@ -1,8 +1,8 @@
-"""A module's table of parameters, watched while the module is streamed.
+"""Watches a module's table of parameters while the module is streamed.
 
-While a module computes, a twin stands before each of its parameters, as an attribute of the instance (calls.py). User
-code may put another tensor in a parameter's place for a while, as ``torch.func.functional_call`` does: then that is
-what the module has to compute with, and the twin makes way until the parameter is back."""
+While a module computes, a device view (twin) hides each of its parameters, as an attribute of the instance (calls.py).
+User code may put another tensor in a parameter's place for a while, as ``torch.func.functional_call`` does. The module
+must then compute with that tensor, so the twin is set aside until the parameter is back."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Registered(dict[str, Any]):
         return dict, (dict(self),)
 
     def own(self, use: Use) -> None:
-        """``use``'s parameter is ours: a twin may stand before it."""
+        """Register ``use``'s parameter: a twin may hide it."""
         self._own[use.name] = id(use.parameter)
 
     def forget(self, name: str) -> None:
-        """The twin that has made way is not to come back."""
+        """Drop a twin that was set aside: it must not come back."""
         self._aside.pop(name, None)
 
     def _refuse(self, name: str, tensor: Any) -> None:
@@ -69,7 +69,7 @@ def watch(uses: list[Use]) -> None:
 
 
 def take_out(module: nn.Module, name: str) -> None:
-    """The twin of that parameter goes, wherever it is."""
+    """Remove the twin of that parameter, installed or set aside."""
     if isinstance(module._parameters, Registered):
         module._parameters.forget(name)
     module.__dict__.pop(name, None)

@@ -1,7 +1,7 @@
-"""The slot for a gradient that torch itself gives to a parameter, behind what user code sees of it.
+"""A parameter's own ``grad`` slot in torch, behind the gradient that user code sees.
 
-Torch delivers there what is not ours to collect: sparse gradients, those of parameters that have hooks or that no
-optimizer trains, and those with a graph of their own."""
+Torch itself delivers to this slot the gradients that STORM does not collect: sparse ones, those of parameters that have
+hooks or that no optimizer trains, and those with a graph of their own."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def set_real_grad(place: Place, value: torch.Tensor | None) -> None:
 
 
 def has_sparse_grad(place: Place) -> bool:
-    """Whether the gradient there is a sparse one; it stays there."""
+    """Whether the slot has a sparse gradient, which remains there."""
     real = real_grad(place)
     return real is not None and real.layout is not torch.strided
 
 
 def reception(place: Place) -> tuple[torch.Tensor | None, bool, bool]:
-    """What is in the slot, whether somebody wants to see a gradient on its way to it, and whether none is wanted now.
+    """The gradient in the slot, whether hooks want to see a gradient on its way to it, and whether none is wanted now.
 
-    That one may differ from what it was when the graph was made: torch asks in backward, too. One call, because every
-    parameter's backward asks for all three."""
+    The last may have changed since the graph was made: torch asks in backward, too. One call, because every parameter's
+    backward asks for all three."""
     with without_torch_function():
         parameter: Any = place.parameter
         hooked = bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
@@ -42,9 +42,11 @@ def reception(place: Place) -> tuple[torch.Tensor | None, bool, bool]:
 
 
 def excuse_hooks(place: Place) -> None:
-    """Nothing came for the parameter from its unit's node, and torch calls hooks nevertheless: they stay silent now.
+    """Silence the parameter's hooks for this backward: its unit's node brought no gradient, and torch calls them
+    anyway.
 
-    Unless something comes to it by another way. A hook is told so when this happens first, wherever it comes from."""
+    They run if a gradient comes another way. A hook decides that when it is first called, wherever the call comes
+    from."""
     with without_torch_function():
         parameter: Any = place.parameter
         slot: _Slot | None = None
@@ -58,7 +60,7 @@ def excuse_hooks(place: Place) -> None:
 
 
 class _Slot:
-    """The parameter's own slot before torch accumulates into it, perhaps."""
+    """State of the parameter's own slot before torch may accumulate into it."""
 
     __slots__ = ("_grad", "_untouched", "_version")
 
@@ -67,7 +69,7 @@ class _Slot:
         self._untouched: bool | None = None
 
     def is_untouched(self, grad: torch.Tensor | None) -> bool:
-        """Whether it still was so when the first hook asked: that one may have changed it."""
+        """Whether it was unchanged when the first hook asked: that hook may have changed it since."""
         if self._untouched is None:
             self._untouched = grad is self._grad and (grad is None or grad._version == self._version)
             self._grad = None
@@ -75,7 +77,7 @@ class _Slot:
 
 
 class _Excused:
-    """A user's hook of a parameter. Once after ``before`` was set it asks whether there is anything to call it for."""
+    """A user's hook of a parameter. The first call after ``before`` was set is skipped if there is no gradient."""
 
     __slots__ = ("__wrapped__", "before")
 
@@ -86,7 +88,7 @@ class _Excused:
     def __call__(self, given: Any) -> Any:
         before, self.before = self.before, None
         if before is not None:
-            with without_torch_function():  # a gradient, or, after it was accumulated, the parameter
+            with without_torch_function():  # ``given`` is a gradient or, after accumulation, the parameter
                 if given is None or (isinstance(given, torch.nn.Parameter) and before.is_untouched(given.grad)):
                     return None
         return self.__wrapped__(given)

@@ -1,7 +1,7 @@
 """Serves user code that reads or writes home memory: home/parameter.py notices the access and asks here.
 
-A value is read when whatever was pending for it is done. It is written when nobody reads it any more, and then copies
-on the device are stale, those that modules compute with at the moment too."""
+Before a read, pending work on the value is finished. Before a write, its readers are finished too. A write makes the
+device copies stale, also those that modules are computing with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .views import Twins
 
 
 class UserAccess:
-    """Implements `home.Access`. Parameters hold it, and with it everything that streaming them needs."""
+    """Implements `home.Access`. Parameters hold it, and through it all that streaming them needs."""
 
     def __init__(
         self,
@@ -39,20 +39,22 @@ class UserAccess:
         self.device, self.twins, self.closed = device, twins, False
         self.lock = parameters.lock
         self.optimizer: OptimizerStream | None = None
-        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
-        self.durable: Any = None  # what of the session is saved and loaded, for load_weights
+        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # a save may still read the unit
+        self.durable: Any = None  # saves and loads the session, for load_weights
         self._parameters, self._gradients, self._calls = parameters, gradients, calls
         self._passes = twins.passes
         self._held: dict[int, weakref.WeakValueDictionary[int, HomeView]] = {}
 
     def in_forward(self) -> bool:
-        """Not in a signal handler that has interrupted it: that reads home memory, and makes no twins."""
+        """Whether the caller is inside a forward. A signal handler that has interrupted one is not: it reads home
+        memory."""
         if self.closed or self._passes.depth == 0:
             return False
         return not handlers.state.running or self._passes.handler == handlers.handler_here()
 
     def is_interrupted(self, *, forward: bool = True) -> bool:
-        """Whether the caller is a signal handler that has interrupted a backward, a step, or with ``forward`` one."""
+        """Whether the caller is a signal handler that has interrupted a backward, a step or, with ``forward``, a
+        forward."""
         here = handlers.handler_here()
         if not here:
             return False
@@ -71,7 +73,7 @@ class UserAccess:
             if place.index in home.consumed_places:
                 raise StormError(
                     f'The gradient of {place.name!r} is gone: step="backward" updates units as their gradients arrive. '
-                    'Use step="forward" (what "auto" takes) to read, clip or change gradients.'
+                    'Use step="forward" (the "auto" choice) to read, clip or change gradients.'
                 )
             home.join()
         elif self.optimizer is not None:
@@ -107,7 +109,7 @@ class UserAccess:
 
     @locked
     def found_written(self, place: Place) -> None:
-        """A parameter has got its first values by a way that nobody has told of."""
+        """Take note that a parameter got its first values by a write that was not reported."""
         place.written = True
         self._parameters.changed(place.unit, by_step=False)
         if self.optimizer is not None:

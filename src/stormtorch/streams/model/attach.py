@@ -1,4 +1,4 @@
-"""Ties the streams to a model, in place, and makes it ordinary again: its parameters, its calls, its buffers."""
+"""Ties the streams to a model in place (parameters, calls, buffers), and undoes that."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Attachment:
         )
 
     def attach(self) -> None:
-        """Make every parameter, which is a view of its home image by now, one of ours, and wrap the calls."""
+        """Turn every parameter, by now a view of its home image, into a `HomeParameter`, and wrap the calls."""
         for unit in self._units:
             for place in unit.places:
                 parameter: Any = place.parameter
@@ -80,7 +80,7 @@ class Attachment:
         """Make the modules and parameters ordinary again."""
         if self.access.closed:
             return
-        self.calls.closed = self.access.closed = True  # in one line: no Ctrl-C comes in between
+        self.calls.closed = self.access.closed = True  # in one line: Ctrl-C cannot come in between
         self.calls.unwrap()
         unwatch(self._uses)
         ranks.detach([self._model, *(entry.module for entry in self._entries)])
@@ -98,9 +98,9 @@ class Attachment:
                 parameter: Any = place.parameter
                 vars(parameter).pop("_storm", None)
                 parameter.__class__ = nn.Parameter
-                if place.trained and not (grad is None and has_sparse_grad(place)):  # that is where it belongs
+                if place.trained and not (grad is None and has_sparse_grad(place)):  # a sparse one is in place already
                     parameter.grad = grad
         for module, name in self._moved_buffers:
             buffer = module._buffers.get(name)
-            if buffer is not None:  # else it was deleted meanwhile
+            if buffer is not None:  # else user code has deleted it
                 module._buffers[name] = buffer.to("cpu")

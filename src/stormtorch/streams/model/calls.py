@@ -1,13 +1,13 @@
-"""The call of a module whose parameters are streamed.
+"""Wraps the calls of modules whose parameters are streamed.
 
-The call of an *entry*, a module whose parameters make up units, is wrapped: its units are brought to the device,
-their twins take the parameters' places as attributes of the instances, and go again when the call ends, however it
-ends. User hooks run inside of that, and see the twins. The registered parameters stay registered all the time, unless
-user code puts something else in their place, which then goes before the twins too (home/registration.py).
+An *entry* is a module whose parameters make up units. Its wrapped call brings the units to the device and sets device
+views of the parameters (twins) as attributes of the module instances. It removes them when the call ends or raises.
+User hooks run inside the wrapper and see the twins. The parameters remain registered all the time. A tensor that user
+code puts in a parameter's place takes precedence over the twin (home/registration.py).
 
-The outermost such call is a *pass*: inputs on the CPU are moved to the device, and autograd's saved weights are
-replaced by notes (weights/stream.py). The model's own call is wrapped too, be it an entry or not, and so are those of
-the modules that hold entries: user code may call ``model.encoder`` alone, and that is one pass."""
+The outermost wrapped call is a *pass*: it moves inputs from the CPU to the device and replaces autograd's saved weights
+by notes (weights/stream.py). The calls of the model itself and of modules that contain entries are wrapped too: user
+code may call ``model.encoder`` alone, and that is one pass."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .write_guard import WriteGuard
 
 
 class Installed:
-    """Twins that stand in one entry's modules at the moment; ``graph``: whether they are part of one."""
+    """Twins that are installed in one entry's modules; ``graph``: whether autograd records them."""
 
     __slots__ = ("entry", "graph", "names", "units", "versions")
 
@@ -53,31 +53,31 @@ class Installed:
         self.versions: list[int] = []
 
     def refuse_writes(self) -> None:
-        """A forward that has changed a weight in place has changed the copy on the device, which will be dropped."""
+        """Raise if a forward has written a weight in place: it wrote to the device copy, which will be dropped."""
         for (module, name), version in zip(self.names, self.versions, strict=True):
             twin = module.__dict__.get(name)
             if twin is not None and not twin.is_inference() and twin._version != version:
                 raise StormError(
                     f"The forward of a {type(module).__name__} has changed its parameter {name!r} in place, and the "
-                    "change would be lost. Give that module's name to storm.stream as leave=[...]."
+                    "change would be lost. Pass that module's name to storm.stream: leave=[...]."
                 )
 
 
 class _Stack(threading.local):
-    """What the calling thread has installed, the innermost last."""
+    """The calling thread's installed twins, the innermost last."""
 
     def __init__(self) -> None:
         self.installed: list[Installed] = []
 
 
 class Witness(Protocol):
-    """Learns of every call before it takes memory."""
+    """Is told of every call before the call takes memory."""
 
     def begin(self, *, training: bool, whole: bool) -> None:
-        """User code calls the model, or a module of it alone; ``training`` says whether gradients may follow."""
+        """User code calls the model, or one of its modules alone; ``training``: gradients may follow."""
 
     def enter(self, given: Any) -> None:
-        """A block is about to run, ``given`` these arguments."""
+        """A block is about to run with the arguments ``given``."""
 
     def end(self) -> None:
         """The call returns to user code."""
@@ -87,13 +87,13 @@ class Call:
     """Stands in for ``module._call_impl``. A copy or pickle of the module gets the ordinary method instead."""
 
     def __init__(self, calls: Calls, module: nn.Module, entry: Entry | None, original: Callable[..., Any]) -> None:
-        self._calls = weakref.ref(calls)  # whoever has kept this wrapper keeps no session
+        self._calls = weakref.ref(calls)  # a kept wrapper does not keep the session alive
         self._module = weakref.ref(module)
         self._entry, self._original = entry, original
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a graph that is being made ends here, and another one may begin behind
+        if torch.compiler.is_compiling():  # torch.compile breaks its graph here; another may begin after the call
             return _run_eagerly(self, args, kwargs)
         return self.run(args, kwargs)
 
@@ -107,14 +107,14 @@ class Call:
         return types.MethodType(nn.Module._call_impl, memo[id(self._module())])
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module(), "_call_impl")  # of the class: the instance's is being made
+        return getattr, (self._module(), "_call_impl")  # the class's method: the instance is being built
 
 
 _run_eagerly: Any = outside_of_graphs(Call.run)
 
 
 class Calls:
-    """The wrapped calls of one model's modules, and what stands in these at the moment."""
+    """The wrapped calls of one model's modules, and the twins installed in them."""
 
     def __init__(
         self,
@@ -127,11 +127,11 @@ class Calls:
         twins: Twins,
         guard: WriteGuard,
     ) -> None:
-        self.closed = False  # calls of modules pass by
+        self.closed = False  # True: calls run unwrapped
         self.lock = parameters.lock
-        self.saving: Saving | None = None  # what becomes of activations; None: they are kept
+        self.saving: Saving | None = None  # decides what becomes of activations; None: autograd keeps them
         self.witness: Witness | None = None
-        self.unwritten: Unwritten | None = None  # parameters that came from the meta device; None: they have values
+        self.unwritten: Unwritten | None = None  # parameters from the meta device that have no values yet, if any
         self._model, self._device = model, device
         self._parameters, self._gradients, self._twins, self._guard = parameters, gradients, twins, guard
         self._passes, self._stack = twins.passes, _Stack()
@@ -141,7 +141,7 @@ class Calls:
         self._caller: int | None = None  # the thread whose pass runs
 
     def wrap(self, module: nn.Module, entry: Entry | None) -> None:
-        """From now on, calls of ``module`` come by here; an ``entry`` names what they bring to the device."""
+        """Route calls of ``module`` through this object; ``entry`` names the units that they bring to the device."""
         places = (self._place.get(id(parameter)) for parameter in module.parameters())
         self._inside[id(module)] = {place.unit.index for place in places if place is not None}
         for name in ("_call_impl", "_compiled_call_impl"):
@@ -153,11 +153,11 @@ class Calls:
             module.__dict__[name] = Call(self, module, entry, original)
 
     def unwrap(self) -> None:
-        """Make the modules' calls ordinary again, and take out what stands in them."""
+        """Make the modules' calls ordinary again and remove installed twins."""
         self._clean()
         for module, name, had in reversed(self._wrapped):
             if not isinstance(module.__dict__.get(name), Call):
-                continue  # somebody has put something over ours, which does nothing any more
+                continue  # user code has wrapped ours, which passes calls through from now on
             if had is None:
                 module.__dict__.pop(name, None)
             else:
@@ -220,7 +220,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Autograd's saved tensors go through us: weights become notes, activations are arranged."""
+        """Route autograd's saved tensors through `_pack`: weights become notes, `Saving` handles activations."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             if self.saving is None or not torch.is_grad_enabled():
                 yield
@@ -260,7 +260,7 @@ class Calls:
 
     @locked
     def _take_turn(self) -> None:
-        """What stands in modules, and what a pass has begun, is one thread's at a time, of one process."""
+        """Refuse a second thread or process: installed twins and a begun pass belong to one thread at a time."""
         refuse_ranks()
         here = threading.get_ident()
         if self._caller not in (None, here) and any(thread.ident == self._caller for thread in threading.enumerate()):
@@ -282,7 +282,7 @@ class Calls:
             self.witness.begin(training=training, whole=whole)
 
     def _clean(self) -> None:
-        """Undo what a pass that was cut off has left: a Ctrl-C, or a backward that raised."""
+        """Undo what an interrupted pass has left, after Ctrl-C or a backward that raised."""
         stack = self._stack.installed
         while stack:
             self._uninstall(stack.pop())
@@ -292,7 +292,7 @@ class Calls:
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or isinstance(tensor, (HomeParameter, HomeView)):
             return tensor
-        return tensor.to(self._device, non_blocking=not tensor.is_pinned())  # a pinned one may be refilled at once
+        return tensor.to(self._device, non_blocking=not tensor.is_pinned())  # user code may refill a pinned one at once
 
     @locked
     def _install(self, installed: Installed, in_graph: bool) -> None:
@@ -306,10 +306,10 @@ class Calls:
                 tensors[id(unit.places[index].parameter)] = twin
         for use in entry.uses:
             if isinstance(use.module, nn.RNNBase):
-                continue  # they would keep the twins in a list of their own
+                continue  # an RNN would keep the twins in its own list of weights
             if use.module._parameters.get(use.name) is not use.parameter:
-                # Somebody has put another tensor there: functional_call, or a user's own parameter. A transformation
-                # of torch.func wraps home memory without a word.
+                # Another tensor stands there: from functional_call, or a parameter that user code has set.
+                # Transformations of torch.func read home memory without going through our hooks.
                 if in_functorch():
                     joined(use.parameter)
                 continue
@@ -322,7 +322,7 @@ class Calls:
         for module, name in installed.names:
             take_out(module, name)
         try:
-            # An outer call may have the same parameters installed: a root with parameters of its own, say.
+            # An outer call may have the same parameters installed, e.g. a root module with parameters of its own.
             for outer in self._stack.installed:
                 if any(a is b for a in outer.units for b in installed.units):
                     self._reinstall(outer)
@@ -336,11 +336,11 @@ class Calls:
                 use.module.__dict__[use.name] = self._another_twin(self._place[id(use.parameter)], outer)
 
     def renew(self, unit: Unit) -> None:
-        """A forward has written the weights of ``unit`` at home, and modules compute with it: with the new ones now."""
+        """Give modules that are computing with ``unit`` its new weights: a forward has just written them at home."""
         for installed in self._stack.installed:
             if unit not in installed.units:
                 continue
-            installed.refuse_writes()  # to twins, before they go
+            installed.refuse_writes()  # writes to twins would be lost with them
             numbers = [
                 number
                 for number, (module, name) in enumerate(installed.names)
@@ -348,7 +348,7 @@ class Calls:
             ]
             for number in numbers:
                 module, name = installed.names[number]
-                module.__dict__.pop(name, None)  # all of them, or the old ones keep the room that the new ones need
+                module.__dict__.pop(name, None)  # all first: old twins would keep the room that new ones need
             for number in numbers:
                 module, name = installed.names[number]
                 parameter: Any = module._parameters[name]
@@ -356,5 +356,5 @@ class Calls:
                 installed.versions[number] = twin._version
 
     def _another_twin(self, place: Place, installed: Installed) -> torch.Tensor:
-        with torch.set_grad_enabled(installed.graph):  # whatever the mode is just now
+        with torch.set_grad_enabled(installed.graph):  # the mode of the call, not the present one
             return self._twins.of(place)

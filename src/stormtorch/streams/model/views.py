@@ -1,15 +1,16 @@
-"""Twins, which stand in for parameters on the device: made for modules that compute, lent to user code that asks.
+"""Twins: device views that stand in for parameters, in modules that compute and for user code that asks.
 
-A frozen parameter's twin is a view of the unit's stay. The others come from a node of autograd's graph (fetch.py), and
-are kept until the pass ends, without the memory of stays that ended before, so that a unit that is used twice is one
-node of the graph, as a parameter is. Where it becomes two, by two passes in one backward, gradients/stream.py adds them
-up before anything else.
+The twin of a frozen parameter is a view of the unit's device copy. The twin of a trained parameter comes from a node of
+autograd's graph (fetch.py) and is kept until the pass ends, without the memory of device copies that were dropped. So a
+unit that is used twice is one node of the graph, as a parameter is one leaf. Two passes in one backward make two nodes;
+gradients/stream.py then adds up the two before anything else.
 
 Without a graph, in `no_grad` and `inference_mode`, twins have such a node too: plain PyTorch shows ``requires_grad``
-there as ever, torch chooses kernels by it, and a forward may enable gradients inside. The stay keeps these twins.
+there unchanged, torch chooses kernels by it, and a forward may enable gradients inside. The device copy keeps these
+twins.
 
-calls.py puts them into modules. Whoever reaches a parameter without calling its module is lent one, and what is written
-to that in place would be lost with the stay: it is refused."""
+calls.py installs twins in modules. User code that reaches a parameter without calling its module is lent a twin. An
+in-place write to that one would be lost with the device copy, and is refused."""
 
 from __future__ import annotations
 
@@ -37,18 +38,18 @@ from ..weights.stream import ParameterStream, Stay
 
 
 class Passes(threading.local):
-    """How deep the calling thread is inside streamed modules, and what it was lent there."""
+    """How deep the calling thread is inside streamed modules, and the twins it was lent there."""
 
     depth = 0  # counted by calls.py
-    handler = 0  # the signal handler that has begun the pass, if one has: another one interrupts it
+    handler = 0  # number of the signal handler that began the pass; a handler with another number interrupts it
 
     def __init__(self) -> None:
         self.lent: list[tuple[Place, VersionProbe]] = []  # twins that user code got without calling a module
-        self.known: dict[int, weakref.ref[torch.Tensor]] = {}  # those, by id, which another may have after them
+        self.known: dict[int, weakref.ref[torch.Tensor]] = {}  # these by id; weak, because ids are reused
 
 
 class Twins:
-    """Makes twins, and knows those of the pass that runs."""
+    """Makes twins, and finds those of the running pass."""
 
     def __init__(self, parameters: ParameterStream, gradients: GradientStream, device: torch.device) -> None:
         self._parameters, self._gradients = parameters, gradients
@@ -59,17 +60,17 @@ class Twins:
 
     @outside_functorch
     def of_unit(self, unit: Unit, stay: Stay, in_graph: bool) -> dict[int, torch.Tensor]:
-        """The tensors that stand in for the unit's parameters, by index."""
+        """The unit's twins, by index of the place."""
         views = stay.views
         if not views:
-            with torch.inference_mode(False):  # views for good: a later pass may train with them
+            with torch.inference_mode(False):  # no inference tensors: a later pass may train with these views
                 views.update({place.index: place.in_image(stay.base) for place in unit.places})
         with without_torch_function():
             leaves = [place for place in unit.places if place.parameter.requires_grad]
         if not torch.is_grad_enabled():
             return self._without_graph(unit, stay, leaves, keep=not in_graph)
         known = self._with_graph.find(unit.index, views) if not in_graph else None
-        if known is not None:  # users freeze and thaw within a pass, too
+        if known is not None:  # user code may freeze and thaw within a pass
             views = {**views, **{place.index: known[place.index] for place in leaves if place.index in known}}
             leaves = [place for place in leaves if place.index not in known]
         if not leaves:
@@ -80,7 +81,7 @@ class Twins:
         return {**views, **twins}
 
     def _without_graph(self, unit: Unit, stay: Stay, leaves: list[Place], *, keep: bool) -> dict[int, torch.Tensor]:
-        """The same where no graph is recorded; with ``keep`` the stay has them for its next use."""
+        """Twins where no graph is recorded; with ``keep`` the device copy keeps them for its next use."""
         if not leaves:
             return stay.views
         if stay.idle is not None and stay.idle[0] == leaves:  # else user code has frozen or thawed some
@@ -94,7 +95,7 @@ class Twins:
     def _fetch(
         self, unit: Unit, leaves: list[Place], views: Mapping[int, torch.Tensor], *, idle: bool
     ) -> dict[int, torch.Tensor]:
-        """Twins of ``leaves`` over ``views``, from a node of their own."""
+        """Make twins of ``leaves`` over ``views``, from a graph node of their own."""
         token = Token(unit, [place.index for place in leaves], idle=idle)
         self._gradients.homes[unit.index].expect(token)
         made = Fetch.apply(  # type: ignore[no-untyped-call]
@@ -107,12 +108,12 @@ class Twins:
 
     @locked
     def of(self, place: Place) -> torch.Tensor:
-        """One parameter's, lent."""
+        """One parameter's twin, lent to user code."""
         stay = self._parameters.use(place.unit)
         return self.lend(place, self.of_unit(place.unit, stay, in_backward())[place.index])
 
     def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, over the memory of a twin; in forward, whether it is written is noted."""
+        """Lend ``tensor``, which lies in a twin's memory; in forward, note it to detect writes."""
         passes = self.passes
         if passes.depth == 0 or in_backward():
             return tensor
@@ -125,41 +126,42 @@ class Twins:
         return tensor
 
     def refuse_writes(self) -> None:
-        """Writes to a parameter are seen, and go home; those to a part of it, taken in forward, do not."""
+        """Raise if a lent twin was written. Writes to a parameter go home; those to a part of it, taken in forward, do
+        not."""
         for place, probe in self.passes.lent:
             if probe.changed:
                 raise StormError(
                     f"A forward has changed a view of the parameter {place.name!r}, or of one that is streamed with "
                     "it, in place, and the change would be lost. Write to the parameter itself (p.copy_(x), p[0] = x), "
-                    "or give the name of its module to storm.stream as leave=[...]."
+                    "or pass its module's name to storm.stream: leave=[...]."
                 )
 
     def end_pass(self) -> None:
-        """Forget what this pass was given."""
+        """Forget the twins of this pass."""
         self._with_graph.clear()
         self.passes.lent.clear()
         self.passes.known.clear()
 
     def _let_go(self, unit: Unit) -> None:
-        """The unit's stay ends: we must not keep its bytes, but the node, for another use in this pass."""
+        """Let go of the bytes of a device copy that ends; keep the graph node for another use in this pass."""
         self._with_graph.let_go(unit.index)
 
 
 class _GraphTwins:
-    """The twins that have a graph, of the pass that runs: one node for each unit, as a parameter is one leaf.
+    """The twins with a graph in the running pass: one node for each unit, as a parameter is one leaf.
 
-    The engine adds up what comes to a node use by use, from the last to the first. Were there two nodes of a unit,
-    because it left the device between two uses, each would add up its own, and the rounding would depend on the budget.
-    So twins outlive the stay that they show: they let go of its memory, and are pointed at the next one. Only those
-    that somebody else holds too, user code or autograd, keep their memory until nobody does.
+    Autograd adds up the gradients of a node use by use, from the last to the first. If a unit that left the device
+    between two uses had two nodes, each would add up its own, and the rounding would depend on the budget. So twins
+    outlive the device copy that they show: they let go of its memory and are pointed at the next one. A twin that user
+    code or autograd holds as well keeps its memory until they release it.
     """
 
     def __init__(self, nothing: torch.Tensor) -> None:
-        """``nothing``: no bytes, on the device. Made beforehand: who counts a block's operations would count this."""
+        """``nothing``: an empty tensor on the device. Made beforehand: else it counts as an operation of a block."""
         self._nothing = nothing
         self._known: dict[int, dict[int, torch.Tensor]] = {}  # unit -> place -> twin
-        self._away: set[int] = set()  # units whose twins show no stay, or one that was dropped
-        self._held: list[tuple[int, int]] = []  # unit and place of those that still do
+        self._away: set[int] = set()  # units whose twins show no device copy, or a dropped one
+        self._held: list[tuple[int, int]] = []  # unit and place of twins that still show a dropped one
 
     def clear(self) -> None:
         """The pass has ended."""
@@ -171,7 +173,7 @@ class _GraphTwins:
         self._known[unit] = twins
 
     def find(self, unit: int, views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor] | None:
-        """The unit's twins, over ``views``; None if it has none yet."""
+        """The unit's twins, pointed at ``views``; None if it has none yet."""
         twins = self._known.get(unit)
         if twins is not None and unit in self._away:
             self._away.discard(unit)
@@ -181,7 +183,7 @@ class _GraphTwins:
         return twins
 
     def let_go(self, unit: int) -> None:
-        """The unit's stay is being dropped: nothing here may keep its bytes."""
+        """Release the bytes of the unit's device copy, which is being dropped."""
         twins = self._known.get(unit)
         if twins is not None and unit not in self._away:
             self._away.add(unit)

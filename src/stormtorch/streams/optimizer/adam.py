@@ -1,13 +1,13 @@
 """Adam and AdamW over units: one fused pass per unit, on the CPU worker or on the device, with the same bits.
 
-A *run* is a stretch of neighbouring parameters of a unit that share their hyperparameters and their step count;
-usually a unit is one or two. Each run is one job of the worker, gated by flags: it begins when the gradients have
-arrived at home, and the unit's next load waits until all its runs are done. The most urgent unit is the one that
-forward needs first.
+A *run* is a stretch of neighbouring parameters of a unit that share their hyperparameters and their step count; a unit
+is usually one or two runs. Each run is one job of the worker, ordered by flags: it begins when the gradients have
+arrived at home, and the unit's next load waits until all its runs are done. The unit that forward needs first is the
+most urgent.
 
-Where a unit is updated on the device (device_states.py), the same arithmetic updates weights and states there, and
-the weights are stored home; they are on the device already when they are used next. With step="forward" that happens
-just before the next forward uses the unit; with step="backward" as soon as its gradients exist."""
+Where a unit is updated on the device (device_states.py), the same arithmetic updates weights and states there, and the
+weights are stored home; they are already on the device for their next use. With step="forward" that happens just before
+the next forward uses the unit; with step="backward" as soon as its gradients exist."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AdamStream:
         self.there = DeviceStates(homes, lanes=lanes, parameters=parameters, waits=waits, gate=self.gate, poison=poison)
         self._factor_turn = 0
         self.in_backward_mode = False
-        self._kept: dict[int, torch.Tensor] = {}  # on the device: the store lane reads them some time later
+        self._kept: dict[int, torch.Tensor] = {}  # on the device; kept because the store lane reads them later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
@@ -81,7 +81,7 @@ class AdamStream:
         return total
 
     def apply_factor(self) -> None:
-        """Apply a waiting factor now, on the host, because somebody looks at the gradients."""
+        """Apply a deferred clip factor now, on the host, because user code reads the gradients."""
         if self._factor is None:
             return
         self._lanes.store.synchronize()
@@ -89,23 +89,23 @@ class AdamStream:
         for home in self._gradients.homes:
             if home.present:
                 home.join()
-                self.join(home.unit)  # an update may still be reading them
+                self.join(home.unit)  # an update may still read them
                 for index in home.present:
                     home.view(home.unit.places[index]).mul_(factor)
                 home.norms.clear()
 
     def forget_factor(self) -> None:
-        """The gradients that it was for are gone."""
+        """Forget the clip factor: its gradients were dropped."""
         self._factor = self._device_factor = None
 
     # --- updating
 
     def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:
-        """Update the unit's parameters that have a gradient and are in ``hyper`` (by index). Returns at once."""
+        """Queue an update of the unit's parameters that have a gradient and are in ``hyper`` (by index)."""
         home = self.homes[grads.unit.index]
         residence = self._parameters.residences[grads.unit.index]
         if home.waiting is not None:
-            self.finish(home.unit)  # the one before, which nobody has needed yet
+            self.finish(home.unit)  # the previous update, which no use of the unit has triggered yet
         runs = list(self._runs(home, grads, hyper))
         if not runs:
             return
@@ -120,18 +120,18 @@ class AdamStream:
         if home.kept is not None:
             self.there.let_go(home)
         if self._factor is not None or residence.loads != home.loads_seen or grads.arrivals == 0:
-            # The worker must not write weights that a load is still reading, nor begin before the factor is known.
+            # The worker must not write weights that a load still reads, nor begin before the clip factor is known.
             if residence.last_load is not None:
                 self._lanes.store.wait(residence.last_load)
             grads.arrivals += 1
             self._lanes.store.write_flag(grads.arrived, grads.arrivals)
             home.loads_seen = residence.loads
-        self.there.unstage(home)  # loaded ahead, when it was to be updated there
+        self.there.unstage(home)  # prefetched for an update on the device
         buffers = self._at_home(home, source)
         for run in runs:
             tensors = bind(run, buffers, wide=grads.is_wide, factor=self._factor)
             if tensors is None:
-                continue  # it has no elements
+                continue  # the run has no elements
             number = home.unit.trained.index(run.first)
             home.values[number] += 1
             flag, value = home.flags[number], home.values[number]
@@ -176,15 +176,15 @@ class AdamStream:
             lane.wait(home.event)
 
     def pending(self, unit: Unit) -> bool:
-        """Whether an update of the unit has been asked for and is not done."""
+        """Whether an update of the unit is queued and not done."""
         home = self.homes[unit.index]
         return home.waiting is not None or any(not flag.at(value).reached() for flag, value in home.pending)
 
     def join(self, unit: Unit) -> None:
-        """Block until they are."""
+        """Block until the unit's home image is up to date."""
         self.finish(unit)
         home = self.homes[unit.index]
-        self.there.unstage(home)  # user code may be about to change what was loaded ahead
+        self.there.unstage(home)  # user code may change the states that were prefetched
         for flag, value in home.pending:
             flag.wait(value)
         home.pending = []
@@ -193,26 +193,26 @@ class AdamStream:
             home.event = None
 
     def join_states(self, unit: Unit) -> None:
-        """Block until the unit's states at home are up to date too; they may then be changed there."""
+        """Block until the unit's states at home are up to date too; user code may then change them there."""
         self.join(unit)
         self.there.write_back(self.homes[unit.index])
 
     # --- on the device
 
     def prepare(self, unit: Unit, in_pass: bool) -> bool:
-        """Load ahead what an update on the device will need; False if there is no room yet."""
+        """Prefetch what an update on the device will need; False if there is no room yet."""
         home = self.homes[unit.index]
         if home.on_device and (home.waiting is not None or (self.in_backward_mode and in_pass and in_backward())):
             return self.there.stage(home)
         return True
 
     def prepare_early(self) -> None:
-        """In backward the link has time for states that an update will need once it has been asked for."""
+        """Prefetch states for the next step during backward, while the link has time."""
         if not self.in_backward_mode:
             self.there.stage_early()
 
     def before_use(self, unit: Unit, stay: Stay) -> bool:
-        """With the unit's weights on the device, a waiting update happens. False if ``stay`` is stale then."""
+        """Do a deferred update: the unit's weights are on the device now. False if that makes ``stay`` stale."""
         home = self.homes[unit.index]
         waiting = home.waiting
         if waiting is None:
@@ -224,29 +224,29 @@ class AdamStream:
             self._update_there(home, stay, waiting)
         else:
             self._update_at_home(home, waiting)
-        home.waiting = None  # not before: an update that was interrupted before it began is still to be done
+        home.waiting = None  # last: an update that was interrupted before it began is still to be done
         return there
 
     def update_here(self, grads: GradHome, bucket: torch.Tensor, hyper: dict[int, dict[str, Any]]) -> bool:
-        """For step="backward": update the unit on the device from gradients that are in ``bucket`` there.
+        """For step="backward": update the unit on the device from the gradients in ``bucket``.
 
         False if there is no room for that.
         """
         home = self.homes[grads.unit.index]
         if not self.there.can_stage(home):
             return False
-        self._parameters.hold(home.unit)  # its weights stay until they are updated
+        self._parameters.hold(home.unit)  # its weights must remain until they are updated
         try:
             stay = self._parameters.use(home.unit)
             if not self.there.can_stage(home):
-                return False  # states gave way to the weights
+                return False  # loading the weights has evicted states
             steps = list(home.steps)
             runs = list(self._runs(home, grads, hyper))
             waiting = Waiting(runs, grads.is_wide, bucket, there=True, stored=None, ready=None, factor=None)
             try:
                 self._update_there(home, stay, waiting)
             except BaseException:
-                if waiting.done:  # half an update is one
+                if waiting.done:  # a partial update counts as one
                     self._parameters.residences[home.unit.index].updates += 1
                 else:
                     home.steps = steps
@@ -267,14 +267,14 @@ class AdamStream:
         )
 
     def _update_at_home(self, home: AdamHome, waiting: Waiting) -> None:
-        """Do on the CPU, and wait for, what there was no room for on the device."""
+        """Update on the CPU, and wait for it: the device has no room for this update."""
         residence = self._parameters.residences[home.unit.index]
         for event in (waiting.stored, waiting.ready, residence.last_load, home.event):
             if event is not None:
                 event.synchronize()
         factor = None if waiting.factor is None else waiting.factor.to("cpu")
         buffers = self._at_home(home, waiting.grads.to("cpu"))
-        self._parameters.changed(home.unit, by_step=False)  # first: an interrupt may leave some of it done
+        self._parameters.changed(home.unit, by_step=False)  # first: an interrupt may leave part of the update done
         for run in waiting.runs:
             tensors = bind(run, buffers, wide=waiting.wide, factor=factor, done=waiting.done)
             if tensors is not None:
@@ -283,8 +283,8 @@ class AdamStream:
 
     @torch.no_grad()
     def _update_there(self, home: AdamHome, stay: Stay, waiting: Waiting) -> None:
-        """Update weights and states on the device. After an error between two calls, what was done is done, and goes
-        home; ``waiting.done`` says what is left to do."""
+        """Update weights and states on the device. After an error between two calls, the part that was done goes home;
+        ``waiting.done`` says where to continue."""
         try:
             for staged in self.there.staged(home, waiting.done):
                 try:
@@ -315,7 +315,7 @@ class AdamStream:
                 waiting.done = min(run.first.state_at + run.count, chunk.states.stop)
 
     def _send_home(self, home: AdamHome, stay: Stay) -> None:
-        """The weights that were updated there go home, behind their states."""
+        """Store the weights that were updated on the device home, after their states."""
         lanes = self._lanes
         lanes.store.wait(lanes.compute.record())
         lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER)
@@ -324,14 +324,14 @@ class AdamStream:
         self._parameters.updated_in_place(home.unit, stay)
 
     def forget(self) -> None:
-        """Let go of memory: graphs that outlive the session keep this object."""
+        """Release memory: graphs that outlive the session keep this object alive."""
         self.homes, self._images = [], []
         self._kept.clear()
         self.there.forget()
 
     def finish(self, unit: Unit) -> None:
-        """Do a waiting update now: on the device, or at home where that has no room left for the weights, as when a
-        graph that somebody keeps holds others."""
+        """Do a deferred update now: on the device, or at home if the device has no room for the weights, e.g. because a
+        graph that user code keeps holds other weights there."""
         home = self.homes[unit.index]
         if home.waiting is None:
             return
@@ -339,7 +339,7 @@ class AdamStream:
             self._parameters.use(unit)
         except OutOfBudget:
             if home.waiting is not None:
-                self.there.unstage(home)  # loaded ahead, and about to be out of date
+                self.there.unstage(home)  # the prefetched states are about to be out of date
                 self.there.write_back(home)
                 self._update_at_home(home, home.waiting)
                 home.waiting = None

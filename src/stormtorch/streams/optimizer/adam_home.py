@@ -1,4 +1,4 @@
-"""What Adam keeps of a unit, at home and on its way through the device, and the calls that one update is made of."""
+"""Adam's states of a unit, at home and on their way through the device, and the calls that make up one update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...native.update import AdamStep, AdamTensors
 from ..units.chunks import Chunk
 from ..units.unit import Place, Unit
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # their names among the states of a parameter, as torch has them
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of these states
 _SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
@@ -31,12 +31,12 @@ class AdamHome:
     values: list[int] = field(default_factory=list)
     pending: list[tuple[Flag, int]] = field(default_factory=list)
     event: Event | None = None  # states of a device update are back home
-    on_device: bool = False  # this unit's updates run there
-    waiting: Waiting | None = None  # a device update that has been asked for and not begun
-    staged: deque[Staged] = field(default_factory=deque)  # its first chunks: on the device, or on their way there
-    kept: Staged | None = None  # room for its states on the device, for good
-    fresh: bool = False  # the kept states are the present ones
-    dirty: bool = False  # those at home are not
+    on_device: bool = False  # this unit is updated on the device
+    waiting: Waiting | None = None  # a device update that was requested and has not begun
+    staged: deque[Staged] = field(default_factory=deque)  # its first chunks on the device, or on their way there
+    kept: Staged | None = None  # permanent device memory for its states
+    fresh: bool = False  # the kept states are current
+    dirty: bool = False  # the states at home are out of date
     loads_seen: int = 0
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class AdamHome:
         self.values = [0] * len(self.unit.trained)
 
     def states(self, chunk: Chunk) -> list[torch.Tensor]:
-        """The bytes of exp_avg, exp_avg_sq and masters."""
+        """The bytes of the chunk's exp_avg, exp_avg_sq and masters."""
         moments = [flat[chunk.states.start : chunk.states.stop] for flat in (self.exp_avg, self.exp_avg_sq)]
         return [*(part.view(torch.uint8) for part in moments), self.masters[chunk.masters.start : chunk.masters.stop]]
 
@@ -53,7 +53,7 @@ class AdamHome:
         return flat[place.state_at : place.state_at + place.count].as_strided(place.shape, place.stride)
 
     def narrow(self, which: str, place: Place) -> torch.Tensor:
-        """The moment in the parameter's own dtype, in the memory that it has: a second copy may not fit."""
+        """The moment in the parameter's own dtype, converted within its own memory: a second copy may not fit."""
         wide = self.moment(which, place)
         if place.dtype == torch.float32:
             return wide
@@ -64,7 +64,8 @@ class AdamHome:
         return target
 
     def master(self, place: Place) -> torch.Tensor | None:
-        """What is kept beside the image: 16-bit remainders for bf16, whole fp32 weights for fp16."""
+        """The part of the fp32 weight kept beside the image: 16-bit remainders for bf16, whole fp32 weights for
+        fp16."""
         if not place.is_split:
             return None
         return place.view(self.masters, place.master_at, _SPLIT_DTYPE[place.dtype])
@@ -72,7 +73,7 @@ class AdamHome:
 
 @dataclass(eq=False)
 class Run:
-    """Places ``first`` to ``last`` of a unit's trained ones, updated by one call."""
+    """Trained places ``first`` to ``last`` of a unit, updated by one call."""
 
     first: Place
     last: Place
@@ -85,25 +86,25 @@ class Run:
 
 @dataclass(eq=False)
 class Waiting:
-    """An update on the device that has been asked for: what to do, and from which gradients."""
+    """A requested update on the device: the runs, and the gradients to use."""
 
     runs: list[Run]
     wide: bool
-    grads: torch.Tensor  # at home, unless they have stayed where the update happens
+    grads: torch.Tensor  # at home, unless they remained on the device
     there: bool
     stored: Event | None
-    ready: Event | None  # when compute has made gradients that stay there
+    ready: Event | None  # compute has made the gradients that remained on the device
     factor: torch.Tensor | None  # on the device
-    done: int = 0  # states up to this one are updated: an error came between two calls
+    done: int = 0  # states before this one are updated: an error came between two calls
 
 
 @dataclass(eq=False)
 class Staged:
-    """States of a unit or of a chunk of it, and perhaps its gradients, on the device or on their way there."""
+    """States of a unit or a chunk, perhaps with gradients, on the device or on their way there."""
 
     chunk: Chunk
-    pieces: list[Piece]  # a set, or its own
-    parts: list[torch.Tensor]  # bytes of exp_avg, exp_avg_sq, masters, and of gradients if they were loaded too
+    pieces: list[Piece]  # a shared set, or the unit's own
+    parts: list[torch.Tensor]  # bytes of exp_avg, exp_avg_sq, masters, and of gradients if loaded too
     loaded: Event
 
 
@@ -129,8 +130,8 @@ def adjoin(last: Place, place: Place, wide: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """Where an update finds things: the whole image, the states of ``chunk``, and gradients from the byte ``grads_at``
-    of the unit's on."""
+    """Buffers of an update: the whole image, the states of ``chunk``, and the unit's gradients from byte ``grads_at``
+    on."""
 
     chunk: Chunk
     image: torch.Tensor
@@ -142,7 +143,7 @@ class Buffers:
 
 
 def bind(run: Run, buffers: Buffers, *, wide: bool, factor: torch.Tensor | None, done: int = 0) -> AdamTensors | None:
-    """The part of ``run`` that lies in the chunk, from the state ``done`` on; None if there is nothing of it."""
+    """The part of ``run`` that lies in the chunk, from state ``done`` on; None if it has none."""
     first, states = run.first, buffers.chunk.states
     start = max(first.state_at, states.start, done)
     count = min(first.state_at + run.count, states.stop) - start

@@ -1,7 +1,7 @@
-"""Which optimizers our own Adam can run, and how it reads the settings of their parameter groups.
+"""Decides which optimizers our own Adam can run, and reads the settings of their parameter groups.
 
-Both are one knowledge: what `adam_step` does not read, and what changes torch's arithmetic, `runs_as_adam` must not
-let pass. It decides once, when streaming begins; groups may change after that, so every step asks again."""
+The two belong together: `runs_as_adam` must refuse every setting that `adam_step` does not read and that changes
+torch's arithmetic. It decides once, when streaming begins. Groups may change after that, so every step checks again."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def runs_as_adam(optimizer: torch.optim.Optimizer, units: list[Unit], masters: b
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:
-    """Our own kernels were chosen when streaming began; what they do not know has to be known by then."""
+    """Raise if a group has got a setting that our own kernels, chosen when streaming began, do not support."""
     setting = _unknown_setting(optimizer, streamed)
     if setting is not None:
         raise StormError(
-            f"Cannot step: a parameter group with streamed parameters has {setting}. Streaming began without it, "
-            "and with kernels that do not know it. Take it back, or close the session, set it then, and call "
-            "storm.stream again."
+            f"Cannot step: a parameter group with streamed parameters has {setting}, set after streaming began with "
+            "kernels that do not support it. Undo the setting, or close the session, set it and call storm.stream "
+            "again."
         )
 
 
 def _unknown_setting(optimizer: torch.optim.Optimizer, streamed: Container[int]) -> str | None:
-    """The first setting of a group of ``streamed`` parameters, by id, that our own kernels do not know."""
+    """The first setting that our own kernels do not support, in groups of ``streamed`` parameters (by id)."""
     for group in optimizer.param_groups:
         found = [f"{name}={group[name]!r}" for name in ("amsgrad", "differentiable", "capturable") if group.get(name)]
         for name, values in (("lr", [group["lr"]]), ("betas", group["betas"])):
             if any(isinstance(value, torch.Tensor) for value in values):
-                found.append(f"a tensor as {name}")  # torch then computes in fp32, where a number is a double
+                found.append(f"a tensor as {name}")  # torch then computes in fp32; with a number, in double
         if found and any(id(parameter) in streamed for parameter in group["params"]):
             return found[0]
     return None
 
 
 def adam_step(group: dict[str, Any], step: int) -> AdamStep:
-    """The numbers of one update, from the group's settings as they are now."""
+    """Hyperparameters of one update, from the group's present settings."""
     return AdamStep(
         lr=float(group["lr"]),
         step=step,

@@ -1,8 +1,9 @@
-"""What ``optimizer.state`` shows of the states that our own Adam keeps in home memory.
+"""Shows the states that our own Adam keeps in home memory as ``optimizer.state``.
 
-Entries have torch's names and shapes, and are views of that memory; reading one waits for the update under way. What
-user code does to the entries (it clears them, or puts other tensors or step counts there) is followed before the next
-update. Who still holds an entry that is no parameter's any more, or another's, has a copy of what it was.
+Entries have torch's names and shapes and are views of home memory; reading one waits for a running update. Changes that
+user code makes to the entries (it clears them, or sets other tensors or step counts) take effect before the next
+update. When an entry is replaced or moved to another parameter, tensors that user code still holds become copies with
+the old values.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ class AdamStates:
         access: Access,
         before_change: Callable[[Unit], None],
     ) -> None:
-        """``before_change`` is called before states are replaced: somebody may still be saving them."""
+        """``before_change`` is called before states are replaced: a save may still read them."""
         self._optimizer, self._adam, self._gradients = optimizer, adam, gradients
         self._groups, self._access, self._before_change = groups, access, before_change
         self._place = {id(place.parameter): place for home in adam.homes for place in home.unit.places}
-        self._taken: dict[int, dict[str, Any]] = {}  # while torch loads the others, by number
-        self._shown: dict[int, dict[str, Any]] = {}  # what we have put into optimizer.state, by parameter
+        self._taken: dict[int, dict[str, Any]] = {}  # kept while torch loads the other states, by number
+        self._shown: dict[int, dict[str, Any]] = {}  # the entries we have put into optimizer.state, by parameter
 
     def take_all(self, states: dict[Any, dict[str, Any]]) -> None:
-        """Take over states that were made by torch, or by an earlier session; a parameter without one begins anew."""
+        """Take over states that torch or an earlier session made; a parameter without one starts from zero."""
         self._take(
             [(place, states.get(place.parameter) or {}) for home in self._adam.homes for place in home.unit.trained]
         )
 
     def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep what ``load_state_dict`` is not to see: torch would cast it to the parameters' dtype and device."""
+        """Hide our states from ``load_state_dict``: torch would cast them to the parameters' dtype and device."""
         mine = {number for number, parameter in enumerate(self._groups.parameters()) if id(parameter) in self._place}
         states = state_dict["state"]
         self._taken = {number: state for number, state in states.items() if number in mine}
         return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
 
     def after_loading(self) -> list[Place]:
-        """Install what was kept. Returns the places whose masters were in it."""
+        """Install the hidden states. Returns the places whose masters were among them."""
         numbered = self._groups.parameters()
         states = {numbered[key]: dict(value) for key, value in self._taken.items()}
         self._taken = {}
@@ -67,11 +68,11 @@ class AdamStates:
         return [self._place[id(parameter)] for parameter in brought]
 
     def heed(self, unit: Unit | None = None) -> None:
-        """Follow what user code did to the state, of one unit or of all."""
+        """Take over changes that user code made to the state, of one unit or of all."""
         changed: list[tuple[Place, dict[str, Any]]] = []
         for home in self._adam.homes if unit is None else [self._adam.homes[unit.index]]:
             if self._gradients.homes[home.unit.index].consumed:
-                continue  # updated already, and not yet counted there
+                continue  # updated already; the entry's step count is still the old one
             for number, place in enumerate(home.unit.trained):
                 state, shown = self._optimizer.state.get(place.parameter), self._shown.get(id(place.parameter))
                 if not state and not shown:
@@ -85,7 +86,7 @@ class AdamStates:
         self._take(changed)
 
     def count(self) -> None:
-        """After an update: an entry for parameters that have none yet, and the number of steps for all."""
+        """Write step counts after an update, and make entries for parameters that have none yet."""
         for home in self._adam.homes:
             for number, place in enumerate(home.unit.trained):
                 if home.steps[number]:
@@ -94,8 +95,8 @@ class AdamStates:
                     self._optimizer.state[place.parameter]["step"].fill_(home.steps[number])
 
     def replace(self, states: dict[Any, dict[str, Any]]) -> None:
-        """Take the step counts of ``states``, and remove them there; moments and masters are in home memory already."""
-        self._shown.clear()  # who holds one of these sees what was loaded: it is written already
+        """Take the step counts out of ``states``; moments and masters are in home memory already."""
+        self._shown.clear()  # entries that user code holds show the loaded states, which are written already
         for home in self._adam.homes:
             for number, place in enumerate(home.unit.trained):
                 state = states.pop(place.parameter, None)
@@ -106,7 +107,7 @@ class AdamStates:
                     self._show(place, state)
 
     def make_ordinary(self) -> None:
-        """Ordinary tensors of the parameters' dtypes in place of the views."""
+        """Replace the views by ordinary tensors of the parameters' dtypes."""
         for home in self._adam.homes:
             for place in home.unit.trained:
                 state = self._optimizer.state.get(place.parameter)
@@ -116,7 +117,7 @@ class AdamStates:
                         state[name] = home.narrow(name, place)
 
     def _show(self, place: Place, before: Mapping[str, Any] | None = None) -> None:
-        """An entry of our own; what ``before`` has beyond it stays in it."""
+        """Make our entry for a parameter; additional items of ``before`` remain in it."""
         home = self._adam.homes[place.unit.index]
         state: dict[str, Any] = {"step": torch.tensor(float(home.steps[home.unit.trained.index(place)]))}
         for name in MOMENTS:
@@ -129,7 +130,7 @@ class AdamStates:
         self._shown[id(place.parameter)] = state
 
     def _take(self, states: list[tuple[Place, dict[str, Any]]]) -> None:
-        """Make these the states. They may be views of each other's home memory: all is read before one is written."""
+        """Install these states. They may be views of each other's home memory: all are read before one is written."""
         for place, state in states:
             shown = self._shown.get(id(place.parameter))
             if shown is None or any(state.get(name) is not shown[name] for name in MOMENTS):
@@ -150,7 +151,7 @@ class AdamStates:
             self._show(place, state)
 
     def _sources(self, place: Place, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What is to be written, by name: not what is there already, nor the master of a state that was another's."""
+        """Tensors to write, by name: not those in place already, nor a master that views another's state."""
         sources, shown = {}, self._shown.get(id(place.parameter), {})
         for name in MOMENTS:
             value = plain(joined(state[name]))
@@ -161,11 +162,11 @@ class AdamStates:
         return sources
 
     def _is_live(self, value: torch.Tensor) -> bool:
-        """Whether it lies in our home memory: an update changes it."""
+        """Whether it is a view of our home memory, which an update changes."""
         return isinstance(value, HomeView) and value._storm[0] is self._access and value._storm_kind == "state"
 
     def _let_go(self, place: Place) -> None:
-        """The moments are about to change: views of them that others hold keep what they have."""
+        """Turn views that user code holds into copies: the moments are about to change."""
         shown = self._shown.pop(id(place.parameter), {})
         held = {name: weakref.ref(shown[name]) for name in MOMENTS if name in shown}
         shown.clear()

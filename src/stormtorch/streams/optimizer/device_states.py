@@ -1,9 +1,9 @@
 """Adam's states on the device: passing through, or kept there.
 
-Where a unit is updated on the device, its states have to be there. Most pass through in chunks, each in one of a few
-*sets* of room: loaded next to the unit's weights, updated, stored home. With VRAM to spare, a unit's states are *kept*:
-they are loaded once and stay, as do its gradients from backward to the update, and home memory gets them when somebody
-looks."""
+A unit that is updated on the device needs its states there. Most states pass through in chunks, each in one of a few
+*sets* of device memory: loaded next to the unit's weights, updated, stored home. With VRAM to spare, a unit's states
+are *kept*: they are loaded once and remain, as do its gradients from backward to the update. Home memory gets them when
+user code reads them or a checkpoint is saved."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _LEAST_CHUNK = 1 << 20
 
 
 def kept_bytes(unit: Unit, *, wide: bool) -> int:
-    """What of the device's pool it takes to keep a unit's states and gradients there."""
+    """Bytes of the device's pool that keeping a unit's states and gradients takes."""
     return sum(states_of(unit, wide=wide)) + 4 * GRAIN
 
 
 class DeviceStates:
-    """Decides nothing: which units are updated on the device, and which are kept, it is told."""
+    """Moves states to the device and back; the caller decides which units are updated or kept there."""
 
     def __init__(
         self,
@@ -50,25 +50,25 @@ class DeviceStates:
         self.homes, self._lanes, self._parameters, self._waits = homes, lanes, parameters, waits
         self._gate, self._poison = gate, poison
         self.share_now = 0.0
-        self.gave_way = False  # for good
+        self.gave_way = False  # permanently
         self._sets: deque[tuple[list[Piece], Event]] = deque()
         self._sets_out = 0
         self._set_sizes = [0, 0, 0, 0]
         self._chunks: list[list[Chunk]] = []  # of each unit
-        self._updated: list[AdamHome] = []  # passing through, since the last backward
-        self._expected: list[AdamHome] = []  # the same of the step before
+        self._updated: list[AdamHome] = []  # units whose states passed through since the last backward
+        self._expected: list[AdamHome] = []  # those of the step before
 
     # --- what goes where
 
     def share(self, part: float, room_bytes: int, *, early: bool) -> None:
         """Let ``part`` of the units that are not kept, evenly spread, be updated on the device from the next step on.
 
-        States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
-        for a store of states. ``room_bytes``: what the pool can spare for them. ``early``: whether sets are filled
-        before the step is asked for (`stage_early`); then the first unit is one of those, and forward can begin."""
+        States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait for
+        a store of states. ``room_bytes``: what the pool can spare for them. ``early``: whether sets are filled before
+        the step is called (`stage_early`); the first unit is then among those, so that forward can begin."""
         passing = [home for home in self.homes if home.kept is None and home.unit.trained]
         for home in passing:
-            self.unstage(home)  # the CPU may be the next to change these states, and chunks may be cut otherwise
+            self.unstage(home)  # the worker may change these states next, and chunk sizes may change
         self._close_sets()
         if part and passing:
             self._open_sets(room_bytes)
@@ -89,7 +89,7 @@ class DeviceStates:
             self._sets.append((pieces, self._lanes.aside.record()))
 
     def _cut(self, room_bytes: int) -> None:
-        """Decide on the chunks: large ones, but so that several have room."""
+        """Choose the chunk size: large, but so that several chunks have room."""
         elements = min(_CHUNK, -(-max(home.unit.state_count for home in self.homes) // 4))
         while True:
             self._chunks = [chunks_of(home.unit, elements) for home in self.homes]
@@ -104,16 +104,16 @@ class DeviceStates:
         return sum(self._set_sizes) + 4 * GRAIN
 
     def _close_sets(self) -> None:
-        """Return the sets to the pool; none is in use."""
+        """Return the sets to the pool, when none is in use."""
         while self._sets:
             pieces, last_use = self._sets.popleft()
             for piece in pieces:
                 self._parameters.give(piece, last_use)
 
     def give_way(self) -> bool:
-        """The pool has no room left for what must be there: states pass through it no longer. False if none did.
+        """Return the sets to the pool, which has no room for data that must be there. False if there were none.
 
-        Where an update was to happen on the device, the CPU does it."""
+        From then on the CPU does the updates that were to happen on the device."""
         passing = [home for home in self.homes if home.kept is None]
         for home in passing:
             self.unstage(home)
@@ -126,7 +126,7 @@ class DeviceStates:
     def keep(self, indices: Iterable[int], *, wide: bool) -> None:
         """Keep the states of these units on the device, as far as there is room, and update them there.
 
-        ``wide``: with room for gradients of several micro-batches."""
+        ``wide``: with room for gradients of several micro-batches, in fp32."""
         for index in indices:
             home = self.homes[index]
             sizes = states_of(home.unit, wide=wide)
@@ -141,16 +141,16 @@ class DeviceStates:
 
     @property
     def sets_bytes(self) -> int:
-        """What of the pool states pass through."""
+        """Bytes of the pool through which states pass."""
         return (len(self._sets) + self._sets_out) * self._set_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """What of the pool is taken for good."""
+        """Bytes of the pool in which states are kept."""
         return sum(piece.size + GRAIN for home in self.homes if home.kept is not None for piece in home.kept.pieces)
 
     def let_go(self, home: AdamHome) -> None:
-        """Keep a unit's states no longer. Blocks."""
+        """Stop keeping a unit's states. Blocks until they are home."""
         self.write_back(home)
         kept, home.kept, home.on_device = home.kept, None, False
         home.staged.clear()
@@ -172,21 +172,22 @@ class DeviceStates:
     # --- there
 
     def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
-        """The bytes on the device where ``size`` bytes of the unit's gradients stay until the update, if it is kept."""
+        """The device bytes where ``size`` bytes of a kept unit's gradients remain until the update; None if not
+        kept."""
         kept = self.homes[unit.index].kept
         if kept is None or size > kept.parts[3].nbytes:
             return None
-        self._lanes.compute.wait(kept.loaded)  # and so for whoever had these bytes before
+        self._lanes.compute.wait(kept.loaded)  # ... and for the previous user of these bytes
         return kept.parts[3][:size]
 
     def fits(self, home: AdamHome, grad_bytes: int) -> bool:
-        """Whether the unit is updated on the device, and has room there for that much of gradients."""
+        """Whether the unit is updated on the device, with room there for ``grad_bytes`` of gradients."""
         if home.kept is not None:
             return grad_bytes <= home.kept.parts[3].nbytes
         return home.on_device
 
     def stage(self, home: AdamHome) -> bool:
-        """Load what an update there will need, as far as there is room ahead of it; False if there is none at all."""
+        """Prefetch the states that an update will need, as far as there is room; False if there is none at all."""
         if home.kept is not None:
             if not home.staged:
                 self._load(home, home.kept.chunk, home.kept.pieces, self._lanes.compute.record())
@@ -202,9 +203,9 @@ class DeviceStates:
         return bool(home.staged) or not chunks
 
     def stage_early(self) -> None:
-        """Before the step is asked for: load states into a set that nobody needs until then. For those units that were
-        updated last time, in that order: they should be again. One set a call, of which there are many in a backward:
-        all at once they would be in the way of the weights that it needs first."""
+        """Prefetch states before the step is called, into a set that is free until then. Takes the units that were
+        updated in the last step, in that order: they are the likely ones. Fills one set a call, and there are many
+        calls in a backward: all sets at once would delay the weights that backward needs first."""
         if self._updated:
             self._expected, self._updated = self._updated, []
         if not self._sets:
@@ -216,19 +217,19 @@ class DeviceStates:
                 return
 
     def _recall(self) -> None:
-        """Free the sets that were filled early for units which are not updated after all, as far as is known."""
+        """Free the sets that were filled early for units that turn out not to be updated."""
         for home in self._expected:
             if home.waiting is None and home.kept is None:
                 self.unstage(home)
 
     def can_stage(self, home: AdamHome) -> bool:
-        """Whether ``staged`` has room to work with."""
+        """Whether ``staged`` has a set to work with, or can free one."""
         staged = (other.staged for other in self.homes if other.kept is None)
         return home.kept is not None or bool(self._sets) or any(staged)
 
     def staged(self, home: AdamHome, done: int = 0) -> Iterator[Staged]:
-        """The unit's states on the device, chunk by chunk, with compute waiting for each; from the state ``done`` on.
-        Each is to be given to ``updated`` or ``give_back`` before the next is asked for."""
+        """Yield the unit's states on the device chunk by chunk, from state ``done`` on; compute waits for each. Pass
+        each to ``updated`` or ``give_back`` before asking for the next."""
         if home.kept is not None:
             self.stage(home)
         chunks = [home.kept.chunk] if home.kept is not None else self._chunks[home.unit.index]
@@ -243,7 +244,7 @@ class DeviceStates:
                 self._stage_next(home, chunk)
             if home.waiting is not None:
                 self._add_gradients(home.staged[0], home.waiting)
-            self._waits.wait(home.staged[0].loaded, "states")  # where Ctrl-C ends the wait, it is still staged
+            self._waits.wait(home.staged[0].loaded, "states")  # if Ctrl-C ends the wait, the chunk is still staged
             yield home.staged.popleft()
 
     def _stage_next(self, home: AdamHome, chunk: Chunk) -> None:
@@ -252,8 +253,8 @@ class DeviceStates:
         self._load(home, chunk, pieces, last_use)
 
     def _load(self, home: AdamHome, chunk: Chunk, pieces: list[Piece], last_use: Event) -> None:
-        """Load a chunk's states into ``pieces``, and its gradients if they are known and not there."""
-        lane, waiting = self._lanes.aside, home.waiting  # not behind weights that wait for the CPU
+        """Load a chunk's states into ``pieces``, and its gradients if they exist and are not there."""
+        lane, waiting = self._lanes.aside, home.waiting  # the load lane may have weights queued that wait for the CPU
         parts = home.states(chunk)
         if waiting is not None:
             which = chunk.gradients(wide=waiting.wide)
@@ -262,7 +263,7 @@ class DeviceStates:
         wanted = [False] * 3 if home.fresh else [True] * 3
         wanted += [not waiting.there] if waiting is not None else []
         copies = [pair for pair, is_wanted in zip(zip(there, parts, strict=True), wanted, strict=True) if is_wanted]
-        if not copies:  # all of it has stayed
+        if not copies:  # all of it has remained there
             assert home.kept is not None
             home.staged.append(Staged(chunk, pieces, there, home.kept.loaded))
             return
@@ -280,7 +281,7 @@ class DeviceStates:
         home.staged.append(Staged(chunk, pieces, there, lane.record()))
 
     def _add_gradients(self, staged: Staged, waiting: Waiting) -> None:
-        """Load them behind states that were loaded before they were known."""
+        """Load the gradients of states that were prefetched before the gradients existed."""
         if len(staged.parts) > 3 or waiting.there:
             return
         lane, which = self._lanes.aside, staged.chunk.gradients(wide=waiting.wide)
@@ -296,7 +297,7 @@ class DeviceStates:
         staged.parts.append(there)
 
     def updated(self, home: AdamHome, staged: Staged) -> None:
-        """Compute has been told to update them. What passes through goes home."""
+        """Mark kept states as changed, and store others home: compute has been told to update them."""
         if home.kept is not None:
             home.fresh = home.dirty = True
             return
@@ -310,7 +311,7 @@ class DeviceStates:
         self.give_back(home, staged, store.record())
 
     def give_back(self, home: AdamHome, staged: Staged, last_use: Event) -> None:
-        """The set may serve another unit behind ``last_use``."""
+        """Free the set for other units, after ``last_use``."""
         if home.kept is not None:
             return
         if self._poison is not None:
@@ -322,7 +323,7 @@ class DeviceStates:
         self._sets_out -= 1
 
     def unstage(self, home: AdamHome) -> None:
-        """Forget what was loaded ahead."""
+        """Drop prefetched states."""
         while home.staged:
             self._no_longer_staged(home, home.staged.pop())
 
@@ -332,7 +333,7 @@ class DeviceStates:
         self.give_back(home, staged, staged.loaded)
 
     def write_back(self, home: AdamHome) -> None:
-        """Block until home memory has the kept states; user code may change them there."""
+        """Block until home memory has the kept states; user code may then change them there."""
         if home.kept is not None and home.dirty:
             store = self._lanes.store
             store.wait(self._lanes.compute.record())
@@ -343,7 +344,7 @@ class DeviceStates:
         home.fresh = home.dirty = False
 
     def _give_up_staged(self) -> None:
-        """Free a set by forgetting a chunk that was loaded ahead of one that is needed now."""
+        """Free a set by dropping a prefetched chunk of a unit that is needed later."""
         home = next(home for home in reversed(self.homes) if home.staged and home.kept is None)
         self._no_longer_staged(home, home.staged.pop())
 

@@ -1,8 +1,8 @@
 """Masters in ``state_dict`` and ``load_state_dict`` of an optimizer that runs torch's own step.
 
-torch casts the states that it loads to the parameter's dtype. Here they belong to the fp32 master, and stay as they
-were saved; the master itself is one of them, as ``"master"``. What torch made before the session, and what it will use
-afterwards, has the parameter's dtype, and is cast."""
+torch casts the states that it loads to the parameter's dtype. In a session they belong to the fp32 master and keep the
+dtype in which they were saved; the master itself is one of them, as ``"master"``. States from before the session, and
+those that torch will use after it, have the parameter's dtype and are cast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # beside the states o
 
 
 class MasterStates:
-    """The parameters of a session that have masters of their own, seen by torch's hooks."""
+    """The parameters of a session that have masters of their own, for torch's hooks."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, torch_step: TorchStep, groups: ParamGroups, units: list[Unit]
@@ -32,12 +32,12 @@ class MasterStates:
         self._taken: dict[int, dict[str, Any]] = {}
 
     def take_all(self) -> None:
-        """States that are there already become the masters'."""
+        """Convert existing states to fp32, for the masters."""
         for parameter, state in self._present():
             self._optimizer.state[parameter] = {key: _for_master(key, value) for key, value in state.items()}
 
     def make_ordinary(self) -> None:
-        """The other way round; one parameter at a time, where both forms together may not fit."""
+        """Convert states back to the parameters' dtypes, one parameter at a time: both forms together may not fit."""
         for parameter, state in self._present():
             for key, value in state.items():
                 if key not in _NUMBERS and isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -49,21 +49,21 @@ class MasterStates:
                 yield place.parameter, state
 
     def after_saving(self, state_dict: dict[str, Any]) -> None:
-        """Add the masters to what ``state_dict`` has made."""
+        """Add the masters to a dict that ``state_dict`` has made."""
         for number, place in self._numbered():
             master = self._torch_step.master(place)
             if master is not None:
                 state_dict["state"][number] = {**state_dict["state"].get(number, {}), MASTER: master}
 
     def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep what ``load_state_dict`` is not to see."""
+        """Hide the masters' states from ``load_state_dict``."""
         mine = {number for number, _ in self._numbered()}
         states = state_dict["state"]
         self._taken = {number: states[number] for number in mine if number in states}
         return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
 
     def after_loading(self) -> list[Place]:
-        """Install what was kept. No weight that is written later needs to know."""
+        """Install the hidden states. Returns no places: weights written later do not affect these masters."""
         taken, self._taken = self._taken, {}
         for number, place in self._numbered():
             state = {key: _for_master(key, value) for key, value in taken.get(number, {}).items()}

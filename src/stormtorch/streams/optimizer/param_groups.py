@@ -1,4 +1,4 @@
-"""The parameter groups of the user's optimizer, as they are now: user code adds groups, and parameters, at any time."""
+"""The current parameter groups of the user's optimizer: user code adds groups and parameters at any time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ParamGroups:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def of(self, unit: Unit) -> dict[int, dict[str, Any]]:
-        """The groups of a unit's parameters, by place; a parameter that the optimizer has not is not there."""
+        """The groups of a unit's parameters, by place; without parameters that the optimizer does not have."""
         groups = self._optimizer.param_groups
         key = tuple(id(item) for group in groups for item in (group, *group["params"]))
         if key != self._key:  # once, unless user code changes the groups: this runs for every unit of a backward

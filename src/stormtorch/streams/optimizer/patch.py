@@ -1,9 +1,9 @@
-"""What is put on the user's optimizer object, and taken off again: ``step``, ``zero_grad``, and hooks of state dicts.
+"""Patches the user's optimizer object, and undoes that: ``step``, ``zero_grad``, and hooks of state dicts.
 
-The object stays the user's; ``step`` and ``zero_grad`` are set on the instance, as bound methods, because a scheduler
-that was built before has done the same, and one that is built later will wrap what it finds. After `end` they fall
-through to what was there. Meanwhile they call what stream.py gives them. Around a step stands torch's own wrapper: it
-calls hooks, and makes the range in a profile."""
+``step`` and ``zero_grad`` are set on the instance, as bound methods: a scheduler that was built before has done the
+same, and one that is built later will wrap the methods that it finds. They call the functions that stream.py gives;
+after `end` they call the previous methods. torch's own wrapper stands around a step: it calls hooks and makes the range
+in a profile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 from ..bridge.torch_private import INSIDE_OF_WRAPPERS
 
-PUT_ON = ("step", "zero_grad", "_step_supports_amp_scaling")  # attributes that the instance has meanwhile
+PUT_ON = ("step", "zero_grad", "_step_supports_amp_scaling")  # attributes that the patch sets on the instance
 _HOOKS_AROUND = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The function in torch's wrapper, which calls hooks. A user's step that has ``functools.wraps`` looks alike,
-    ``hooked`` and ``__wrapped__`` and all, but has code of its own, which is to run."""
+    """The function inside torch's wrapper, which calls hooks. A user's step made with ``functools.wraps`` has
+    ``hooked`` and ``__wrapped__`` too, but its own code must run."""
     return step.__wrapped__ if has_hooks_around(step) else step  # type: ignore[attr-defined]
 
 
@@ -30,12 +30,12 @@ def has_hooks_around(step: Callable[..., Any]) -> bool:
 
 
 def users_own(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any] | None:
-    """The method that user code has set on the instance, as others have wrapped it since; None if it is the class's."""
+    """The method that user code has set on the instance, with later wrappers around it; None if it is the class's."""
     found = vars(optimizer).get(name)
     inner = found
     while inner is not None:
         inner = getattr(inner, "__func__", inner)
-        ours = getattr(inner, "_takeover", None)  # which functools.wraps hands on to functions of others
+        ours = getattr(inner, "_takeover", None)  # functools.wraps copies it to foreign functions too
         if isinstance(ours, Takeover) and inner in ours.methods:
             inner = ours.previous.get(name)
             continue
@@ -47,7 +47,7 @@ def users_own(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]
 
 
 class Takeover:
-    """The user's optimizer object, whose calls go elsewhere from `begin` to `end`."""
+    """The user's optimizer object, whose calls are redirected from `begin` to `end`."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Takeover:
         before_loading: Callable[[dict[str, Any]], dict[str, Any] | None],
         after_loading: Callable[[], None],
     ) -> None:
-        """The last four are called around ``state_dict`` and ``load_state_dict``, with the dict that torch has made, or
-        was given; ``before_loading`` may return another one for torch to load."""
+        """The last four are called around ``state_dict`` and ``load_state_dict`` with torch's dict; ``before_loading``
+        may return another one for torch to load."""
         self._optimizer, self._zero_grad = optimizer, zero_grad
 
         def hooked(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -77,7 +77,7 @@ class Takeover:
         self.ended = False
 
     def begin(self) -> None:
-        """Put everything on. Where this fails half-way, `end` takes off what is there."""
+        """Install the patch. If this fails half-way, `end` removes what is there."""
         optimizer = self._optimizer
         target: Any = optimizer
         target.step = types.MethodType(self._method("step", self._step_with_hooks), optimizer)
@@ -91,14 +91,14 @@ class Takeover:
             self._hooks.append(optimizer.register_state_dict_post_hook(lambda _optimizer, saved: after_saving(saved)))
 
     def end(self) -> None:
-        """The object is as it was, but for what others have put on it since. Once."""
+        """Restore the object, except for wrappers that other code has put on it since. Works once."""
         self.ended = True
         for hook in self._hooks:
             hook.remove()
         for name in PUT_ON:
             value = vars(self._optimizer).get(name)
             if name != "_step_supports_amp_scaling" and getattr(value, "__func__", None) not in self.methods:
-                continue  # a wrapper that others made stays, and falls through
+                continue  # a foreign wrapper remains, and calls the previous method
             if name in self.previous:
                 setattr(self._optimizer, name, self.previous[name])
             elif name in vars(self._optimizer):
@@ -111,7 +111,7 @@ class Takeover:
                 return before(*args, **kwargs)
             return ours(*args, **kwargs)
 
-        method = torch.compiler.disable(method)  # queues and waits: nothing that could be compiled
+        method = torch.compiler.disable(method)  # it queues and waits; there is nothing to compile
         method.__name__ = name
         if hasattr(vars(self._optimizer).get(name), "_wrapped_by_lr_sched"):
             method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or the scheduler warns of a foreign step
@@ -122,7 +122,7 @@ class Takeover:
 
     def _step_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
         optimizer: Any = self._optimizer
-        optimizer._opt_called = True  # what a scheduler that was built before looks for
+        optimizer._opt_called = True  # a scheduler that was built before checks this
         return self._hooked_step(optimizer, *args, **kwargs)
 
     def _load_pre_hook(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:

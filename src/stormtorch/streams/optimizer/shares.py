@@ -1,15 +1,15 @@
-"""How much of the optimizer's work the device takes over, from measured rates. Any share gives the same numbers."""
+"""Decides which share of the updates the device does, from measured rates. Any share gives the same numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_BUSY = 0.8  # of a step that the CPU may be updating: behind the rest it would be late
+_BUSY = 0.8  # most of a step that CPU updates may take: with more, they would end late
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Measured so far: what the CPU's worker and the link each do in a second, and how long they take per step."""
+    """Measured rates of the CPU worker and the link, and their times per step."""
 
     cpu_elements_per_s: float
     load_bytes_per_s: float
@@ -20,20 +20,20 @@ class Rates:
 def device_share(
     rates: Rates, *, mode: str, share: float, weight_bytes: float, state_bytes: float
 ) -> tuple[float, str]:
-    """The part of the units to update on the device, and why.
+    """The share of units to update on the device, and the reason.
 
-    ``share`` is the present one. ``weight_bytes`` and ``state_bytes``, per parameter, are what a unit has to load for
-    its next use, and what it has to load besides to be updated there."""
+    ``share`` is the present one. ``weight_bytes``: bytes per parameter that a unit loads for its next use.
+    ``state_bytes``: bytes per parameter that it loads in addition to be updated on the device."""
     if not rates.cpu_elements_per_s or not rates.load_bytes_per_s:
         return share, "not measured yet"
     if mode == "forward":
-        # The next forward waits for both, which run side by side: they should take equally long.
+        # The next forward waits for both, which run in parallel: they should take equally long.
         cpu, load = 1 / rates.cpu_elements_per_s, 1 / rates.load_bytes_per_s
         wanted = (cpu - weight_bytes * load) / (cpu + state_bytes * load)
         speeds = f"CPU {rates.cpu_elements_per_s / 1e9:.2f} G/s and link {rates.load_bytes_per_s / 1e9:.0f} GB/s"
         why = f"{speeds} then end together"
     else:
-        # The CPU has a whole step for it, and only what it cannot do in that time goes to the device.
+        # The CPU has a whole step for updates. Only those that it cannot do in that time go to the device.
         busy = rates.cpu_busy_s / rates.step_s
         wanted = 1 - (1 - share) * _BUSY / busy if busy > 0 else 0.0
         why = f"the CPU is then busy for {_BUSY:.0%} of a step"

@@ -1,8 +1,8 @@
 """Updates streamed parameters as the user's optimizer would: in ``step``, or unit by unit while backward runs.
 
-Our own Adam computes where it can, on the CPU's worker and on the device; for every other optimizer it is torch's own
-step, on home memory. What the user's object answers keeps its meaning, ``step``, ``zero_grad``, ``state`` and state
-dicts alike; optimizer/patch.py puts our methods on it."""
+Our own Adam computes where it can, on the CPU worker and on the device. Every other optimizer runs torch's own step on
+home memory. ``step``, ``zero_grad``, ``state`` and state dicts of the user's object keep their meaning;
+optimizer/patch.py puts our methods on it."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ class OptimizerStream:
         if self._own_step is not None:
             say_once(
                 f"The step of {type(optimizer).__name__} was set on the optimizer object: it is called as it is, on "
-                "all parameters at once, which is slower. Hooks, as of register_step_pre_hook, cost nothing."
+                "all parameters at once, which is slower. Use hooks (register_step_pre_hook) instead: they are free."
             )
         self._shadow = Shadow(optimizer, PUT_ON)
         self.torch_step = TorchStep(self._shadow, parameters, masters=masters)
-        self.stepping: int | None = None  # the signal handler that the running step is in, 0 for none; None: none runs
+        self.stepping: int | None = None  # the signal handler that runs the step, 0 for none; None: no step runs
         self._access = access
-        self._unstepped = False  # backward has updated units, and step() was not called since
+        self._unstepped = False  # backward has updated units since the last step()
         self.lock = parameters.lock
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
         self.before_update: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
         self.masters, self.has_masters = Masters(adam, self.torch_step), masters
-        self._not_written: set[int] = set()  # parameters, when a state dict is about to be loaded
-        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # somebody may still be saving it
+        self._not_written: set[int] = set()  # parameters without later writes, as a state dict is about to be loaded
+        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # a save may still read the unit
         self._groups = ParamGroups(optimizer)
         self._states: AdamStates | None = None
         self._master_states: MasterStates | None = None
@@ -82,7 +82,7 @@ class OptimizerStream:
             self._states = AdamStates(optimizer, adam, gradients, self._groups, access, self._before_replacing)
         elif masters:
             self._master_states = MasterStates(optimizer, self.torch_step, self._groups, units)
-        self._loads = self._states or self._master_states  # the states that torch would cast
+        self._loads = self._states or self._master_states  # the states that torch would cast on loading
         self._takeover = Takeover(
             optimizer,
             step=self.step,
@@ -100,7 +100,7 @@ class OptimizerStream:
             raise
 
     def _connect(self) -> None:
-        """Backward and the optimizer meet in the gradients; states that are there already are taken over."""
+        """Connect the optimizer to backward through the gradients, and take over existing states."""
         adam, gradients, state = self._adam, self._gradients, self.optimizer.state
         if self._mode == "backward":
             gradients.consume = self._consume
@@ -119,7 +119,7 @@ class OptimizerStream:
     # --- the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """``optimizer.step``: returns as soon as the work is queued, or done where the class runs itself."""
+        """``optimizer.step``: returns when the work is queued, or done where torch's own step runs."""
         if self._access.is_interrupted():
             raise handlers.inside_step("take an optimizer step")
         handlers.look_at_all()
@@ -139,7 +139,7 @@ class OptimizerStream:
                 with torch.enable_grad():
                     loss = closure()
             if self._mode != "backward":
-                self.before_change(None)  # here, where Ctrl-C ends the wait
+                self.before_change(None)  # here Ctrl-C can end the wait
             self._update_and_count()
             return loss
         self._count()
@@ -155,18 +155,18 @@ class OptimizerStream:
     @locked
     def _count(self) -> None:
         self._sort_state()
-        self.steps += 1  # before the hooks: one of them may save a checkpoint
+        self.steps += 1  # before the hooks: they may save a checkpoint
         self.on_step()
 
     def _sort_state(self) -> None:
-        """New entries of ``optimizer.state`` in the order of the parameters, in whichever order units were updated."""
+        """Sort new entries of ``optimizer.state`` by parameter: units may be updated in any order."""
         state = self.optimizer.state
         if len(state) != len(self._states_seen):
             for parameter in [p for p in self._groups.parameters() if p in state and id(p) not in self._states_seen]:
                 state[parameter] = state.pop(parameter)
                 self._states_seen.add(id(parameter))
 
-    @locked  # not the closure, whose backward runs on another thread
+    @locked  # excludes the closure, whose backward runs on another thread
     @torch.no_grad()
     def _update_all(self) -> None:
         refuse_ranks()
@@ -185,7 +185,7 @@ class OptimizerStream:
         if self._states is not None:
             self._states.count()
         others = [p for p in self._groups.parameters() if id(p) not in self._place and p.grad is not None]
-        if others:  # left on the device, added since, or not the model's
+        if others:  # left on the device, added later, or not the model's
             self._shadow.run([(p, p) for p in others])
         if self._mode == "serial":
             self.join_all()
@@ -193,7 +193,7 @@ class OptimizerStream:
         self._parameters.load_ahead()
 
     def _refuse_thawed(self) -> None:
-        """Parameters that were frozen when streaming began have no room for gradients and states."""
+        """Raise for parameters that were frozen when streaming began: they have no memory for gradients and states."""
         for unit in self._units:
             for place in unit.places[len(unit.trained) :]:
                 if real_grad(place) is not None and place.index in self._groups.of(unit):
@@ -203,7 +203,7 @@ class OptimizerStream:
                     )
 
     def _refuse_sparse(self, units: list[Unit]) -> None:
-        """Before the first unit is updated: an error leaves everything as it was."""
+        """Raise before the first unit is updated, so that an error leaves all units unchanged."""
         for unit in units if self._adam is not None else []:
             sparse = [place.index for place in unit.trained if has_sparse_grad(place)]
             if sparse and not self._groups.of(unit).keys().isdisjoint(sparse):
@@ -218,7 +218,8 @@ class OptimizerStream:
         self._note_change(home, mine)
 
     def _note_change(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
-        """For autograd: graphs that have saved these parameters, outside of the model, must not be run any more."""
+        """Tell autograd of the change: graphs outside of the model that have saved these parameters must not run any
+        more."""
         changed = [
             place.parameter
             for place in home.unit.trained
@@ -228,7 +229,7 @@ class OptimizerStream:
             torch.autograd.graph.increment_version(changed)
 
     def _consume(self, home: GradHome) -> None:
-        """For step="backward": update the unit now, from gradients that have just been sent home."""
+        """For step="backward": update the unit now, from gradients that were just sent home."""
         mine = self._consumable(home)
         if mine is not None:
             self._refuse_sparse([home.unit])
@@ -239,7 +240,7 @@ class OptimizerStream:
             self._consumed(home)
 
     def _update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
-        """For step="backward": update the unit now, on the device, if that is where it belongs."""
+        """For step="backward": update the unit now on the device, if it is to be updated there."""
         assert self._adam is not None
         assert self._states is not None
         mine = self._consumable(home) if self._adam.homes[home.unit.index].on_device else None
@@ -253,14 +254,14 @@ class OptimizerStream:
             if not self._adam.update_here(home, bucket, mine):
                 return False
         finally:
-            if residence.updates != updates:  # perhaps in part, before an error: it cannot be taken back either
+            if residence.updates != updates:  # perhaps partly, before an error: that cannot be undone either
                 self._note_change(home, mine)
                 self._consumed(home)
         return True
 
     def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:
-        """The unit's hyperparameters; None if not all its gradients are the optimizer's: users may read them."""
-        if self._adam is not None and not self._unstepped:  # before the first unit changes
+        """The unit's hyperparameters; None if the optimizer lacks some of its parameters: user code may use those."""
+        if self._adam is not None and not self._unstepped:  # check before the first unit changes
             refuse_unknown(self.optimizer, self._place)
         mine = self._groups.of(home.unit)
         return mine if all(index in mine for index in home.present) else None
@@ -275,7 +276,7 @@ class OptimizerStream:
 
     @locked
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """``optimizer.zero_grad``, where the user has none of their own; with ``set_to_none`` it waits for nothing."""
+        """``optimizer.zero_grad``, unless the user has set one; with ``set_to_none`` it does not wait."""
         if self._access.is_interrupted():
             raise handlers.inside_step("clear gradients")
         self.before_dropping()
@@ -287,7 +288,7 @@ class OptimizerStream:
         if everything:
             self._gradients.clear()
         else:
-            self.apply_factor()  # the others keep their gradients
+            self.apply_factor()  # parameters of other optimizers keep their gradients
         for key, parameter in held.items():
             place = self._place.get(key)
             if place is None:
@@ -298,29 +299,29 @@ class OptimizerStream:
 
     @locked
     def before_dropping(self) -> None:
-        """Gradients that backward has used are to go. Without a step() before, that skips nothing: say so, once."""
+        """Raise once if gradients that backward has used are dropped without a step(): that would not skip the step."""
         if not self._unstepped:
             return
         self._unstepped = False
         if self._states is not None:
-            self._states.count()  # what was updated counts, if training goes on from here
+            self._states.count()  # the updates count, if training goes on from here
         updated = sum(home.consumed for home in self._gradients.homes)
         raise StormError(
             f'step="backward" has updated {updated} of {len(self._units)} units while their gradients arrived, and '
             "optimizer.step() was not called since: the weights are those of a half-done step, and it cannot be "
-            'taken back. Load a checkpoint, or call zero_grad() again to go on from here. Use step="forward" (what '
-            '"auto" takes) to skip steps.'
+            'undone. Load a checkpoint, or call zero_grad() again to go on from here. Use step="forward" (the "auto" '
+            "choice) to skip steps."
         )
 
     @locked
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor | None:
-        """Clip without waiting, if that is possible; None if it is not."""
+        """Clip without waiting; None if that is not possible."""
         if self._adam is None:
             return None
         if self._mode == "backward":
             raise StormError(
                 'Cannot clip: step="backward" has used the gradients, unit by unit, before their norm was known. '
-                'Use step="forward" (what "auto" takes) to clip.'
+                'Use step="forward" (the "auto" choice) to clip.'
             )
         norms = []
         for parameter in parameters:
@@ -344,7 +345,7 @@ class OptimizerStream:
     # --- the state, in torch's own format
 
     def _before_replacing(self, unit: Unit) -> None:
-        self.before_change(unit)  # which is known only after we have been made
+        self.before_change(unit)  # an attribute that is set after construction
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         self.join_all()
@@ -353,7 +354,7 @@ class OptimizerStream:
         return None if self._loads is None else self._loads.before_loading(state_dict)
 
     def _after_loading(self) -> None:
-        self._unstepped = False  # who loads begins anew
+        self._unstepped = False  # loading starts from a complete step
         if self._loads is not None:
             self.masters.loaded(self._loads.after_loading(), self._not_written)
 
@@ -361,14 +362,15 @@ class OptimizerStream:
 
     @locked
     def settle(self) -> None:
-        """Block until home memory has the present weights and states, and what user code put into the state."""
+        """Block until home memory has the current weights and states, including changes that user code made to the
+        state."""
         if self._states is not None:
             self._states.heed()
         self.join_all()
 
     @locked
     def replace_states(self, states: dict[Any, dict[str, Any]]) -> None:
-        """Make these the states. Where our own kernels run, moments and masters are in home memory already."""
+        """Install these states. For our own kernels, moments and masters are in home memory already."""
         self._unstepped = False
         self.optimizer.state.clear()
         if self._states is not None:
@@ -396,13 +398,13 @@ class OptimizerStream:
 
     @locked
     def apply_factor(self) -> None:
-        """Somebody looks at gradients that were clipped, but not yet scaled."""
+        """Scale gradients whose clipping was deferred: user code reads them."""
         if self._adam is not None:
             self._adam.apply_factor()
 
     @locked
     def forget_factor(self) -> None:
-        """The gradients that were clipped are gone."""
+        """Forget deferred clipping: its gradients were dropped."""
         if self._adam is not None:
             self._adam.forget_factor()
 
@@ -416,7 +418,7 @@ class OptimizerStream:
         if self.released:
             return
         if self._master_states is not None and self._is_separable:
-            self._master_states.make_ordinary()  # can be done twice, where Ctrl-C ends it
+            self._master_states.make_ordinary()  # can run twice, if Ctrl-C ends it
         self._takeover.end()
         if self._states is not None:
             if self._unstepped:

@@ -1,11 +1,11 @@
-"""Every optimizer other than Adam: the user's own, run unit by unit on home memory.
+"""Runs every optimizer other than Adam: the user's own, unit by unit on home memory.
 
 The optimizer's class does the arithmetic, on tensors of the parameters' own shapes, so that matrix optimizers see
-matrices. It is given a *shadow* of the user's optimizer: the same attributes and the same state, but only one unit's
+matrices. It works on a *shadow* of the user's optimizer: the same attributes and the same state, but only one unit's
 parameters. For models in bf16 or fp16 these are fp32 masters, from which the image is rounded afterwards.
 
-This needs that a parameter's update depends on no other parameter. It holds for all of ``torch.optim`` but LBFGS; LBFGS
-and optimizers that we do not know, or whose ``step`` the user has set, are called as they are, on all parameters.
+The update of a parameter must not depend on other parameters. That holds for all of ``torch.optim`` except LBFGS.
+LBFGS, unknown optimizers and those whose ``step`` the user has set are called as they are, on all parameters.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _WHEN = ("pre", "post")
 
 
 def is_whole(optimizer: object) -> bool:
-    """Whether it is an optimizer, with all that ``Optimizer.__init__`` gives: some that wrap others have not."""
+    """Whether it has all that ``Optimizer.__init__`` gives: some optimizers that wrap another do not."""
     hooks = (f"_optimizer_{kind}_{when}_hooks" for kind in ("step", "state_dict", "load_state_dict") for when in _WHEN)
     needed = ("param_groups", "state", *hooks)
     return isinstance(optimizer, torch.optim.Optimizer) and all(hasattr(optimizer, name) for name in needed)
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it may be run one unit at a time. Ask before our own step is put on it."""
+    """Whether it may run one unit at a time. Call this before our own step is put on it."""
     known = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
     return known and users_own(optimizer, "step") is None
 
@@ -46,9 +46,9 @@ class Shadow:
     """The user's optimizer, restricted to some parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, own_names: Iterable[str]) -> None:
-        """``own_names``: attributes that were put on the instance for streaming, and that the shadow must not have."""
+        """``own_names``: attributes that streaming has put on the instance; the shadow must not have them."""
         self._optimizer, self._own_names = optimizer, frozenset(own_names)
-        self._step: Callable[[Any], Any] = without_hooks(type(optimizer).step)  # they run once
+        self._step: Callable[[Any], Any] = without_hooks(type(optimizer).step)  # hooks run once for the whole step
 
     def run(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Update the second of each pair with the state of the first."""
@@ -65,7 +65,7 @@ class Shadow:
         shadow.param_groups = [group for group in shadow.param_groups if group["params"]]
         for group in shadow.param_groups:
             if group.get("capturable") and all(p.device.type == "cpu" for p in group["params"]):
-                group["capturable"] = False  # a promise about CUDA graphs, which torch refuses in RAM
+                group["capturable"] = False  # only for CUDA graphs; torch refuses it in RAM
         shadow.state = defaultdict(dict)
         for parameter, other in pairs:
             if parameter in optimizer.state:
@@ -97,7 +97,7 @@ class TorchStep:
         grads.join()
         last_load = self._parameters.residences[grads.unit.index].last_load
         if last_load is not None:
-            last_load.synchronize()  # it may still be reading the weights
+            last_load.synchronize()  # it may still read the weights
         self._run(places)
         self._parameters.changed(grads.unit, by_step=True)
 
@@ -116,7 +116,7 @@ class TorchStep:
                     place.parameter.data.copy_(stand_in)
 
     def rewritten(self, place: Place) -> None:
-        """The user has changed the weights: the master follows, where it differs."""
+        """Let the master follow weights that user code has changed, where it differs."""
         stand_in = self._stand_ins.get(id(place.parameter))
         if stand_in is not None and stand_in.dtype != place.dtype:
             with torch.no_grad(), without_torch_function():
@@ -124,18 +124,18 @@ class TorchStep:
                 stand_in.copy_(torch.where(stand_in.to(place.dtype) == image, stand_in, image.to(stand_in.dtype)))
 
     def master(self, place: Place) -> torch.Tensor | None:
-        """The parameter's master, if it has one: made with its first update."""
+        """The parameter's master, made with its first update; None if it has none."""
         stand_in = self._stand_ins.get(id(place.parameter))
         return stand_in.detach() if stand_in is not None and stand_in.dtype != place.dtype else None
 
     def new_master(self, place: Place) -> torch.Tensor | None:
-        """The same, made now from the weights if need be."""
+        """The parameter's master, made from the weights if there is none yet."""
         if not (self._masters and place.is_split):
             return None
         return self._stand_in(place).detach()
 
     def forget_master(self, place: Place) -> None:
-        """The next update makes a new one from the weights."""
+        """Drop the master; the next update makes a new one from the weights."""
         self._stand_ins.pop(id(place.parameter), None)
 
     def _stand_in(self, place: Place) -> nn.Parameter:
@@ -146,7 +146,7 @@ class TorchStep:
                 if self._masters and place.is_split:
                     home = home.float()
                 elif home.is_contiguous():
-                    home = alone(home)  # torch adds some sparse tensors to where the offset of a view counts twice
+                    home = alone(home)  # torch's add of some sparse tensors counts a view's offset twice
                 self._stand_ins[key] = nn.Parameter(home)
         return self._stand_ins[key]
 
@@ -154,8 +154,8 @@ class TorchStep:
 def as_is(
     optimizer: torch.optim.Optimizer, own_step: Callable[..., Any] | None, closure: Callable[[], Any] | None
 ) -> Any:
-    """The step of the optimizer's class, or the one that the user has set on it, on the streamed parameters themselves:
-    each access joins what is pending."""
+    """Run the step of the optimizer's class, or the one that the user has set, on the streamed parameters themselves:
+    each access waits for pending work."""
     assert all(
         isinstance(p, (HomeParameter, nn.Parameter)) for group in optimizer.param_groups for p in group["params"]
     )

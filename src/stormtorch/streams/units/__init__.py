@@ -1,1 +1,1 @@
-"""What is streamed: units, how a model is cut into them, their order of use, and how much room they need."""
+"""Units: how a model is cut into them, their order of use, and how much room they need."""

@@ -1,7 +1,7 @@
-"""A unit's states in stretches, for passing through the device one behind the other.
+"""Cuts a unit's states into chunks that pass through the device one after another.
 
-A unit's states take six times the room of its weights in bf16. In stretches, they need the room of a few of these only,
-however large the unit is, and the first is being updated while the next is on its way."""
+A unit's states take six times the room of its weights in bf16. In chunks, they need the room of a few of these only,
+however large the unit is, and the first is updated while the next is on its way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GRAIN = 64  # elements: cuts within a parameter keep the alignment of every buf
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """From where to where it reaches in each of the unit's buffers: ``states`` in elements, the others in bytes."""
+    """The chunk's range in each of the unit's buffers: ``states`` in elements, the others in bytes."""
 
     states: range
     masters: range
@@ -23,23 +23,23 @@ class Chunk:
     wide: range
 
     def gradients(self, *, wide: bool) -> range:
-        """In the form that they have."""
+        """The range of the gradients, in fp32 (``wide``) or in the parameters' dtypes."""
         return self.wide if wide else self.grads
 
     @property
     def sizes(self) -> list[int]:
-        """The bytes of exp_avg, exp_avg_sq, masters and gradients, in whichever form."""
+        """The bytes of exp_avg, exp_avg_sq, masters and gradients, in the larger form."""
         moments = 4 * len(self.states)
         return [moments, moments, len(self.masters), max(len(self.grads), len(self.wide))]
 
 
 def whole_of(unit: Unit) -> Chunk:
-    """All of it."""
+    """The whole unit as one chunk."""
     return Chunk(range(unit.state_count), range(unit.master_bytes), range(unit.grad_bytes), range(unit.wide_bytes))
 
 
 def chunks_of(unit: Unit, most: int) -> list[Chunk]:
-    """Stretches of at most about ``most`` elements, in the order of the parameters."""
+    """Cut a unit into chunks of at most about ``most`` elements, in the order of the parameters."""
     most = max(_GRAIN, round_down(most, _GRAIN))
     chunks: list[Chunk] = []
     begin: tuple[int, ...] | None = None

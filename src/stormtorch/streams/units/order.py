@@ -1,10 +1,10 @@
-"""The order in which units are used: recorded in one pass, replayed as a prediction in the next.
+"""Records the order in which a pass uses units, and predicts the next pass from it.
 
 A pass begins with the call of the model and ends where the next one begins; its backward belongs to it. Passes with and
-without gradients are remembered apart, so that an evaluation does not spoil the prediction for training. The prediction
-is only ever used to load ahead and to choose what to evict: any other order is served all the same, and remembered.
+without gradients are remembered separately, so that an evaluation does not spoil the prediction for training. The
+prediction only serves to prefetch and to choose what to evict: any other order works too, and is remembered.
 
-Before the first pass the guess is: forward as the model holds its units, backward in reverse.
+Before the first pass, the prediction is: forward in the order of the model's modules, backward in reverse.
 
 The road not taken: a fixed schedule compiled from the first pass. It is faster by microseconds, and wrong as soon as a
 user skips a block.
@@ -17,7 +17,8 @@ from collections.abc import Collection, Iterator
 
 
 class Order:
-    """Positions count uses since the pass began. Consecutive uses of one unit are one, but for the turn to backward."""
+    """Positions count uses since the pass began. Consecutive uses of one unit count as one, except where backward
+    begins."""
 
     def __init__(self, count: int) -> None:
         forward = list(range(count))
@@ -29,18 +30,18 @@ class Order:
         self._follow(self._remembered[True])
 
     def begin(self, training: bool) -> None:
-        """A new pass; ``training`` says whether gradients may follow."""
+        """Begin a pass; ``training``: gradients may follow."""
         if self._present:
             self._remembered[self._training] = self._present
         self._training, self._present, self._latest = training, [], None
         self._follow(self._remembered[training])
 
     def starts_with(self, units: Collection[int]) -> bool:
-        """Whether the remembered pass began with one of ``units``, and this pass has left that behind."""
+        """Whether the remembered pass began with one of ``units``, and this pass is past its first use."""
         return bool(self._past) and self._past[0] in units and self._at >= 0
 
     def visit(self, unit: int, *, backward: bool = False) -> None:
-        """``unit`` is being used now, in forward or in backward."""
+        """Record that ``unit`` is used now, in forward or in backward."""
         if self._latest == (unit, backward):
             return
         self._latest = (unit, backward)
@@ -51,7 +52,7 @@ class Order:
             self._at = places[later] if later < len(places) else places[0]
 
     def upcoming(self) -> Iterator[tuple[int, int, bool]]:
-        """(unit, distance, whether still in this pass) of the uses that should come next, each unit once."""
+        """(unit, distance, whether still in this pass) of the next predicted uses, each unit once."""
         seen: set[int] = set()
         length = len(self._past)
         for distance in range(1, length + 1):
@@ -61,7 +62,7 @@ class Order:
                 yield unit, distance, self._at + distance < length
 
     def distance(self, unit: int) -> float:
-        """How many uses away the next use of ``unit`` is; infinite if none was ever seen."""
+        """How many uses away the next use of ``unit`` is; infinite if it was never used."""
         places = self._places.get(unit)
         if not places:
             return float("inf")

@@ -1,9 +1,9 @@
 """Finds the units of a model from its own structure; no model-specific code.
 
 A *block* is an element of a list of modules (``ModuleList``, ``Sequential``, ``ModuleDict``): the repetition that
-nearly every large model has. Everything outside the lists is taken child by child. What is too large for the budget
-is taken apart again, neighbours that are small are put together. A parameter that several modules share belongs to
-the unit that comes first; the others use it as guests."""
+nearly every large model has. Modules outside the lists are taken child by child. A candidate that is too large for the
+budget is split again; small neighbours are merged. A parameter that several modules share belongs to the unit that
+comes first; later modules use that unit too."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Entry:
 class Partition:
     units: list[Unit]
     entries: list[Entry]
-    left: list[nn.Parameter]  # parameters that stay on the device, as ordinary ones
+    left: list[nn.Parameter]  # parameters that remain on the device, as ordinary ones
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class _Candidate:
 
 
 def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None, leave: list[str]) -> Partition:
-    """Units in the order in which the model holds them. Those over ``unit_limit_bytes`` are taken apart."""
+    """Cut the model into units, in the order of its modules. Those over ``unit_limit_bytes`` are split."""
     names = dict(model.named_modules())
     for name in [*(only or []), *leave]:
         if name not in names:
@@ -92,7 +92,8 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
         made = [Entry(c.module, c.uses()) for c in group]
         for entry in made:
             for use in list(entry.uses):
-                renormed = getattr(use.module, "max_norm", None) is not None  # changes its weight in forward
+                # An embedding that changes its weight in forward.
+                renormed = getattr(use.module, "max_norm", None) is not None
                 if id(use.module) in left_modules or type(use.parameter) is not nn.Parameter or renormed:
                     left[id(use.parameter)] = use.parameter
                     entry.uses.remove(use)
@@ -114,7 +115,7 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The elements of the model's lists of modules, outermost lists first; those inside of blocks are not looked at."""
+    """The elements of the model's lists of modules, outermost lists only: lists inside of blocks do not count."""
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(model, _LISTS) and _has_lists(model) and not isinstance(child, _LISTS):
@@ -125,7 +126,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def containers_of(model: nn.Module, entries: list[Entry]) -> list[nn.Module]:
-    """The model, and the modules in it that hold entries and are none themselves: user code may call them alone."""
+    """The model, and modules that contain entries without being one: user code may call them alone."""
     inner = {id(entry.module) for entry in entries}
     return [
         module
@@ -137,13 +138,13 @@ def containers_of(model: nn.Module, entries: list[Entry]) -> list[nn.Module]:
 
 
 def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate]:
-    """In the order of the model; together they cover every parameter of ``module`` once."""
+    """Candidates in the order of the model; together they cover every parameter of ``module`` once."""
     if any(p is not None for p in module._parameters.values()):
         yield _Candidate(name, module, deep=False)
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         whole = _Candidate(path, child, deep=True)
-        opaque = isinstance(child, (nn.MultiheadAttention, nn.RNNBase))  # one operation uses all that is below
+        opaque = isinstance(child, (nn.MultiheadAttention, nn.RNNBase))  # one operation uses all parameters below it
         block = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
         inside = any(True for _ in child.children())
         if opaque or not inside or ((block or not _has_lists(child)) and whole.bytes <= limit):
@@ -153,8 +154,8 @@ def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Two parameters over the same memory would become two: each gets a home of its own. So would a buffer that is a
-    view of a parameter; buffers among themselves may share what they like."""
+    """Raise if two parameters share memory: each would get its own home. Likewise for a buffer that is a view of a
+    parameter. Buffers may share memory among themselves."""
     spans = sorted(
         (str(tensor.device), *_span(tensor), is_parameter, name)
         for is_parameter, named in ((True, model.named_parameters()), (False, model.named_buffers()))
@@ -174,19 +175,19 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 buffer, parameter = (other, name) if is_parameter else (name, other)
                 raise SettingError(
                     f"The buffer {buffer!r} shares memory with the parameter {parameter!r}, which gets other memory "
-                    "when it is streamed. Clone the buffer, or make it of the parameter in each forward."
+                    "when it is streamed. Clone the buffer, or compute it from the parameter in each forward."
                 )
         last[device, is_parameter] = max(last.get((device, is_parameter), (0, "")), (end, name))
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From where to where its elements lie, gaps included."""
+    """The address range of its elements, gaps included."""
     length = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.itemsize
 
 
 def _has_lists(module: nn.Module) -> bool:
-    """Whether there is a list of at least two modules with parameters below ``module`` (or it is one)."""
+    """Whether ``module`` is or contains a list of at least two modules with parameters."""
     return any(
         isinstance(inner, _LISTS) and sum(any(True for _ in child.parameters()) for child in inner.children()) >= 2
         for inner in module.modules()
@@ -194,7 +195,7 @@ def _has_lists(module: nn.Module) -> bool:
 
 
 def _merged(candidates: list[_Candidate], limit: int) -> Iterator[list[_Candidate]]:
-    """Neighbours that are small beside the largest, put together up to half its size."""
+    """Merge neighbours that are small compared with the largest, up to half its size."""
     target = max(max((c.bytes for c in candidates), default=0) // 2, min(4 * MiB, limit // 4))
     group: list[_Candidate] = []
     size = 0

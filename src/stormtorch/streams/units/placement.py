@@ -1,4 +1,5 @@
-"""Where things go, decided in one place, as data with its reason. A simple rule for now; a planner may replace it."""
+"""Decides where weights, gradients and states go, as data with its reason. A simple rule, which a planner may
+replace."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from .partition import Partition
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What lies where. ``pool_bytes``: the device's share for weights, gradient buckets and states on their way."""
+    """Sizes on the device. ``pool_bytes``: its share for weights, gradient buckets and states in flight."""
 
     pool_bytes: int
     least_bytes: int  # the smallest pool that works
     whole_bytes: int  # the pool that would hold everything
-    fixed_bytes: int  # what is not for weights
-    adding_bytes: int = 0  # of that, what only those need who accumulate
+    fixed_bytes: int  # the part that is not for weights
+    adding_bytes: int = 0  # of that, the part that only accumulation needs
     reason: str
 
 
 def least_pool_bytes(partition: Partition, *, training: bool) -> int:
-    """The smallest pool that works: a block and the largest unit after it, with gradients on their way."""
+    """The smallest pool that works: a block and the largest unit after it, with gradients in flight."""
     largest = max((unit.image_bytes for unit in partition.units), default=0)
     entry = max((sum(unit.image_bytes + 512 for unit in entry.units) for entry in partition.entries), default=0)
     bucket = max((unit.grad_bytes for unit in partition.units), default=0) + 512 if training else 0
@@ -41,8 +42,8 @@ def place(
     reserve_bytes: int = 0,
     enough: Callable[[], int],
 ) -> Placement:
-    """The placement to begin with; see `growth` for what it becomes once activations have been ``measured``, where the
-    device tells how much they take. ``enough`` says which limit would do where this one does not."""
+    """The initial placement; see `growth` for what it becomes once activations have been ``measured``, if the device
+    reports how much they take. ``enough`` gives a limit that suffices, for the error message."""
     units = partition.units
     images = sum(unit.image_bytes + 512 for unit in units)
     largest = max((unit.image_bytes for unit in units), default=0)
@@ -54,7 +55,7 @@ def place(
     fixed = 2 * bucket + 512
     least = least_pool_bytes(partition, training=training)
     if least + adding > free * 3 // 4:
-        adding = 0  # whoever accumulates finds it among the weights, or what activations leave
+        adding = 0  # accumulation then takes it from weights, or from what activations leave
     fixed += adding
     least += adding
     whole = images + fixed
@@ -82,20 +83,20 @@ def place(
 
 
 def _meant(limit_bytes: int) -> str:
-    """A number without a unit is one of bytes, which hardly anybody means who writes 8."""
+    """A hint for a number without a unit: it means bytes, but a user who writes 8 hardly means that."""
     return f" Did you mean '{limit_bytes}GiB'?" if 0 < limit_bytes < KiB else ""
 
 
 def headroom(limit_bytes: int) -> int:
-    """What is left alone of a budget when the rest is given away: steps are not all alike."""
+    """Bytes of a budget that are left alone when the rest is given away: steps differ."""
     return max(256 * MiB, min(limit_bytes // 50, GiB))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """What is done with device memory that activations have turned out to leave.
+    """How to use device memory that activations have turned out to leave free.
 
-    ``keep``: units, by index, whose optimizer states go there for good; ``pool_bytes`` has room for them.
+    ``keep``: units, by index, whose optimizer states remain there; ``pool_bytes`` has room for them.
     """
 
     pool_bytes: int
@@ -113,13 +114,14 @@ def growth(
     step_bytes: int,
     state_bytes: dict[int, int],
 ) -> Growth:
-    """How the pool grows, given the peak of what torch has allocated, what the device has free and what holes take.
+    """How the pool grows, given the peak of torch's allocations, the device's free memory and the bytes lost to holes.
 
-    First room for weights, in steps worth the trouble; when all of them fit, for optimizer states, unit by unit:
-    ``state_bytes`` has what each one takes that is not there yet.
+    First room for weights, in steps worth the trouble; when all of them fit, for optimizer states, unit by unit.
+    ``state_bytes``: what each unit takes that is not there yet.
     """
     left = headroom(limit_bytes)
-    spare = min(limit_bytes - peak_bytes - max(left, lost_bytes), free_bytes - left)  # what the device lacks is in both
+    # Memory that the device lacks reduces both terms.
+    spare = min(limit_bytes - peak_bytes - max(left, lost_bytes), free_bytes - left)
     missing = max(0, placement.whole_bytes - pool_bytes)
     if spare < missing:
         return Growth(pool_bytes=spare if spare >= step_bytes else 0, keep=[])

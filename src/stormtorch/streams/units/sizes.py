@@ -1,4 +1,4 @@
-"""How much RAM a session takes when it opens, known before the first byte of it is taken."""
+"""Computes how much RAM a session takes when it opens, before the first byte of it is taken."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from .unit import Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Homes:
-    """What a session takes of RAM: the regions of its arenas, in bytes. ``needed``: what of it is taken at once."""
+    """RAM of a session: the regions of its arenas, in bytes. ``needed``: the part that is taken at once."""
 
     parameters: list[int]
-    gradients: list[int]  # without an optimizer they are taken when the first ones come, if any do
-    states: list[int]  # of our own Adam; an optimizer of torch makes its own, and nobody knows which before
-    factors_bytes: int  # for numbers that our own Adam takes to the device
+    gradients: list[int]  # without an optimizer, taken when the first gradient comes
+    states: list[int]  # of our own Adam; torch's optimizers make theirs, of unknown size
+    factors_bytes: int  # for numbers that our own Adam copies to the device
     flags: int
     adam: bool  # whether our own runs
     needed: dict[Tag, int]
 
 
 def homes_for(units: list[Unit], ledger: Ledger, *, optimizer: bool, adam: bool) -> Homes:
-    """What home memory the units take, refused as a whole where ``ram`` does not allow it.
+    """Sizes of the units' home memory; raises if ``ram`` does not allow all of it.
 
-    Only what is sure to be taken counts: no activations, no sums of micro-batches, no ring for want of page-locks."""
+    Counts only what is certain to be taken: no activations, no sums of micro-batches, no staging ring for want of
+    page-locks."""
     sizes = [size for unit in units for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
     flags = sum(1 + len(unit.trained) for unit in units)
     homes = Homes(

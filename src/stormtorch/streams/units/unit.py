@@ -5,12 +5,11 @@ The tensors of a unit, by the names that all code here uses:
     home image   all parameters of the unit in their compute dtype, flat, in pinned RAM. The registered ``nn.Parameter``
                  of each is a view of it: the optimizer, ``state_dict`` and checkpoints see ordinary tensors.
     home grads   gradients, flat, in RAM; *own* in the parameters' dtypes, or *wide* in fp32 once micro-batches have
-    been
-                 added up.
-    states       what the optimizer keeps: for AdamW two fp32 moments, and the *masters*, which are what the image lacks
+                 been added up.
+    states       what the optimizer keeps: for AdamW two fp32 moments, and the *masters*: the bits that the image lacks
                  to be the fp32 weight.
-    stay         one copy of the image on the device, from its load until nothing refers to it any more.
-    twin         the tensor that stands in for a parameter while a module computes: a view of the unit's present stay.
+    stay         a device copy of the image, from its load until nothing refers to it any more.
+    twin         the device view that stands in for a parameter while a module computes; part of the unit's stay.
 
 A unit's parameters lie in the image with those that are trained first. Every tensor starts at a multiple of 64 bytes,
 so that kernels see the alignment that they would see in tensors of their own."""
@@ -46,7 +45,7 @@ class Place:
     wide_at: int = 0
     state_at: int = 0
     master_at: int = 0
-    written: bool = True  # False: it came from the meta device, and nobody has given it values yet
+    written: bool = True  # False: it came from the meta device and has no values yet
 
     def view(self, flat: torch.Tensor, at: int, dtype: torch.dtype) -> torch.Tensor:
         """This parameter's part of the byte tensor ``flat``, in the parameter's shape and strides."""
@@ -58,7 +57,7 @@ class Place:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """What gradients of several micro-batches are added up in."""
+        """The dtype in which gradients of several micro-batches are added up."""
         return torch.float32 if self.dtype.itemsize < 4 else self.dtype
 
     @property
@@ -72,7 +71,7 @@ class Place:
 
 
 class Unit:
-    """Parameters that move together. Knows sizes and offsets; what happens to them is the streams' business."""
+    """Parameters that move together: their sizes and offsets."""
 
     def __init__(self, index: int, name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self.index, self.name = index, name

@@ -1,1 +1,1 @@
-"""Weights on the device: loaded ahead of use, evicted, found again in backward."""
+"""Weights on the device: prefetched, evicted, found again in backward."""

@@ -1,15 +1,15 @@
-"""Brings units to the device before they are used, and drops them when something nearer needs the room.
+"""Brings units to the device before they are used, and drops them when a unit that is used sooner needs the room.
 
-All of the device's share for parameters is one pool. A unit stays there until another one that will be used sooner
-needs the bytes: farthest next use goes first. That single rule gives everything that a larger budget should give: the
-last units of forward stay for backward, the first units of backward stay for the next forward, and when all fit,
-nothing is ever loaded twice.
+All of the device's share for parameters is one pool. A unit's copy remains there until another unit that will be used
+sooner needs the bytes: the farthest next use is evicted first. That single rule gives all that a larger budget should
+give: the last units of forward remain for backward, the first units of backward remain for the next forward, and when
+all fit, nothing is loaded twice.
 
-A stay ends in two moments. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*: nothing refers to
-its bytes any more, and they return to the pool behind the last use. Between the two, views that autograd or
+A device copy (`Stay`) ends in two steps. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*:
+nothing refers to its bytes any more, and they return to the pool after the last use. In between, views that autograd or
 checkpointing hold remain valid (pools/alias.py). Weights that autograd saves for backward are recognised by their
-storage and replaced by a note of which unit they belong to, so that they hold nothing; they are found again, wherever
-the unit then lies, when backward asks for them."""
+storage and replaced by a note that names their unit, so that they keep no memory. When backward asks for one, it is
+found again wherever the unit lies then."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ T = TypeVar("T")
 class Stay:
     """A unit's copy on the device.
 
-    ``loaded``: when its bytes are there. ``uses`` and ``places``: what must have ended before they may be overwritten,
-    and where compute has used them. ``memory``: the same bytes as ``base``, for lanes, which must not keep the stay.
-    ``views`` and ``idle``: the tensors that model/views.py has made over the bytes, by place; the latter where no graph
-    was recorded, with the parameters that required a gradient then.
+    ``loaded``: the event after which its bytes are there. ``uses``: events before which the bytes must not be
+    overwritten. ``places``: the streams that have computed with them. ``memory``: the same bytes as ``base``, for
+    lanes, which must not keep the copy alive. ``views`` and ``idle``: the tensors that model/views.py has made over the
+    bytes, by place; ``idle`` are those made without a graph, with the parameters that required a gradient then.
     """
 
     __slots__ = ("base", "idle", "loaded", "memory", "places", "uses", "version", "views")
@@ -65,24 +65,24 @@ class Stay:
 
 @dataclass(eq=False)
 class Residence:
-    """What the stream knows of one unit."""
+    """One unit: its home image, its device copy and their versions."""
 
     unit: Unit
     image: torch.Tensor  # home
     stay: Stay | None = None
-    version: int = 0  # of the home image; a stay of an older one is stale
+    version: int = 0  # of the home image; a device copy of an older version is stale
     updates: int = 0  # optimizer steps, which a graph made before must not span
     installed: int = 0  # modules that are computing with it right now
-    outdated: bool = False  # its gradients wait for a step that will make the stay stale
+    outdated: bool = False  # its gradients wait for a step, which will make the device copy stale
     last_load: Event | None = None
     loads: int = 0
 
 
 class SavedWeight:
-    """What autograd keeps instead of a weight: which parameter, and where in its unit's image.
+    """The note that autograd keeps instead of a weight: the parameter, and where it lies in its unit's image.
 
-    ``updates`` and ``version`` are autograd's check for changes that would falsify a backward, which hooks bypass: how
-    often an optimizer step has changed the unit, and user code the parameter.
+    ``updates`` and ``version`` replace autograd's check for changes between forward and backward, which hooks bypass:
+    they count the optimizer steps on the unit and the writes of user code to the parameter.
     """
 
     __slots__ = ("dtype", "offset", "place", "shape", "stride", "updates", "version")
@@ -94,7 +94,7 @@ class SavedWeight:
 
 
 class ParameterStream:
-    """Loads, evicts, and finds again. Used by one thread at a time."""
+    """Loads units, evicts them, and finds saved weights again. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -107,8 +107,7 @@ class ParameterStream:
         enlarge: Callable[[int], bool],
         serial: bool,
     ) -> None:
-        """``enlarge`` is the last resort where the pool is full: it adds to it, if the budget has that much left at the
-        moment."""
+        """``enlarge``: last resort when the pool is full; adds to the pool if the budget has as much left."""
         self.residences, self._lanes, self._pool, self._ledger = residences, lanes, pool, ledger
         self._waits, self._enlarge, self._serial = waits, enlarge, serial
         self.lock = threading.RLock()
@@ -118,22 +117,22 @@ class ParameterStream:
         self._loads_before = 0
         self._passes, self._passes_per_step = 0, 1
         self.on_drop: Callable[[Unit], None] = lambda _unit: None
-        # Set by whoever updates weights: makes a lane wait until the home image of a unit is up to date.
+        # Set by the optimizer stream: makes a lane wait until the home image of a unit is up to date.
         self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None
-        # Set by whoever updates weights on the device: what must happen with the weights there before they are used
-        # (False: the stay is stale now); and what has to be loaded ahead beside them (False: there is no room yet).
+        # Set for updates on the device. ``before_use`` brings the weights there up to date before a use (False: the
+        # copy is stale now). ``prepare`` prefetches what their update needs (False: there is no room yet).
         self.before_use: Callable[[Unit, Stay], bool] | None = None
         self.prepare: Callable[[Unit, bool], bool] | None = None
-        self.give_way: Callable[[], bool] = lambda: False  # return what of the pool is not needed (False: nothing is)
-        self.prepare_early: Callable[[], None] = lambda: None  # in backward: load ahead for the step that will follow
+        self.give_way: Callable[[], bool] = lambda: False  # return unneeded bytes to the pool (False: there are none)
+        self.prepare_early: Callable[[], None] = lambda: None  # in backward: prefetch for the step that follows
         self.pending: Callable[[Unit], bool] = lambda _unit: False  # whether an update is under way
-        self.kept: frozenset[int] = frozenset()  # units that no load ahead drops; see ``keep``
-        self.misses = 0  # uses that found nothing on the way
+        self.kept: frozenset[int] = frozenset()  # units that no prefetch evicts; see ``keep``
+        self.misses = 0  # uses of units that were neither present nor on their way
 
     @locked
     @outside_functorch
     def use(self, unit: Unit) -> Stay:
-        """The unit's weights on the device, with compute waiting for them; what comes next is loaded ahead."""
+        """The unit's weights on the device; compute waits for them. Prefetches what comes next."""
         residence = self.residences[unit.index]
         self.order.visit(unit.index, backward=in_backward())
         self._current = residence
@@ -155,18 +154,18 @@ class ParameterStream:
 
     @locked
     def begin_pass(self, training: bool) -> None:
-        """The model is being called anew; ``training`` says whether gradients may follow."""
+        """A new call of the model begins; ``training``: gradients may follow."""
         self.order.begin(training)
         self._passes += training
 
     @locked
     def end_step(self) -> None:
-        """An optimizer step was asked for."""
+        """Count the passes of a step: the optimizer step was called."""
         self._passes_per_step, self._passes = max(1, self._passes), 0
 
     @property
     def _step_comes(self) -> bool:
-        """Whether, by the last step's count of passes, a step should follow this one."""
+        """Whether a step should follow this pass, by the last step's count of passes."""
         return self._passes >= self._passes_per_step
 
     @locked
@@ -176,7 +175,7 @@ class ParameterStream:
 
     @locked
     def release(self, units: Sequence[Unit]) -> None:
-        """Allow it again; these were held once each."""
+        """Allow eviction again, once for each unit."""
         for unit in units:
             self.residences[unit.index].installed -= 1
         for unit in units:
@@ -184,21 +183,21 @@ class ParameterStream:
 
     @locked
     def leave(self, unit: Unit) -> None:
-        """The unit is not being computed with any more; its room may serve the next."""
+        """Stop treating the unit as the one in use: its room may serve the next."""
         if self._current is self.residences[unit.index]:
             self._current = None
         self.load_ahead()
 
     @locked
     def changed(self, unit: Unit, *, by_step: bool) -> None:
-        """The home image is about to change, or has: copies on the device are stale."""
+        """Make device copies stale: the home image is about to change, or has changed."""
         residence = self.residences[unit.index]
         residence.version += 1
         residence.updates += by_step
         residence.outdated = False
 
     def updated_in_place(self, unit: Unit, stay: Stay) -> None:
-        """``stay`` has been given the new weights on the device itself; they follow to the home image."""
+        """Take ``stay`` as current: an update on the device has written it; its weights follow to the home image."""
         residence = self.residences[unit.index]
         residence.version += 1
         stay.version = residence.version
@@ -206,7 +205,7 @@ class ParameterStream:
     @locked
     @outside_functorch
     def load_ahead(self) -> None:
-        """Enqueue loads of what should be used next, as far as there is room that nothing sooner needs."""
+        """Prefetch the units that should be used next, into room that nothing used sooner needs."""
         if self._serial:
             return
         self._load_units_ahead()
@@ -217,9 +216,9 @@ class ParameterStream:
         for index, distance, in_pass in self.order.upcoming():
             residence = self.residences[index]
             if residence.outdated and self._step_comes:
-                continue  # it will change the weights first
+                continue  # the step will change the weights first
             if not in_pass and in_backward() and self.pending(residence.unit):
-                return  # the lane would wait for the CPU here, and everything behind it too
+                return  # the load lane would wait for the worker here, and all later loads with it
             if not self._is_current(residence):
                 if residence.stay is not None:
                     if residence.installed:
@@ -233,7 +232,7 @@ class ParameterStream:
     @locked
     @outside_functorch
     def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
-        """``size`` bytes of the pool for something else than weights; evicts what it must."""
+        """Take ``size`` bytes of the pool for something other than weights; evicts units if it must."""
         piece = self._insist(lambda: self._take(size, lane, 0), size)
         if piece is None:
             raise self.no_room(size, tag)
@@ -242,21 +241,21 @@ class ParameterStream:
     @locked
     @outside_functorch
     def try_room(self, size: int, lane: Lane, distance: float) -> Piece | None:
-        """The same, but nothing that is used sooner than ``distance`` gives way for it."""
+        """Like ``room``, but evicts only units whose next use is farther than ``distance``."""
         return self._take(size, lane, distance)
 
     def give(self, piece: Piece, *last_uses: Event) -> None:
-        """Return what ``room`` gave, behind its last uses."""
+        """Return what ``room`` gave, free after its last uses."""
         self._pool.give(piece, *last_uses)
 
     @locked
     @outside_functorch
     def keep(self, units: Sequence[int]) -> None:
-        """Load these now, in this order, and drop none of them for a load ahead.
+        """Load these now, in this order, and never evict them for a prefetch.
 
-        Farthest next use first is not enough where passes repeat one order and the link is the limit: each load ahead
-        drops the unit that was used last, which is loaded again a pass later, and so every unit in every pass. With a
-        fixed set that stays, a pass loads the others, once each."""
+        Farthest next use first is not enough where passes repeat one order and the link is the limit: each prefetch
+        evicts the unit that was used last, which is loaded again a pass later, and so every unit is loaded in every
+        pass. With a fixed resident set, a pass loads each of the other units once."""
         self.kept = frozenset(units)
         for index in units:
             residence = self.residences[index]
@@ -269,7 +268,7 @@ class ParameterStream:
 
     @locked
     def drop_at(self, address: int) -> int | None:
-        """Drop the copy that lies at ``address`` of the device; its unit's index. None if it is in use, or none is."""
+        """Drop the copy at device ``address`` and return its unit's index; None if there is none or modules use it."""
         for residence in self.residences:
             if residence.stay is not None and residence.stay.memory.data_ptr() == address and not residence.installed:
                 self._drop(residence)
@@ -285,16 +284,16 @@ class ParameterStream:
                 self._drop(residence)
 
     def forget(self) -> None:
-        """Let go of home memory: graphs that outlive the session keep this object."""
+        """Release home memory: graphs that outlive the session keep this object alive."""
         self.drop_all()
         self._loads_before = self.loads
         self.residences = []
 
     def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
-        """For autograd's saved-tensor hooks: a note of which weight ``tensor`` is, if it is one."""
+        """Hook for tensors that autograd saves: a note of which weight ``tensor`` is, or None."""
         if tensor.device != self._lanes.device or not has_plain_storage(tensor):
             return None
-        if tensor.is_conj() or tensor.is_neg():  # lazy views; they keep the stay
+        if tensor.is_conj() or tensor.is_neg():  # lazy views keep the device copy
             return None
         residence = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if residence is None or tensor.numel() == 0:
@@ -343,7 +342,7 @@ class ParameterStream:
         self.gate(unit, lane)
         lane.copy(piece.bytes, residence.image, Tag.PARAMETERS)
         loaded = lane.record()
-        uses.append(loaded)  # compute may never wait for it
+        uses.append(loaded)  # compute may never wait for the load
         residence.stay = Stay(base, piece.bytes, uses, places, loaded, residence.version)
         residence.last_load = loaded
         residence.loads += 1
@@ -353,7 +352,7 @@ class ParameterStream:
         return residence.stay
 
     def _take(self, size: int, lane: Lane, distance: float) -> Piece | None:
-        """Room for ``size`` bytes, if need be from stays whose next use is farther than ``distance``."""
+        """Take ``size`` bytes; evicts copies whose next use is farther than ``distance`` if it must."""
         while (piece := self._pool.take(size, lane)) is None:
             victims = [
                 (not self._keeps(residence), self._distance(residence), residence.unit.index)
@@ -370,10 +369,10 @@ class ParameterStream:
         return piece
 
     def _insist(self, attempt: Callable[[], T | None], size: int) -> T | None:
-        """What ``attempt`` gives, if need be after more has been done for the ``size`` bytes that it wants."""
+        """Try ``attempt`` again after garbage collection, freeing and enlarging, until it finds its ``size`` bytes."""
         result = attempt()
         if result is None:
-            gc.collect()  # graphs and tracebacks that refer to themselves, after an exception say, keep stays
+            gc.collect()  # graphs and tracebacks in reference cycles, e.g. after an exception, keep copies alive
             result = attempt()
         if result is None and self._enlarge(size):
             result = attempt()
