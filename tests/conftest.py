@@ -26,6 +26,12 @@ from .thinning import thinned
 # A background job or nohup has SIGINT ignored, and Python then installs no handler; the tests of Ctrl-C need theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# torch.manual_seed keeps a seed, with the stack as text, for each kind of accelerator that is not there. That took a
+# tenth of the time of the laws.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        _kind.manual_seed_all = lambda _seed: None
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not os.environ.get("STORM_WIDE"):

@@ -3,7 +3,7 @@
 ``Popen`` and ``run`` take a command as `subprocess` does, if it is ``[sys.executable, ...]`` with ``-c CODE``, ``-m
 MODULE`` or a script. What a test may rely on:
 
-- The process is a child of the test's own: signals, exact wait statuses and resource usage are the kernel's, not relayed.
+- The process is a child of the test's own: signals, wait statuses and resource usage are the kernel's.
 - It ends as an interpreter does: threads are joined, ``atexit`` runs, an uncaught exception or Ctrl-C has its status.
 - Its ``argv``, working directory, environment, stdin, stdout and stderr are those asked for.
 
@@ -153,7 +153,7 @@ def _serve(asked: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         request = json.loads(data)
         for name in (*ALWAYS, *request["preload"]):
             importlib.import_module(name)
-        threads = len(os.listdir("/proc/self/task"))
+        threads = sum(1 for _ in Path("/proc/self/task").iterdir())
         assert threads == 1, f"the fork server has {threads} threads; their locks would stay taken in its children"
         gc.freeze()  # what an interpreter does at its end then leaves alone what the imports made
         between = os.fork()
@@ -176,6 +176,14 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         os.dup2(file, number)
     for file in files:
         os.close(file)
+    through = bool(request["env"].get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):  # a pipe is not what the server has there
+        old = getattr(sys, name)
+        new = open(number, old.mode, 1 if name == "stderr" else -1, old.encoding, old.errors, closefd=False)  # noqa: SIM115
+        if number:
+            new.reconfigure(write_through=through)
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

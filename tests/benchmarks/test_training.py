@@ -15,6 +15,8 @@ from benchmarks.training.results import Result, table
 from benchmarks.training.trace import summary
 from benchmarks.training.workload import SIZES, batch, build, loss_of
 
+from ..forkserver import run
+
 ROOT = Path(__file__).parents[2]
 TINY = ("--size", "tiny", "--device", "cpu", "--micro-batch", "1", "--steps", "2")
 CPU = torch.device("cpu")
@@ -22,7 +24,7 @@ CPU = torch.device("cpu")
 
 def training(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.training", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    return run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.mark.wide

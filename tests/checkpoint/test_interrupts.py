@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from stormtorch.checkpoint.disk import DiskCalls
 from stormtorch.core.errors import StormError
 from stormtorch.core.tags import Tag, Tier
 
+from ..forkserver import run as run_process
 from ..keyboard import Keyboard
 from .made import Run
 
@@ -134,7 +134,7 @@ main()  # and everything in it is forgotten, unclosed
 )
 def test_a_script_that_ends_without_close(tmp_path: Path, how: str, status: int, words: str) -> None:
     script = ENDING.format(paths=[str(Path(__file__).parents[2]), *sys.path])
-    ended = subprocess.run(
+    ended = run_process(
         [sys.executable, "-c", script, str(tmp_path), how],
         capture_output=True,
         text=True,

@@ -19,6 +19,8 @@ from stormtorch.cli.progress import Progress
 from stormtorch.data import open_source, tokens
 from stormtorch.data.source import FileSource
 
+from ..forkserver import Popen
+
 
 def tokenizer(path: Path, *words: str) -> Path:
     tokenizers = pytest.importorskip("tokenizers")
@@ -154,7 +156,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     code += "from stormtorch.cli.main import main; sys.exit(main())"
     command = ["data", "pack", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "o"), "--text-field", "text"]
     command += ["--dtype", "int32", "--shard-size", "64KiB"]
-    child = subprocess.Popen([sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True)
+    child = Popen([sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (tmp_path / ".o.partial" / "00001-0.bin").exists():
         assert child.poll() is None

@@ -24,6 +24,8 @@ from stormtorch.training import loop
 from stormtorch.training.settings import TrainSettings
 from stormtorch.training.watch import Status
 
+from ..forkserver import TRANSFORMERS, Popen
+
 DEMO = Path(stormtorch.__file__).parent / "demo_data"
 STATUS = Status(
     step=30,
@@ -134,11 +136,7 @@ def test_a_run_is_told_from_beginning_to_end(tmp_path: Path, capsys: pytest.Capt
 def started(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own, when it has logged its first step."""
     command = [sys.executable, "-m", "stormtorch.cli", *flags(folder, "--log-every", "1", "--steps", "100000", *more)]
-    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which children inherit
-    try:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGHUP, hang_up)
+    child = Popen(command, preload=TRANSFORMERS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         metrics = folder / "run" / "metrics.jsonl"
         end = time.monotonic() + 60

@@ -19,6 +19,7 @@ from stormtorch.core.errors import StorageError, StormError
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.source import FileSource
 
+from ..forkserver import Popen
 from ..keyboard import Keyboard
 from .made import deliver_late, numbered_source, rows_in
 
@@ -217,7 +218,7 @@ def test_a_process_ends_by_ctrl_c(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((5000, 64), dtype=np.float32))
     codes = [INTERRUPTED.format(path=str(tmp_path / "x.npy"), reading=reading) for reading in ("cached", "direct")]
     children = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for code in codes  # at once: most of their time is imports
     ]
     for child in children:

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import stormtorch
 
+from ..forkserver import TRANSFORMERS, Popen
 from ..training import tiny
 
 DEMO_DATA = Path(stormtorch.__file__).parent / "demo_data"
@@ -62,8 +63,9 @@ class Runs:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         source = str(Path(stormtorch.__file__).parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        self._server = subprocess.Popen(
+        self._server = Popen(
             [sys.executable, str(Path(__file__).with_name("announced.py"))],
+            preload=TRANSFORMERS,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -17,6 +17,8 @@ import torch
 
 from stormtorch.streams.ranks import refuse_ranks
 
+from ..forkserver import Popen
+
 SCRIPT = Path(__file__).with_name("rank.py")
 WRAPPERS = ["DDP", "FSDP", "FSDP with the model's own parameters", "fully_shard", "fully_shard of a block"]
 pytestmark = pytest.mark.skipif(
@@ -30,8 +32,9 @@ def launch(ranks: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any
     environment = {name: value for name, value in os.environ.items() if name not in own}
     environment["OMP_NUM_THREADS"] = "1"
     processes = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-W", "ignore", str(SCRIPT), str(rank), str(ranks), str(folder)],
+            preload=("torch.distributed.fsdp",),
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -32,6 +32,8 @@ from stormtorch.memory.file_calls import SystemCalls
 from stormtorch.memory.ledger import Ledger
 from stormtorch.memory.scratch_file import FileExtent, ScratchFile, create_scratch
 
+from ..forkserver import Popen
+
 REAL = SystemCalls()
 
 
@@ -476,9 +478,7 @@ time.sleep(60)
 def test_kill_9_leaves_no_file(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path), kind], stdout=subprocess.PIPE, text=True, env=environment
-        )
+        Popen([sys.executable, "-c", CHILD, str(tmp_path), kind], stdout=subprocess.PIPE, text=True, env=environment)
         for kind in ("unnamed", "named")
     ]
     for child in children:

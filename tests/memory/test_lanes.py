@@ -5,7 +5,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +26,8 @@ from stormtorch.memory.lane import Delay, coalesce
 from stormtorch.memory.lanes import Lanes, open_lanes
 from stormtorch.memory.ledger import Ledger
 from stormtorch.memory.page_lock import page_lock_for
+
+from ..forkserver import run
 
 OpenLanes = Callable[..., Lanes]
 
@@ -375,7 +376,7 @@ def test_a_script_that_forgets_to_close_its_lanes_still_ends_well() -> None:
         "big, other = torch.ones(1 << 26), torch.ones(1 << 26)\n"
         "for _ in range(50): lanes.load.copy(big, other, Tag.DATA)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -19,6 +19,8 @@ from stormtorch.native import fallback
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker import Worker, open_worker
 
+from ..forkserver import run
+
 MakeTensors = Callable[..., AdamTensors]
 OpenAny = Callable[..., Worker]
 STEP = AdamStep(lr=1e-2, step=3)
@@ -107,7 +109,8 @@ print("leaving")
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["native", "fallback"])
 def test_the_interpreter_exits_with_jobs_waiting(hidden: bool) -> None:
-    done = subprocess.run(
+    start = subprocess.run if hidden else run  # hidden before anything has loaded it
+    done = start(
         [sys.executable, "-c", EXIT.format(hidden=hidden)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
