@@ -7,6 +7,7 @@ runs of benchmarks, does not."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import defaultdict
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """All that the imports made stays to the end: the collector, which many tests call, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:

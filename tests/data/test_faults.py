@@ -214,6 +214,7 @@ for batch in loader:
 """
 
 
+@pytest.mark.parametrize("_way", [0], indirect=True)  # which is set in this process alone
 def test_a_process_ends_by_ctrl_c(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((5000, 64), dtype=np.float32))
     codes = [INTERRUPTED.format(path=str(tmp_path / "x.npy"), reading=reading) for reading in ("cached", "direct")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import subprocess
 import sys
@@ -734,7 +733,7 @@ def test_memory_on_the_device_is_taken_ahead(tmp_path: Path, group: int, monkeyp
     allocate, sends = LaneDelivery._allocate, list[bool]()  # whether that was what a send did
 
     def note(delivery: LaneDelivery, count: int) -> Any:
-        sends.append(inspect.stack()[1].function == "send")
+        sends.append(sys._getframe(1).f_code.co_name == "send")
         return allocate(delivery, count)
 
     monkeypatch.setattr(LaneDelivery, "_allocate", note)
