@@ -33,7 +33,7 @@ def test_it_has_its_own_arguments_folder_environment_and_streams(tmp_path: Path)
             cwd=tmp_path,
             env={**os.environ, "STORM_TEST": kind},
         )
-        out, _ = process.communicate("said", timeout=100)
+        out, _ = process.communicate("said", timeout=500)
         argv0 = {"-c": "-c"}.get(kind, str(tmp_path / "script.py"))
         expected = [[argv0, "one", "two words"], str(tmp_path), kind, os.getpid(), "__main__", "said"]
         assert json.loads(out) == expected
@@ -55,7 +55,7 @@ def test_it_has_its_own_arguments_folder_environment_and_streams(tmp_path: Path)
 )
 def test_it_ends_as_an_interpreter_does(code: str, status: int, said: str) -> None:
     ours, real = (
-        start([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+        start([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
         for start in (run, subprocess.run)
     )
     assert ours.returncode == real.returncode == status, ours.stderr

@@ -40,7 +40,7 @@ needs_trl = pytest.mark.skipif(
 
 def activations(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.activations", *words, "--commit", "abc123", "--tiny"]
-    return run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    return run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
 
 
 def work_of(method: str) -> LossWork:

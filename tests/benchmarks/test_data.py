@@ -35,7 +35,7 @@ GB = 10**9
 
 def data(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.data", *words]
-    return run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    return run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
 
 
 def run_tiny(tmp_path: Path, *words: str) -> list[dict[str, Any]]:

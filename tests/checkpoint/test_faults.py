@@ -159,7 +159,7 @@ def test_killed_at_an_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         [sys.executable, "-c", child, str(tmp_path / "run"), *every],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -70,7 +70,7 @@ def test_ctrl_c_at_every_line_of_what_a_step_does_for_a_save(tmp_path: Path, mon
         go = threading.Event()
 
         def write(fd: int, view: memoryview, offset: int, go: threading.Event = go) -> int:
-            assert go.wait(30)
+            assert go.wait(300)
             return os.pwrite(fd, view, offset)
 
         monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
@@ -138,7 +138,7 @@ def test_a_script_that_ends_without_close(tmp_path: Path, how: str, status: int,
         [sys.executable, "-c", script, str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -14,7 +14,7 @@ from ..forkserver import run
 
 def storm(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "import sys; from stormtorch.cli.main import main; sys.exit(main())", *arguments]
-    return run(command, capture_output=True, text=True, timeout=100, check=False)
+    return run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.mark.gpu
@@ -59,7 +59,7 @@ def test_output_that_nobody_reads_is_no_error(unbuffered: str) -> None:
     command = [sys.executable, "-m", "stormtorch.cli", "doctor"]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     try:
-        done = run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=100, env=environment)
+        done = run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=500, env=environment)
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")

@@ -187,7 +187,6 @@ def test_odd_sizes(step: str, fused: bool | None, exact: bool) -> None:
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.timeout(300)
 def test_one_compiled_block(case: Case, step: str, accumulate: int, clip: str, backend: str) -> None:
     torch._dynamo.reset()
     check(case, step, accumulate, clip, compiled=backend)
@@ -331,7 +330,6 @@ def test_sums_under_autocast() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.timeout(300)
 def test_sums_with_a_compiled_block() -> None:
     torch._dynamo.reset()
     check(BY_NAME["looped"], "forward", steps=3, compiled="aot_eager", seed=0)

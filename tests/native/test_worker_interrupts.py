@@ -133,7 +133,7 @@ def test_tensors_go_when_no_lock_is_held(open_any: OpenAny, make_tensors: MakeTe
     def ask_from_another_thread() -> None:
         thread = threading.Thread(target=worker.stats, daemon=True)
         thread.start()
-        thread.join(5)
+        thread.join(300)
         answered.append(not thread.is_alive())
 
     def submit_one(**flags: Any) -> None:
@@ -142,7 +142,7 @@ def test_tensors_go_when_no_lock_is_held(open_any: OpenAny, make_tensors: MakeTe
         worker.submit(tensors, STEP, **flags)
 
     def wait_for(count: int) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 300
         while len(answered) < count and time.monotonic() < end:
             time.sleep(0.001)
 
@@ -177,7 +177,7 @@ def test_ctrl_c_in_the_fallback_leaves_no_wrong_count(thread_worker: ThreadWorke
         queue.waiting = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         thread_worker.submit(make_tensors(10), STEP)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 300
     while thread_worker.stats().finished == 0 and time.monotonic() < end:
         time.sleep(0.001)  # nobody calls drain, which could wake the thread
     with queue.lock:
@@ -256,7 +256,7 @@ print("survived" if hits > 100 else f"only {{hits}} came through")
 def test_a_storm_of_ctrl_c(hidden: bool) -> None:
     start = subprocess.run if hidden else run  # hidden before anything has loaded it
     done = start(
-        [sys.executable, "-c", STORM.format(hidden=hidden)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", STORM.format(hidden=hidden)], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.stdout == "survived\n", done.stderr
 
@@ -285,7 +285,7 @@ def test_a_worker_collected_on_its_own_thread(
     try:
         del worker
         inside.set()
-        queue.thread.join(20)
+        queue.thread.join(300)
     finally:
         gc.enable()
     assert not queue.thread.is_alive()

@@ -65,7 +65,7 @@ def test_threads_have_names_and_cores() -> None:
         threads = ours() - already
         assert len(threads) == worker.threads == 3
         assert all(os.sched_getaffinity(thread) == {core} for thread in threads)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 300
     while ours() - already and time.monotonic() < end:
         time.sleep(0.001)  # the kernel removes a thread a little after it was joined
     assert not ours() - already
@@ -111,7 +111,7 @@ print("leaving")
 def test_the_interpreter_exits_with_jobs_waiting(hidden: bool) -> None:
     start = subprocess.run if hidden else run  # hidden before anything has loaded it
     done = start(
-        [sys.executable, "-c", EXIT.format(hidden=hidden)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", EXIT.format(hidden=hidden)], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "leaving\n"

@@ -360,7 +360,7 @@ def test_the_pool_grows_before_states_get_their_share(settles: int, monkeypatch:
 
 
 def lock_is_over(session: Session) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 300
     while session._parts.tuning._can_travel() is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
