@@ -3,13 +3,15 @@ anew.
 
 Many laws are a grid of cases, and all of them take half an hour on two cores. Without ``STORM_WIDE`` a part of each
 large grid runs, the same one every time, with every value of every axis in it; and what is marked ``wide``, as tiny
-runs of benchmarks, does not."""
+runs of benchmarks, does not. With ``STORM_FAST`` one case of each law runs, and nothing that durations.json calls slow.
+``STORM_DURATIONS`` names the file to which the seconds of tests are written."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 
@@ -22,7 +24,11 @@ from stormtorch.core.sizes import GiB
 from stormtorch.core.tags import Tier
 from stormtorch.memory.ledger import Ledger
 
+from .durations import Durations, slow_tests
 from .thinning import thinned
+
+FAST = bool(os.environ.get("STORM_FAST"))
+collect_ignore = ["benchmarks", "integrations", "kill"] if FAST else []  # processes, and packages that load slowly
 
 # A background job or nohup has SIGINT ignored, and Python then installs no handler; the tests of Ctrl-C need theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,9 +40,14 @@ for _kind in (torch.cuda, torch.xpu, torch.mtia):
         _kind.manual_seed_all = lambda _seed: None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if "STORM_DURATIONS" in os.environ:
+        config.pluginmanager.register(Durations(config.rootpath / os.environ["STORM_DURATIONS"]))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not os.environ.get("STORM_WIDE"):
-        left_out = _left_out(items)
+        left_out = _left_out(items) | (_not_fast(items) if FAST else set())
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
@@ -68,6 +79,19 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
         values = {name: _values_of(item) for name, item in cases.items()}
         kept = thinned(values)
         left_out |= {item for name, item in cases.items() if name not in kept}
+    return left_out
+
+
+def _not_fast(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What a fast run leaves out besides: slow tests, and of each law all cases but one."""
+    slow, seen = slow_tests(), set[str]()
+    left_out: set[pytest.Item] = set()
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        name = item.nodeid.partition("[")[0]
+        if name in slow or "gpu" in item.keywords or (name in seen and name.startswith("tests/laws/")):
+            left_out.add(item)
+        elif "wide" not in item.keywords:
+            seen.add(name)
     return left_out
 
 

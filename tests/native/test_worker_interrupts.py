@@ -235,7 +235,7 @@ signal.signal(signal.SIGINT, interrupt)
 nagging = threading.Thread(target=nag)
 hits, end = 0, time.monotonic() + 2
 nagging.start()
-while time.monotonic() < end:
+while time.monotonic() < end or (hits <= 100 and time.monotonic() < end + 200):
     try:
         armed = True
         while worker.stats().pending < 20:
