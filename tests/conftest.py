@@ -37,7 +37,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # tenth of the time of the laws.
 for _kind in (torch.cuda, torch.xpu, torch.mtia):
     if not _kind.is_available():
-        _kind.manual_seed_all = lambda _seed: None
+        setattr(_kind, "manual_seed_all", lambda _seed: None)  # noqa: B010
 
 
 def pytest_configure(config: pytest.Config) -> None:
