@@ -36,6 +36,7 @@ ALWAYS = ("torch", "stormtorch", "stormtorch.cli.main")
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "stormtorch.training.run")
 _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!I")
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the server: before any test has changed it for itself
 
 
 class Popen(subprocess.Popen[Any]):
@@ -93,7 +94,8 @@ class _Server:
         os.set_inheritable(theirs.fileno(), True)
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).resolve()), str(theirs.fileno())],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=_ENVIRONMENT,
+            cwd=Path(__file__).parents[1],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
