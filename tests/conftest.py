@@ -13,7 +13,7 @@ import os
 import signal
 import zlib
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from stormtorch.memory.ledger import Ledger
 from .durations import Durations, slow_tests
 from .thinning import thinned
 
+KINDS = {"pair"}  # fixtures that are made in several kinds, for every test of a file
 FAST = bool(os.environ.get("STORM_FAST"))
 collect_ignore = ["benchmarks", "integrations", "kill"] if FAST else []  # processes, and packages that load slowly
 
@@ -76,10 +77,21 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
         elif hasattr(item, "callspec"):
             grids[item.nodeid.partition("[")[0]][item.nodeid] = item
     for cases in grids.values():
+        for name in _twins(cases):
+            left_out.add(cases.pop(name))
         values = {name: _values_of(item) for name, item in cases.items()}
-        kept = thinned(values)
+        kept = thinned(values)  # type: ignore[arg-type]
         left_out |= {item for name, item in cases.items() if name not in kept}
     return left_out
+
+
+def _twins(cases: Mapping[str, pytest.Item]) -> list[str]:
+    """All but one of the cases that differ in the kind of a session alone. The name of a test decides which it gets, and
+    all the tests of a file have every kind."""
+    first: dict[frozenset[Hashable], str] = {}
+    for name in sorted(cases, key=lambda name: zlib.crc32(name.encode())):
+        first.setdefault(frozenset(value for value in _values_of(cases[name]) if value[0] not in KINDS), name)
+    return [name for name in cases if name not in first.values()]
 
 
 def _not_fast(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -95,7 +107,7 @@ def _not_fast(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
-def _values_of(item: pytest.Item) -> set[Hashable]:
+def _values_of(item: pytest.Item) -> set[tuple[str, int]]:
     """One object stands in all cases that have it."""
     return {(name, id(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
 

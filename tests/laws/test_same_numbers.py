@@ -559,9 +559,9 @@ def with_masters(
     [
         ("llama", "serial", 1, "off"),
         ("llama", "forward", 3, "session"),
-        ("llama", "forward", 1, "session"),
+        pytest.param("llama", "forward", 1, "session", marks=pytest.mark.wide),
         ("llama", "backward", 1, "off"),
-        ("llama-recomputed", "forward", 2, "off"),
+        pytest.param("llama-recomputed", "forward", 2, "off", marks=pytest.mark.wide),
         ("llama-recomputed", "backward", 1, "off"),
         ("moe", "forward", 2, "off"),
         ("lora", "forward", 1, "session"),

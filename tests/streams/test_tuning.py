@@ -333,7 +333,7 @@ def test_a_late_decision_knows_how_long_a_step_takes(first: int, monkeypatch: py
     assert decided[:4] == [first, first + 1, first + 3, first + 6]
 
 
-@pytest.mark.parametrize("settles", [0, 8])
+@pytest.mark.parametrize("settles", [0, pytest.param(8, marks=pytest.mark.wide)])
 def test_the_pool_grows_before_states_get_their_share(settles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the lock is there, also between two steps: a share that finds no room would be none, for long."""
     monkeypatch.setattr("stormtorch.tuning.device_share", lambda *_, **__: (0.5, "50% on the device: said the test"))
