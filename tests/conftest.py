@@ -86,8 +86,8 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _twins(cases: Mapping[str, pytest.Item]) -> list[str]:
-    """All but one of the cases that differ in the kind of a session alone. The name of a test decides which it gets, and
-    all the tests of a file have every kind."""
+    """All but one of the cases that differ in the kind of a session alone. A test's name decides which one it gets, and
+    the tests of a file together have every kind."""
     first: dict[frozenset[Hashable], str] = {}
     for name in sorted(cases, key=lambda name: zlib.crc32(name.encode())):
         first.setdefault(frozenset(value for value in _values_of(cases[name]) if value[0] not in KINDS), name)
