@@ -8,7 +8,7 @@ C_SOURCES := $(wildcard src/stormtorch/native/csrc/*.[ch])
 # One stamp per compiler: `make test CC=false` after `make test` installs anew, without the native kernels.
 STAMP := $(VENV)/.installed-$(subst /,_,$(firstword $(CC)))
 
-.PHONY: help install demo test test-wide check bench kill clean
+.PHONY: help install demo test test-fast test-wide durations check bench kill clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -30,8 +30,14 @@ demo: $(STAMP)  ## train a model larger than its device budget, and compare it w
 test: $(STAMP)  ## run the suite; GPU tests are skipped where there is no GPU
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
+test-fast: $(STAMP)  ## a first answer: unit tests and a thin slice of the laws, two minutes on two cores
+	@OMP_NUM_THREADS=1 STORM_FAST=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+
 test-wide: $(STAMP)  ## every case of every law, and tiny runs of the benchmarks: half an hour on two cores
 	@OMP_NUM_THREADS=1 STORM_WIDE=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+
+durations: $(STAMP)  ## run the suite and write what each file takes to tests/durations.json
+	@OMP_NUM_THREADS=1 STORM_DURATIONS=tests/durations.json $(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: $(STAMP)  ## lint, format, types, import layers, C warnings
 	$(BIN)/ruff check

@@ -3,14 +3,17 @@ anew.
 
 Many laws are a grid of cases, and all of them take half an hour on two cores. Without ``STORM_WIDE`` a part of each
 large grid runs, the same one every time, with every value of every axis in it; and what is marked ``wide``, as tiny
-runs of benchmarks, does not."""
+runs of benchmarks, does not. With ``STORM_FAST`` one case of each law runs, and nothing that durations.json calls slow.
+``STORM_DURATIONS`` names the file to which the seconds of tests are written."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import zlib
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 
 import pytest
 import torch
@@ -21,15 +24,31 @@ from stormtorch.core.sizes import GiB
 from stormtorch.core.tags import Tier
 from stormtorch.memory.books.ledger import Ledger
 
+from .durations import Durations, slow_tests
 from .thinning import thinned
+
+KINDS = {"pair"}  # fixtures that are made in several kinds, for every test of a file
+FAST = bool(os.environ.get("STORM_FAST"))
+collect_ignore = ["benchmarks", "integrations", "kill"] if FAST else []  # processes, and packages that load slowly
 
 # A background job or nohup has SIGINT ignored, and Python then installs no handler; the tests of Ctrl-C need theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# torch.manual_seed keeps a seed, with the stack as text, for each kind of accelerator that is not there. That took a
+# tenth of the time of the laws.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        setattr(_kind, "manual_seed_all", lambda _seed: None)  # noqa: B010
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "STORM_DURATIONS" in os.environ:
+        config.pluginmanager.register(Durations(config.rootpath / os.environ["STORM_DURATIONS"]))
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not os.environ.get("STORM_WIDE"):
-        left_out = _left_out(items)
+        left_out = _left_out(items) | (_not_fast(items) if FAST else set())
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
@@ -38,6 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """All that the imports made stays to the end: the collector, which many tests call, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -52,13 +77,37 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
         elif hasattr(item, "callspec"):
             grids[item.nodeid.partition("[")[0]][item.nodeid] = item
     for cases in grids.values():
+        for name in _twins(cases):
+            left_out.add(cases.pop(name))
         values = {name: _values_of(item) for name, item in cases.items()}
-        kept = thinned(values)
+        kept = thinned(values)  # type: ignore[arg-type]
         left_out |= {item for name, item in cases.items() if name not in kept}
     return left_out
 
 
-def _values_of(item: pytest.Item) -> set[Hashable]:
+def _twins(cases: Mapping[str, pytest.Item]) -> list[str]:
+    """All but one of the cases that differ in the kind of a session alone. A test's name decides which one it gets, and
+    the tests of a file together have every kind."""
+    first: dict[frozenset[Hashable], str] = {}
+    for name in sorted(cases, key=lambda name: zlib.crc32(name.encode())):
+        first.setdefault(frozenset(value for value in _values_of(cases[name]) if value[0] not in KINDS), name)
+    return [name for name in cases if name not in first.values()]
+
+
+def _not_fast(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What a fast run leaves out besides: slow tests, and of each law all cases but one."""
+    slow, seen = slow_tests(), set[str]()
+    left_out: set[pytest.Item] = set()
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        name = item.nodeid.partition("[")[0]
+        if name in slow or "gpu" in item.keywords or (name in seen and name.startswith("tests/laws/")):
+            left_out.add(item)
+        elif "wide" not in item.keywords:
+            seen.add(name)
+    return left_out
+
+
+def _values_of(item: pytest.Item) -> set[tuple[str, int]]:
     """One object stands in all cases that have it."""
     return {(name, id(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
 

@@ -28,6 +28,8 @@ from benchmarks.training.packages import folder
 from benchmarks.training.results import Result
 from torch import Tensor, nn
 
+from ..forkserver import run
+
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
@@ -38,7 +40,7 @@ needs_trl = pytest.mark.skipif(
 
 def activations(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.activations", *words, "--commit", "abc123", "--tiny"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    return run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
 
 
 def work_of(method: str) -> LossWork:

@@ -27,13 +27,15 @@ from benchmarks.data.slices import Windows
 from benchmarks.data.timing import check_once, numbers_of, timed_epochs
 from benchmarks.data.torch_feed import feed
 
+from ..forkserver import run
+
 ROOT = Path(__file__).parents[2]
 GB = 10**9
 
 
 def data(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.data", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    return run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
 
 
 def run_tiny(tmp_path: Path, *words: str) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def test_a_case_does_not_outlive_who_started_it(tmp_path: Path) -> None:
         child = int(parent.stdout.readline())
         os.kill(child, 0)
         parent.kill()
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 300
     while _runs(child):
         assert time.monotonic() < end_s, "still there"
         time.sleep(0.02)
@@ -54,7 +54,7 @@ def test_all_of_its_group_ends(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert end(process) == -signal.SIGKILL
     worker = int(log.read_text())
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 300
     while _runs(worker):
         assert time.monotonic() < end_s, "still there"
         time.sleep(0.02)

@@ -15,6 +15,8 @@ from benchmarks.training.results import Result, table
 from benchmarks.training.trace import summary
 from benchmarks.training.workload import SIZES, batch, build, loss_of
 
+from ..forkserver import run
+
 ROOT = Path(__file__).parents[2]
 TINY = ("--size", "tiny", "--device", "cpu", "--micro-batch", "1", "--steps", "2")
 CPU = torch.device("cpu")
@@ -22,7 +24,7 @@ CPU = torch.device("cpu")
 
 def training(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.training", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    return run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.mark.wide
@@ -139,7 +141,7 @@ def test_checkpointing_changes_no_number() -> None:
 def test_what_opening_a_session_does_is_shown_as_a_timeline(tmp_path: Path) -> None:
     words = ("--size", "tiny", "--device", "cpu", "--vram", "1GiB", "--processes", "2", "--as-it-is")
     command = [sys.executable, "-m", "benchmarks.training.opening", *words, "--out", str(tmp_path / "opening")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     first, second = json.loads((tmp_path / "opening.json").read_text())["processes"]
     assert {span["name"] for span in first["spans"]} == {span["name"] for span in second["spans"]}

@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from stormtorch.checkpoint.disk import DiskCalls
 from stormtorch.checkpoint.folder import read_manifest
 from stormtorch.core.errors import CheckpointError, StorageError, StormError, WrongModel
 
+from ..forkserver import run as run_process
 from .made import Run, disk_bytes, equal, session_of, small, weights
 
 COUNTED = ("mkdir", "open", "write", "sync", "rename", "exchange", "remove")
@@ -155,11 +155,11 @@ def test_killed_at_an_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     child = CHILD.format(paths=[str(Path(__file__).parents[2]), *sys.path])
     chosen = {made.index(kind) + 1 for kind in COUNTED} | set(range(3, len(made), 3))
     every = [f"{at}={'next' if at % 9 == 0 else 'good'}" for at in sorted(chosen)]
-    ended = subprocess.run(
+    ended = run_process(
         [sys.executable, "-c", child, str(tmp_path / "run"), *every],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

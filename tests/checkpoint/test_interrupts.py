@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from stormtorch.checkpoint.disk import DiskCalls
 from stormtorch.core.errors import StormError
 from stormtorch.core.tags import Tag, Tier
 
+from ..forkserver import run as run_process
 from ..keyboard import Keyboard
 from .made import Run
 
@@ -70,7 +70,7 @@ def test_ctrl_c_at_every_line_of_what_a_step_does_for_a_save(tmp_path: Path, mon
         go = threading.Event()
 
         def write(fd: int, view: memoryview, offset: int, go: threading.Event = go) -> int:
-            assert go.wait(30)
+            assert go.wait(300)
             return os.pwrite(fd, view, offset)
 
         monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
@@ -134,11 +134,11 @@ main()  # and everything in it is forgotten, unclosed
 )
 def test_a_script_that_ends_without_close(tmp_path: Path, how: str, status: int, words: str) -> None:
     script = ENDING.format(paths=[str(Path(__file__).parents[2]), *sys.path])
-    ended = subprocess.run(
+    ended = run_process(
         [sys.executable, "-c", script, str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -101,7 +101,7 @@ def test_no_second_copy_of_the_model(tmp_path: Path) -> None:
         [sys.executable, "-c", child, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         check=False,
         env={**os.environ, **STEADY},
     )

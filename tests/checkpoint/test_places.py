@@ -20,6 +20,7 @@ from stormtorch.checkpoint.draft import Draft
 from stormtorch.checkpoint.folder import OURS, read_manifest, remove
 from stormtorch.core.errors import StorageError
 
+from ..forkserver import run as run_process
 from .made import Run
 
 CANNOT = OSError(errno.EINVAL, "Invalid argument")
@@ -253,7 +254,7 @@ def test_a_draft_is_locked_while_it_lives(tmp_path: Path) -> None:
 
     def swept() -> int:
         arguments = [sys.executable, "-c", script, str(tmp_path), str(os.getpid())]
-        return int(subprocess.run(arguments, capture_output=True, check=True, env=environment).stdout)
+        return int(run_process(arguments, capture_output=True, check=True, env=environment).stdout)
 
     assert swept() == 0
     os.close(draft._fd or -1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +9,12 @@ import pytest
 
 from stormtorch.cli.main import main
 
+from ..forkserver import run
+
 
 def storm(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "import sys; from stormtorch.cli.main import main; sys.exit(main())", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.mark.gpu
@@ -49,10 +52,17 @@ def test_bad_input_gets_one_clear_line(arguments: list[str], words: list[str]) -
     assert all(word in lines[0] for word in words), lines[0]
 
 
-def test_output_that_nobody_reads_is_no_error() -> None:
-    command = f"{sys.executable} -m stormtorch.cli doctor | true"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_output_that_nobody_reads_is_no_error(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "stormtorch.cli", "doctor"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    try:
+        done = run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=500, env=environment)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_no_command_shows_usage() -> None:

@@ -19,6 +19,8 @@ from stormtorch.cli.progress import Progress
 from stormtorch.data import open_source, tokens
 from stormtorch.data.source import FileSource
 
+from ..forkserver import Popen
+
 
 def tokenizer(path: Path, *words: str) -> Path:
     tokenizers = pytest.importorskip("tokenizers")
@@ -154,14 +156,14 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     code += "from stormtorch.cli.main import main; sys.exit(main())"
     command = ["data", "pack", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "o"), "--text-field", "text"]
     command += ["--dtype", "int32", "--shard-size", "64KiB"]
-    child = subprocess.Popen([sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    child = Popen([sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
     while not (tmp_path / ".o.partial" / "00001-0.bin").exists():
         assert child.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=60)
+    _, said = child.communicate(timeout=500)
     assert child.returncode == 130
     assert said.endswith("storm data: interrupted\n")
     assert "Traceback" not in said

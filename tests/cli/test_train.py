@@ -24,6 +24,8 @@ from stormtorch.training.reporting.watcher import Status
 from stormtorch.training.run import loop
 from stormtorch.training.settings.train_settings import TrainSettings
 
+from ..forkserver import TRANSFORMERS, Popen
+
 DEMO = Path(stormtorch.__file__).parent / "demo_data"
 STATUS = Status(
     step=30,
@@ -83,7 +85,7 @@ def test_settings_are_read_without_torch() -> None:
         "assert main(['train', '--model', 'a', '--data', 'b', '--print-config']) == 0\n"
         "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=500)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +136,10 @@ def test_a_run_is_told_from_beginning_to_end(tmp_path: Path, capsys: pytest.Capt
 def started(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own, when it has logged its first step."""
     command = [sys.executable, "-m", "stormtorch.cli", *flags(folder, "--log-every", "1", "--steps", "100000", *more)]
-    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which children inherit
-    try:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGHUP, hang_up)
+    child = Popen(command, preload=TRANSFORMERS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         metrics = folder / "run" / "metrics.jsonl"
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while not (metrics.exists() and metrics.read_text().count("\n") > 2):
             assert child.poll() is None, child.communicate()
             assert time.monotonic() < end
@@ -156,7 +154,7 @@ def test_ctrl_c_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with started(tmp_path) as child:
         os.kill(child.pid, signal.SIGINT)
-        out, errors = child.communicate(timeout=60)
+        out, errors = child.communicate(timeout=500)
     assert child.returncode == 130
     assert "Traceback" not in errors
     assert "The same command goes on from there." in out

@@ -192,7 +192,7 @@ def test_a_terminal_that_goes_leaves_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with started(tmp_path, "--save-every", "0") as child:
         os.kill(child.pid, signal.SIGHUP)
-        _, errors = child.communicate(timeout=60)
+        _, errors = child.communicate(timeout=500)
     assert child.returncode == 129
     assert "Traceback" not in errors
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()

@@ -20,6 +20,7 @@ from stormtorch.core.errors import SettingError
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.source import FileSource
 
+from ..forkserver import Popen, run
 from .made import numbered_source, rows_in
 
 
@@ -180,13 +181,13 @@ def test_killed_at_any_moment_the_same_samples_come(tmp_path: Path) -> None:
     codes = [CHILD.format(folder=str(tmp_path), reading=reading) for reading in ("cached", "direct")]
     for code in codes:
         lines = log.stat().st_size + random.randint(1, 60) * 70  # of about 70 bytes each
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-        until = time.monotonic() + 60
+        child = Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+        until = time.monotonic() + 300
         while time.monotonic() < until and child.poll() is None and log.stat().st_size < lines:
             time.sleep(0.0005)
         child.send_signal(signal.SIGKILL)
         child.wait()
-    done = subprocess.run([sys.executable, "-c", codes[0]], capture_output=True, text=True, timeout=100, check=False)
+    done = run([sys.executable, "-c", codes[0]], capture_output=True, text=True, timeout=500, check=False)
     assert done.stdout == "all\n", done.stderr
     found: dict[tuple[int, int], str] = {}
     for line in log.read_text().splitlines():

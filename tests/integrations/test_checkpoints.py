@@ -55,9 +55,13 @@ def adapted() -> Any:
     ("make", "changed"),
     [
         (llama, {}),
-        (lambda: qwen(torch.bfloat16), {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 1e-3}),
+        pytest.param(
+            lambda: qwen(torch.bfloat16),
+            {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 1e-3},
+            marks=pytest.mark.wide,
+        ),
         (lambda: llama(torch.bfloat16), {"learning_rate": 1e-5}),
-        (lambda: llama(torch.bfloat16), {"optim": "adafactor"}),
+        pytest.param(lambda: llama(torch.bfloat16), {"optim": "adafactor"}, marks=pytest.mark.wide),
         (adapted, {"bf16": True}),
     ],
     ids=["fp32", "masters-of-sgd", "masters", "unknown-optimizer", "adapters"],

@@ -77,8 +77,12 @@ def test_sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_loop_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it is printed, in a folder that has the demo's config where a clone has it."""
-    (tmp_path / "src").symlink_to(EXAMPLES.parent / "src")
+    """As it is printed, in a folder that has a config like the demo's, of a smaller model, where a clone has it."""
+    place = Path("src", "stormtorch", "demo_data", "config.json")
+    (tmp_path / place).parent.mkdir(parents=True)
+    config = json.loads((EXAMPLES.parent / place).read_text())
+    smaller = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4}
+    (tmp_path / place).write_text(json.dumps({**config, **smaller}))
     section = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").partition("## Your own loop\n")[2]
     block = section.partition("```python\n")[2].partition("```\n")[0]
     left: dict[str, Any] = {}

@@ -47,7 +47,7 @@ def announce_phases(pipe: str, stop_at: tuple[str, int] | None) -> None:
         thread = "m" if threading.current_thread() is threading.main_thread() else "w"
         os.write(fd, f"{thread} {phase}\n".encode())
         seen[phase] += 1
-        end = time.monotonic() + 60
+        end = time.monotonic() + 500
         while (phase, seen[phase]) == stop_at and time.monotonic() < end and not Path(f"{pipe}.go").exists():
             time.sleep(0.005)
 

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import stormtorch
 
+from ..forkserver import TRANSFORMERS, Popen
 from ..training import tiny
 
 DEMO_DATA = Path(stormtorch.__file__).parent / "demo_data"
@@ -62,8 +63,9 @@ class Runs:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         source = str(Path(stormtorch.__file__).parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        self._server = subprocess.Popen(
+        self._server = Popen(
             [sys.executable, str(Path(__file__).with_name("announced.py"))],
+            preload=TRANSFORMERS,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -116,8 +118,8 @@ class Runs:
         seen, rest, ended = 0, b"", False
         while not ended:
             answers = self._server.stdout.fileno()
-            ready, _, _ = select.select([reader, answers], [], [], 50)
-            assert ready, "nothing was heard of the run for 50 s"
+            ready, _, _ = select.select([reader, answers], [], [], 400)
+            assert ready, "nothing was heard of the run for 400 s"
             ended = answers in ready  # the server answers when it has reaped it; the pipe is whole then
             while data := _read(reader):
                 *lines, rest = (rest + data).split(b"\n")
@@ -127,8 +129,9 @@ class Runs:
                     seen += moment is not None and phase == moment.phase
                     if moment is not None and seen == moment.count:
                         time.sleep(moment.delay_s or 0.0)
-                        for number in moment.signals:
-                            _send(pid, number, log)
+                        for place, number in enumerate(moment.signals):
+                            more = place + 1 < len(moment.signals)
+                            _send(pid, number, log, 60.0 if more and (place == 0 or number == signal.SIGINT) else 0.5)
                         (self._folder / "phases.go").touch()
                         moment = None
         return last
@@ -140,11 +143,12 @@ class Runs:
         return json.loads(line)
 
 
-def _send(pid: int, number: signal.Signals, log: Path) -> None:
-    """Two of a kind are one where the first was not heard yet: wait until the run has said something, or a while."""
+def _send(pid: int, number: signal.Signals, log: Path, patience_s: float) -> None:
+    """Two of a kind are one where the first was not heard yet: wait until the run has said something, or a while. The
+    first of several is answered in words, and so is the first Ctrl-C."""
     size = log.stat().st_size
     os.kill(pid, number)
-    end = time.monotonic() + 0.5
+    end = time.monotonic() + patience_s
     while number != signal.SIGKILL and log.stat().st_size == size and time.monotonic() < end:
         time.sleep(0.005)
 

@@ -194,7 +194,7 @@ def test_a_disk_that_is_full(checkpoints: float, weights_fit: bool, command: Com
     inner = arguments(command.model, command.data, small / "run")
     script = ["unshare", "-rm", sys.executable, "-c", FULL_DISK, str(small), json.dumps(inner), str(room)]
     environment = {**os.environ, "PYTHONPATH": str(Path(stormtorch.__file__).parent.parent)}
-    done = subprocess.run(script, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=500, check=False, env=environment)
     if "Operation not permitted" in done.stderr or "ermission denied" in done.stderr:
         pytest.skip(f"no mount namespace for this user: {done.stderr.splitlines()[0]}")
     assert done.returncode == 0, done.stderr

@@ -135,7 +135,7 @@ def _swept(ended: Ended) -> bool:
     return ended.phases.get("m", "prepare") not in ("prepare", "removed", "remove")
 
 
-@pytest.mark.timeout(100 + 20 * KILLS)
+@pytest.mark.timeout(900 + 60 * KILLS)
 def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         killing = Killing(runs, tmp_path)

@@ -5,13 +5,12 @@ still live. What a kernel takes and gives back inside of itself is not seen, nor
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Counting(TorchDispatchMode):
@@ -27,13 +26,15 @@ class Counting(TorchDispatchMode):
         self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {_storage(tensor)._cdata for tensor in _tensors([args, kwargs])}
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and _storage(leaf)._cdata not in given:
-                storage = _storage(leaf)
+        known = len(self._alive)
+        for tensor in _tensors([result]):
+            storage = _storage(tensor)
+            if storage._cdata not in given:
                 self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self._peak = max(self._peak, self.allocated())
+        if len(self._alive) > known:  # or there is no more than there was
+            self._peak = max(self._peak, self.allocated())
         return result
 
     def allocated(self) -> int:
@@ -52,6 +53,17 @@ class Counting(TorchDispatchMode):
     def lost(self, limit_bytes: int, least_bytes: int = 0) -> int:
         assert least_bytes < limit_bytes
         return round(limit_bytes * self._lost_part())
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those in lists and dictionaries too. Operations have nothing else, and torch's own way is slow."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

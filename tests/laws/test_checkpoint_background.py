@@ -42,7 +42,7 @@ class Brake:
             self.writes += 1
             held = self.writes > self._free
         if held:
-            assert self.go.wait(60)
+            assert self.go.wait(300)
         return disk.DiskCalls().write(fd, view, offset)
 
 
@@ -122,7 +122,7 @@ def test_where_ram_has_no_room_the_step_waits(tmp_path: Path, brake: Brake) -> N
     begun = threading.Event()
 
     def let_go() -> None:
-        assert begun.wait(30)
+        assert begun.wait(300)
         time.sleep(0.3)
         brake.go.set()
 
@@ -260,7 +260,7 @@ def test_copies_are_made_only_of_what_is_not_written_yet(tmp_path: Path) -> None
     run = Run(CHAIN, "adamw")
     run.losses(0, 2)
     run.save(tmp_path / "one", wait=False)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not (tmp_path / "one").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     run.losses(2, 3)

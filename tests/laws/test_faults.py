@@ -473,7 +473,6 @@ def test_a_session_that_is_dropped_gives_its_bytes_back() -> None:
     assert ledger.used_bytes(Tier.DEVICE) == ledger.used_bytes(Tier.HOST) == 0
 
 
-@pytest.mark.timeout(240)
 def test_two_hundred_sessions_leave_nothing(device: torch.device) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))

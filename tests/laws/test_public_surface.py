@@ -99,7 +99,7 @@ def test_public_names() -> None:
 def test_names_that_are_imported_late_are_listed() -> None:
     assert {*PUBLIC_NAMES, "data"} <= set(dir(stormtorch))
     code = "import sys, stormtorch; assert 'stream' in dir(stormtorch); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
 
 
 def test_no_setting_is_listed_that_is_refused() -> None:
@@ -112,7 +112,7 @@ def test_no_setting_is_listed_that_is_refused() -> None:
 
 def test_sources_are_found_without_an_import_of_their_own() -> None:
     code = "import stormtorch as storm; storm.data.tokens, storm.data.raw, storm.data.Cast"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
 
 
 def test_every_error_is_a_storm_error() -> None:
@@ -138,4 +138,4 @@ def test_help_does_not_import_torch() -> None:
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=500)

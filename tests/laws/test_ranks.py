@@ -17,6 +17,8 @@ import torch
 
 from stormtorch.streams.bridge.ranks import refuse_ranks
 
+from ..forkserver import Popen
+
 SCRIPT = Path(__file__).with_name("rank.py")
 WRAPPERS = ["DDP", "FSDP", "FSDP with the model's own parameters", "fully_shard", "fully_shard of a block"]
 pytestmark = pytest.mark.skipif(
@@ -30,8 +32,9 @@ def launch(ranks: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any
     environment = {name: value for name, value in os.environ.items() if name not in own}
     environment["OMP_NUM_THREADS"] = "1"
     processes = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-W", "ignore", str(SCRIPT), str(rank), str(ranks), str(folder)],
+            preload=("torch.distributed.fsdp",),
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -40,7 +43,7 @@ def launch(ranks: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any
         for rank in range(ranks)
     ]
     try:
-        said = [process.communicate(timeout=270)[0] for process in processes]
+        said = [process.communicate(timeout=580)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -53,7 +56,6 @@ def wrappers(found: dict[str, Any]) -> list[str]:
     return WRAPPERS + ["accelerate"] * ("accelerate around" in found)
 
 
-@pytest.mark.timeout(300)
 def test_two_ranks_and_one(tmp_path: Path) -> None:
     """One launch for both: importing takes longer than all that is tried."""
     for rank, (together, alone) in enumerate(launch(2, tmp_path)):

@@ -179,12 +179,14 @@ def test_odd_sizes(step: str, fused: bool | None, exact: bool) -> None:
 
 @pytest.mark.parametrize(
     ("case", "step", "accumulate", "clip", "backend"),
-    [(LLAMA, "forward", 4, "torch", "inductor"), (RECOMPUTED, "backward", 1, "off", "aot_eager")],
+    [
+        (LLAMA, "forward", 4, "torch", "inductor"),
+        pytest.param(RECOMPUTED, "backward", 1, "off", "aot_eager", marks=pytest.mark.wide),
+    ],
     ids=["inductor", "recomputed"],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.timeout(300)
 def test_one_compiled_block(case: Case, step: str, accumulate: int, clip: str, backend: str) -> None:
     torch._dynamo.reset()
     check(case, step, accumulate, clip, compiled=backend)
@@ -328,7 +330,6 @@ def test_sums_under_autocast() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.timeout(300)
 def test_sums_with_a_compiled_block() -> None:
     torch._dynamo.reset()
     check(BY_NAME["looped"], "forward", steps=3, compiled="aot_eager", seed=0)
@@ -558,9 +559,9 @@ def with_masters(
     [
         ("llama", "serial", 1, "off"),
         ("llama", "forward", 3, "session"),
-        ("llama", "forward", 1, "session"),
+        pytest.param("llama", "forward", 1, "session", marks=pytest.mark.wide),
         ("llama", "backward", 1, "off"),
-        ("llama-recomputed", "forward", 2, "off"),
+        pytest.param("llama-recomputed", "forward", 2, "off", marks=pytest.mark.wide),
         ("llama-recomputed", "backward", 1, "off"),
         ("moe", "forward", 2, "off"),
         ("lora", "forward", 1, "session"),

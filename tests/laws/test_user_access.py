@@ -583,7 +583,7 @@ def test_a_second_thread_inside_of_the_model_is_refused(pair: Pair) -> None:
     def in_another_thread(*_: object) -> None:
         thread = threading.Thread(target=evaluate)
         thread.start()
-        thread.join(30)
+        thread.join(300)
 
     handle = model.get_submodule("blocks.3").register_forward_hook(in_another_thread)
     pair.steps(1)

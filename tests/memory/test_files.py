@@ -109,7 +109,7 @@ class Gate:
         if self.armed:
             self.count += 1
             self.arrived.release()
-            assert self.opened.wait(20)
+            assert self.opened.wait(300)
 
     def pread(self, fd: int, view: memoryview, offset: int) -> int:
         self._pass()
@@ -166,7 +166,7 @@ def test_requests_in_flight_together_do_not_mix(paths: Callable[[], Path], direc
         def use(user: int) -> None:
             for turn in range(5):
                 data = noise(share - user * 100, seed=user * 10 + turn)
-                assert file.pwrite(data, user * share).result(20) == data.nbytes
+                assert file.pwrite(data, user * share).result(300) == data.nbytes
                 back = aligned(data.nbytes)
                 file.pread(back, user * share).result(20)
                 assert torch.equal(back, data)
@@ -403,7 +403,7 @@ def test_close_finishes_what_was_accepted(paths: Callable[[], Path], gate: Gate)
     with pytest.raises(StorageError, match="is closed"):
         file.pread(bytearray(1), 0)
     gate.opened.set()
-    closer.join(10)
+    closer.join(300)
     assert future.result(0) == data.nbytes
     assert path.read_bytes() == data.numpy().tobytes()
     file.close()
@@ -415,13 +415,13 @@ def test_close_with_cancel_skips_blocks_not_begun(paths: Callable[[], Path], gat
     gate.armed = True
     futures = [file.pwrite(noise(25 * 4096), place) for place in (0, 25 * 4096)]
     for _ in range(2):
-        assert gate.arrived.acquire(timeout=10)
+        assert gate.arrived.acquire(timeout=300)
     closer = threading.Thread(target=file.close, kwargs={"cancel": True})
     closer.start()
     while not file.closed:
         time.sleep(0.001)
     gate.opened.set()
-    closer.join(10)
+    closer.join(300)
     for future in futures:
         with pytest.raises(StorageError, match="its file was closed") as told:
             future.result(0)
@@ -436,7 +436,7 @@ def test_leaving_a_with_block_by_an_exception_cancels(paths: Callable[[], Path],
         with file:
             gate.armed = True
             futures.extend(file.pwrite(bytearray(4096), 0) for _ in range(2))  # the second waits for the only thread
-            assert gate.arrived.acquire(timeout=10)
+            assert gate.arrived.acquire(timeout=300)
             threading.Timer(0.05, gate.opened.set).start()
             raise ZeroDivisionError
 
@@ -459,7 +459,7 @@ def test_ctrl_c_gets_through_a_blocked_read(paths: Callable[[], Path], gate: Gat
         begin = time.perf_counter()
         with pytest.raises(KeyboardInterrupt):
             file.read(bytearray(8 * 4096), 0)
-        assert time.perf_counter() - begin < 5
+        assert time.perf_counter() - begin < 15
         gate.opened.set()
         assert file.write(b"alive", 0) == 5
     assert gate.count == 2, "blocks of the interrupted read went on"
@@ -483,17 +483,17 @@ def test_ctrl_c_in_the_start_of_a_thread_leaves_no_block_behind_close(
     time.sleep(0.1)  # let the stray thread become idle, so that it gets the next request
     gate.armed = True
     future = file.pread(bytearray(4096), 0)
-    assert gate.arrived.acquire(timeout=10)
+    assert gate.arrived.acquire(timeout=300)
     assert threading.active_count() == before + 1, "meant is a request on the thread that the pool does not know"
     closer = threading.Thread(target=file.close)
     closer.start()
     closer.join(0.05)
     assert closer.is_alive(), "the descriptor was closed under a thread that reads from it"
     gate.opened.set()
-    closer.join(10)
+    closer.join(300)
     assert not closer.is_alive()
-    assert future.result(10) == 4096
-    strays[0].join(10)
+    assert future.result(300) == 4096
+    strays[0].join(300)
 
 
 @pytest.mark.parametrize("queued", [True, False], ids=["after", "before"])
@@ -547,9 +547,9 @@ def test_ctrl_c_that_wakes_nobody_still_gets_through_a_flush(paths: Callable[[],
         begin = time.perf_counter()
         with pytest.raises(KeyboardInterrupt):
             file.flush()
-        assert time.perf_counter() - begin < 5
+        assert time.perf_counter() - begin < 15
         synced.set()
-        helper.join(10)
+        helper.join(300)
 
 
 def test_a_flush_that_times_out_on_the_disk_is_an_error_and_no_loop(paths: Callable[[], Path]) -> None:
@@ -613,7 +613,7 @@ def test_a_forked_child_closes_its_own_descriptor_only(paths: Callable[[], Path]
     with create_file(paths(), 4096, direct=False, calls=gate.calls) as file:
         gate.armed = True
         future = file.pwrite(bytes(4096), 0)
-        assert gate.arrived.acquire(timeout=10)
+        assert gate.arrived.acquire(timeout=300)
 
         def close() -> str:
             before = descriptors()
@@ -630,21 +630,21 @@ def test_a_forked_child_closes_its_own_descriptor_only(paths: Callable[[], Path]
             assert in_a_child(close) == "True, 1 fewer"
         assert in_a_child(forget) == "1", "a warning is for who forgot, and that was not the child"
         gate.opened.set()
-        assert future.result(10) == 4096
+        assert future.result(300) == 4096
         assert not file.closed
 
 
 def test_a_future_of_the_parent_does_not_hang_the_child(paths: Callable[[], Path], gate: Gate) -> None:
     with create_file(paths(), 4096, direct=False, calls=gate.calls) as file:
         done = file.pwrite(bytes(4096), 0)
-        assert done.result(10) == 4096
+        assert done.result(300) == 4096
         gate.armed = True
         pending = file.pwrite(bytes(4096), 0)
-        assert gate.arrived.acquire(timeout=10)
+        assert gate.arrived.acquire(timeout=300)
         assert in_a_child(done.result) == "4096"
         assert re.match("StorageError: .*process", in_a_child(pending.result))
         gate.opened.set()
-        assert pending.result(10) == 4096
+        assert pending.result(300) == 4096
 
 
 # --- lifetime ---------------------------------------------------------------------------------------------------------
@@ -658,7 +658,7 @@ def test_a_buffer_lives_until_its_request_ends_and_no_longer(paths: Callable[[],
         gone = weakref.ref(array)
         future = file.pwrite(array, 0)
         del array
-        assert gate.arrived.acquire(timeout=10)
+        assert gate.arrived.acquire(timeout=300)
         gc.collect()
         assert gone() is not None
         freed: list[bool] = []
@@ -690,7 +690,7 @@ def test_futures_cannot_be_cancelled_under_the_kernel(paths: Callable[[], Path],
         future = file.pread(bytearray(4096), 0)
         assert not future.cancel()
         gate.opened.set()
-        assert future.result(10) == 4096
+        assert future.result(300) == 4096
 
 
 def test_fifty_files_leave_no_descriptor_and_no_thread(paths: Callable[[], Path]) -> None:

@@ -44,7 +44,7 @@ def test_wait_returns_when_another_thread_sets_it(ledger: Ledger) -> None:
     timer.start()
     start = time.perf_counter()
     assert flags[0].wait(1, timeout_s=30)
-    assert 0.01 < time.perf_counter() - start < 5
+    assert 0.01 < time.perf_counter() - start < 25
     timer.join()
     assert flags[0].wait(2)
     flags.close()
@@ -66,7 +66,7 @@ def test_abort_lets_every_waiter_go_and_they_raise(ledger: Ledger) -> None:
     time.sleep(0.02)
     flags.abort(RuntimeError("the worker died"))
     for thread in threads:
-        thread.join(10)
+        thread.join(300)
         assert not thread.is_alive()
     assert len(caught) == 2
     assert all("the worker died" in str(error) for error in caught)

@@ -4,7 +4,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,8 @@ from stormtorch.memory.host.pinning import page_lock_for
 from stormtorch.memory.lanes.build import Lanes, open_lanes
 from stormtorch.memory.lanes.flags import Flags
 from stormtorch.memory.lanes.lane import Delay
+
+from ..forkserver import run
 
 OpenLanes = Callable[..., Lanes]
 
@@ -142,15 +143,15 @@ def test_the_delay_would_expose_a_missing_wait(opened: OpenLanes, lane_device: t
 
 
 def test_copies_return_before_they_are_done(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
-    sleep: Delay = (lambda: time.sleep(0.1)) if kind == "cpu" else (lambda: torch.cuda._sleep(200_000_000))
+    go = threading.Event()
+    sleep: Delay = go.wait if kind == "cpu" else (lambda: torch.cuda._sleep(200_000_000))  # type: ignore[assignment]
     lanes = opened(delay=sleep)
     home = at_home(kind, torch.ones(1000))
     there = torch.zeros(1000, device=lane_device)
-    start = time.perf_counter()
     lanes.load.copy(there, home, Tag.DATA)
     event = lanes.load.record()
-    assert time.perf_counter() - start < 0.05
     assert not event.done()
+    go.set()
     event.synchronize()
     assert event.done()
 
@@ -264,7 +265,7 @@ def test_a_failing_delay_surfaces_and_nothing_hangs(ledger: Ledger) -> None:
         go_on.wait()
 
     lanes.load.enqueue(hold)  # type: ignore[attr-defined]  # the queue stands still until everything is in it
-    assert holding.wait(10)
+    assert holding.wait(300)
     broken.set()
     lanes.load.copy(torch.empty(10), torch.ones(10), Tag.DATA)
     event = lanes.load.record()
@@ -317,7 +318,7 @@ def test_lanes_that_are_dropped_end_their_threads() -> None:
     lanes.load.copy(torch.empty(10), torch.ones(10), Tag.DATA)
     del lanes
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
@@ -336,7 +337,7 @@ def test_a_lane_lets_go_of_its_tensors() -> None:
     lanes.load.synchronize()
     del source
     gc.collect()
-    assert released.wait(10), "the lane's thread still holds the last copy's tensors while it idles"
+    assert released.wait(300), "the lane's thread still holds the last copy's tensors while it idles"
     lanes.close()
 
 
@@ -349,7 +350,7 @@ def test_a_script_that_forgets_to_close_its_lanes_still_ends_well() -> None:
         "big, other = torch.ones(1 << 26), torch.ones(1 << 26)\n"
         "for _ in range(50): lanes.load.copy(big, other, Tag.DATA)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -233,7 +233,7 @@ def test_a_bus_error_of_somebody_else_is_theirs(tmp_path: Path, enabled: bool) -
     path = tmp_path / "data"
     path.write_bytes(bytes(4096))
     code = BUS_ERROR.format(enabled=enabled, path=str(path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == -signal.SIGBUS
     assert ("Bus error" in done.stderr) == enabled
 
@@ -268,7 +268,7 @@ def test_a_handler_of_somebody_else_after_ours_breaks_nothing(tmp_path: Path, be
     path = tmp_path / "data"
     path.write_bytes(bytes(65536))
     code = SHRUNK.format(before=before, path=str(path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
 
 
@@ -286,7 +286,7 @@ assert map_file(os.open({str(path)!r}, os.O_RDONLY), 4096)
 for _ in range(2):
     os.kill(os.getpid(), signal.SIGBUS)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == (0 if ignored else -signal.SIGBUS), done.stderr
 
 
@@ -339,7 +339,7 @@ def test_close_ends_threads_and_jobs(open_any: OpenRows, fd: int) -> None:
     assert all(pool.wait(job) != PENDING for job in jobs)
     with pytest.raises(LaneError, match="closed"):
         pool.submit(pieces, target)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 300
     while threads_now() - before and time.monotonic() < until:
         time.sleep(0.001)
     assert not threads_now() - before
@@ -352,7 +352,7 @@ def test_a_dropped_pool_ends_its_threads(open_any: OpenRows, fd: int) -> None:
     pool.wait(job)
     before = threads_now()
     del pool
-    until = time.monotonic() + 5
+    until = time.monotonic() + 300
     while len(before) - len(threads_now()) < 2 and time.monotonic() < until:
         time.sleep(0.001)
     assert len(before) - len(threads_now()) == 2
@@ -434,7 +434,7 @@ def test_a_wait_can_be_interrupted(open_any: OpenRows, fd: int) -> None:
             time.sleep(20)  # should the work have been done in time all the same
     finally:
         timer.join()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     pool.close()
 
 
@@ -458,7 +458,7 @@ print("leaving")
 @pytest.mark.parametrize("hidden", [False, True], ids=["native", "fallback"])
 def test_the_interpreter_exits_with_jobs_waiting(hidden: bool) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", EXIT.format(hidden=hidden)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", EXIT.format(hidden=hidden)], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "leaving\n"

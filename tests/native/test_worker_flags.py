@@ -135,7 +135,7 @@ def test_owners_of_flags_live_as_long_as_the_job(open_any: OpenAny, make_tensors
     assert all(board() is not None for board in alive)
     words[0] = 1
     assert worker.drain(20)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 300
     while any(board() is not None for board in alive) and time.monotonic() < end:
         worker.stats()
         time.sleep(0.001)

@@ -14,6 +14,7 @@ import pytest
 from stormtorch import DataLoader, SettingError, StormError
 from stormtorch.training.text import data_files, prepare, rows
 
+from ..forkserver import Popen
 from .made import END, byte_tokenizer, json_lines, rows_of
 
 pytest.importorskip("transformers")
@@ -181,7 +182,7 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path: Path, tokenizer: Any)
         "    (d / 'input_ids.npy').write_bytes(bytes(1000)); print('there', flush=True); time.sleep(60)\n"
     )
     cache.mkdir()
-    child = subprocess.Popen([sys.executable, "-c", script, str(cache)], stdout=subprocess.PIPE)
+    child = Popen([sys.executable, "-c", script, str(cache)], stdout=subprocess.PIPE)
     assert child.stdout is not None
     try:
         assert child.stdout.readline() == b"there\n"

@@ -80,7 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parsed(_with_values(sys.argv[1:] if arguments is None else arguments))
         name = f"storm {options.command}"
-        return int(importlib.import_module(f".{options.command}", __package__).run(options))
+        status = int(importlib.import_module(f".{options.command}", __package__).run(options))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at exit it would be too late to tell that the reader has gone
+        return status
     except StormError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
