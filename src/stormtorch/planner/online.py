@@ -136,7 +136,7 @@ class Tuning:
             else:
                 self.share_reason = "on the CPU: its states could not be page-locked"
         elif began and self._adam.there.sets_bytes:
-            self._share(self._adam.there.share_now)  # with sets from the memory that accumulation needs now
+            self._share(self._adam.there.share_now)  # without the memory that accumulation needs now
 
     # --- the pool
 
