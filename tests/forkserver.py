@@ -121,6 +121,7 @@ class _Server:
 
     def _close(self) -> None:
         self._socket.close()
+        self._process.kill()  # it would wait for ever if a fork of ours still has the socket open
         self._process.wait()
 
 
