@@ -38,6 +38,7 @@ _COLUMNS = (
     "reserved GiB",
     "GPU",
     "activations",
+    "pool, optimizer",
 )
 
 
@@ -105,6 +106,7 @@ def _cells(outcome: dict[str, Any], all_of_them: list[dict[str, Any]]) -> dict[s
         "reserved GiB": f"{outcome['reserved_bytes'] / 2**30:.1f}",
         "GPU": outcome["gpu"],
         "activations": outcome["reason"],
+        "pool, optimizer": outcome["pool"],
     }
     if outcome["profiled_busy"]:
         cells["GPU"] += f" (busy {outcome['busy']:.1%} while torch.profiler saw {outcome['profiled_busy']:.1%})"

@@ -53,6 +53,7 @@ class Outcome:
     reserved_bytes: int = 0
     reason: str = ""
     gpu: str = ""
+    pool: str = ""
     busy: float = 0.0  # by our own report, in the steps that were profiled too
     profiled_busy: float = 0.0
     failed: str = ""
@@ -67,12 +68,13 @@ class Turns(TrainerCallback):
         self.last = self.ends_at[-1] + profiled
         self.steps_s: list[float] = []
         self.busy = self.profiled_busy = 0.0
-        self.gpu = self.reason = ""
+        self.gpu = self.reason = self.pool = ""
         self.began_s = 0.0
         self.marks: list[Any] = []
         self.profiler: Any = None
         self.meter: Any = None
         self.seen: Mark | None = None
+        self.turn: Mark | None = None
         self.trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -88,14 +90,15 @@ class Turns(TrainerCallback):
                 self.steps_s += between[_UNCOUNTED - 1 :]
             self.marks = []
             if step == self.ends_at[-1]:
-                self._report()
+                self._report(self._look(self._own_meter()))
                 self._begin_profile(step)
             if step < self.last:
                 print(json.dumps({"turn": step}), flush=True)
                 _wait_for_turn()
-                self.began_s, self.seen = _now(), self._look()
+                self.began_s = _now()
+                self.seen, self.turn = self._look(self.meter), self._look(self._own_meter())
         if step == self.last and self.profiler is not None:
-            seconds, seen = _now() - self.began_s, self._look()
+            seconds, seen = _now() - self.began_s, self._look(self.meter)
             self.profiler.__exit__(None, None, None)
             self.profiled_busy = busy_s(events_of(self.profiler)) / seconds
             gpu = gpu_time([mark for mark in (self.seen, seen) if mark is not None])
@@ -109,22 +112,30 @@ class Turns(TrainerCallback):
             self.profiler = profile(activities=[ProfilerActivity.CUDA])
             self.profiler.__enter__()
 
-    def _look(self) -> Mark | None:
-        """Our own figures just now."""
+    def _own_meter(self) -> Any:
+        """The session's."""
         session = getattr(self.trainer, "session", None)
-        if session is None or self.meter is None:
+        return None if session is None else session._parts.ground.idle
+
+    def _look(self, meter: Any) -> Mark | None:
+        """Our own figures just now, with what ``meter`` has counted."""
+        session = getattr(self.trainer, "session", None)
+        if session is None or meter is None:
             return None
         ground = session._parts.ground
         ground.waits.emit()
-        asked, idle = self.meter.read()
+        asked, idle = meter.read()
         waited_s = sum(ground.recorder.snapshot().waits_s.values())
         return Mark(at_s=time.perf_counter(), waited_s=waited_s, asked=asked, idle=idle)
 
-    def _report(self) -> None:
+    def _report(self, now: Mark | None) -> None:
+        """Note what became of the last turn. The session's own report counts the turns of others too."""
         session = getattr(self.trainer, "session", None)
         if session is not None:
+            gpu = gpu_time([mark for mark in (self.turn, now) if mark is not None])
             report = session.report()
-            self.gpu, self.reason = str(report.gpu or ""), report.activation_reason
+            self.gpu, self.reason = str(gpu or ""), report.activation_reason
+            self.pool = f"{report.pool_bytes / 2**30:.2f} GiB; {report.share_reason}"
 
 
 def _wait_for_turn() -> None:
@@ -182,7 +193,7 @@ def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outc
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    outcome = Outcome(method, steps_s=clock.steps_s, reason=clock.reason, gpu=clock.gpu)
+    outcome = Outcome(method, steps_s=clock.steps_s, reason=clock.reason, gpu=clock.gpu, pool=clock.pool)
     outcome.busy, outcome.profiled_busy = clock.busy, clock.profiled_busy
     if torch.cuda.is_available():
         outcome.vram_bytes = torch.cuda.max_memory_allocated()
