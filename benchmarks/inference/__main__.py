@@ -3,8 +3,8 @@
 A Llama of transformers with random bf16 weights in RAM. ``link``: what pinned memory gives to one copy at a time;
 ``storm``: `storm.stream` within ``--vram``; ``accelerate``: its ``cpu_offload``. Cases that end in ``-no-cudnn`` run
 without cuDNN's attention. That makes a plan for every new length of the cache: tens of milliseconds of the host's time
-a token, inside ``scaled_dot_product_attention``. Each case has a process of its own; one table at the end. "of the link": the time that
-the bytes of a token take on the link, over the time that it took.
+a token, inside ``scaled_dot_product_attention``. Each case has a process of its own; one table at the end. "of the
+link": the time that the bytes of a token take on the link, over the time that it took.
 """
 
 from __future__ import annotations
