@@ -76,17 +76,18 @@ def test_sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     peft.PeftModel.from_pretrained(llama(), "run")
 
 
-def test_the_loop_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("document", ["README.md", "docs/loop.md"])
+def test_the_loop_of_the_readme(document: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it is printed, in a folder that has a config like the demo's, of a smaller model, where a clone has it."""
     place = Path("src", "stormtorch", "demo_data", "config.json")
     (tmp_path / place).parent.mkdir(parents=True)
     config = json.loads((EXAMPLES.parent / place).read_text())
     smaller = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4}
     (tmp_path / place).write_text(json.dumps({**config, **smaller}))
-    section = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").partition("## Your own loop\n")[2]
+    section = (EXAMPLES.parent / document).read_text(encoding="utf-8").partition("# Your own loop\n")[2]
     block = section.partition("```python\n")[2].partition("```\n")[0]
     left: dict[str, Any] = {}
-    exec(compile(block, "README.md", "exec"), left)
+    exec(compile(block, document, "exec"), left)
     assert left["loss"] < 7.0
     assert "steps 20, " in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained("checkpoints/step-20")
