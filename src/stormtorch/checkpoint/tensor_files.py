@@ -1,7 +1,7 @@
 """safetensors files: 8 bytes (the header's length, little endian), a JSON header, the tensors' bytes.
 
-Written and read here and not by the library, which needs all tensors of a file in memory to write it, and maps it to
-read it. Here bytes go straight from home memory to the file, and from the file to home memory.
+The safetensors library needs all tensors of a file in memory to write it, and maps the file to read it. This module
+moves bytes straight from home memory to the file, and back.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
-_HEADER_LIMIT = 100_000_000  # the format's own
-_MOST_DIMENSIONS = 64  # torch's own
+_HEADER_LIMIT = 100_000_000  # of the format
+_MAX_DIMENSIONS = 64  # of torch
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ def read_header(path: Path) -> dict[str, Entry]:
         size = os.fstat(fd).st_size
         head = bytearray(8)
         if size < 8:
-            raise _damaged(path, f"{size} bytes do not hold a header")
+            raise _damaged(path, f"{size} bytes are too few for a header")
         disk.read_exactly(fd, memoryview(head), 0, path)
         (length,) = struct.unpack("<Q", head)
         if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
-            raise _damaged(path, f"its {size} bytes do not hold a header of {length}")
+            raise _damaged(path, f"its {size} bytes cannot hold a header of {length}")
         text = bytearray(length)
         disk.read_exactly(fd, memoryview(text), 8, path)
     try:
@@ -106,7 +106,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _entry(path: Path, name: str, value: Any, base: int, size: int) -> Entry:
     try:
         dtype, shape = str(value["dtype"]), tuple(_count(length) for length in value["shape"])
-        if len(shape) > _MOST_DIMENSIONS:
+        if len(shape) > _MAX_DIMENSIONS:
             raise ValueError
         first, last = (_count(offset) for offset in value["data_offsets"])
     except (KeyError, TypeError, ValueError):
@@ -142,14 +142,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _is_as_in_files(tensor: torch.Tensor) -> bool:
-    """Whether its memory is as in a file: in order, in RAM, no lazy sign or conjugate."""
+def _has_file_layout(tensor: torch.Tensor) -> bool:
+    """Whether its memory is laid out as in a file: contiguous, in RAM, without lazy negation or conjugation."""
     return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
 
 
 @dataclass(frozen=True)
 class Filling:
-    """A tensor of a file and its target memory; None: it is read for the checksum alone."""
+    """A tensor of a file and its target memory; None: read it for the checksum alone."""
 
     entry: Entry
     target: torch.Tensor | None
@@ -158,9 +158,9 @@ class Filling:
 def fill(
     path: Path, fillings: Sequence[Filling], *, expected: Record | None = None, stop: threading.Event | None = None
 ) -> None:
-    """Read tensors into existing memory: straight if it is laid out as in the file, else by pieces.
+    """Read tensors into existing memory: directly if it is laid out as in the file, else chunk by chunk.
 
-    With ``expected`` every byte is read and compared with the checksum. Blocks."""
+    With ``expected`` it reads every byte of the file and verifies the checksum. Blocks."""
     with disk.reading(path) as fd:
         source = _Source(fd, path, stop, sums=expected is not None)
         for filling in sorted(fillings, key=lambda filling: filling.entry.start):
@@ -173,7 +173,7 @@ def fill(
 
 
 class _Source:
-    """A file that is read from front to end."""
+    """Reads a file from front to end."""
 
     def __init__(self, fd: int, path: Path, stop: threading.Event | None, *, sums: bool) -> None:
         self._fd, self._path, self._stop, self._sums = fd, path, stop, sums
@@ -200,7 +200,7 @@ class _Source:
         entry, target = filling.entry, filling.target
         if target is None:
             self.skip_to(entry.start + entry.size)
-        elif _is_as_in_files(target) and target.dtype == entry.dtype:
+        elif _has_file_layout(target) and target.dtype == entry.dtype:
             self.read(bytes_of(target))
         elif target.is_contiguous():
             flat, step = target.view(-1), CHUNK // entry.dtype.itemsize
@@ -229,7 +229,7 @@ class Shard:
 
 
 def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> list[Shard]:
-    """Divide tensors into files, in order: as many as fit ``limit_bytes``, at least one."""
+    """Divide tensors into files, in order: each takes as many as fit ``limit_bytes``, at least one."""
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

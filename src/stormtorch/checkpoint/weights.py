@@ -26,9 +26,10 @@ SINGLE = "model.safetensors"
 def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> list[str]:
     """Fill the model's parameters and buffers from the safetensors in ``directory``; returns the names loaded.
 
-    One file or several with an index. Bytes go straight into the parameters' memory, home memory if the model is
-    streamed; where dtypes differ they are converted piece by piece. Exactly the model's names must be there, one name
-    for tied weights; otherwise nothing is changed. Blocks. Masters follow the weights, moments remain unchanged.
+    Reads one file, or several with an index. Bytes go straight into the parameters' memory, which is home memory if the
+    model is streamed; tensors of another dtype are converted chunk by chunk. The files must hold exactly the model's
+    names, one name for tied weights; otherwise it raises and changes nothing. Masters follow the weights; moments do
+    not change. Blocks.
     """
     path = Path(directory)
     names = names_of(model)
@@ -46,7 +47,7 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     where: dict[str, tuple[str, Entry]] = {}
     for file, header in headers.items():
         for name, entry in header.items():
-            if name in names.passing and name not in places:
+            if name in names.non_persistent and name not in places:
                 continue
             known = name if name in places else alias.get(name, name)
             if known in found and known != name:
