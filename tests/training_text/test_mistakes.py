@@ -28,12 +28,12 @@ def refused(paths: list[Path], tokenizer: Any, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"{'text': 1}", ["no JSON"]),
-        (b'{"text": "a"', ["no JSON (Expecting ',' delimiter at column 13)"]),
-        (b'{"text": "a', ["no JSON (Unterminated string starting at column 10)"]),
+        (b"{'text': 1}", ["not JSON"]),
+        (b'{"text": "a"', ["not JSON (Expecting ',' delimiter at column 13)"]),
+        (b'{"text": "a', ["not JSON (Unterminated string starting at column 10)"]),
         (b'{"text": [{"role": "user"}]}', ["'text' is a list of messages", '{"messages": [...]}']),
-        (b"[1, 2]", ["a JSON array and no object", "jq -c"]),
-        (b"[", ["a JSON array and no object"]),
+        (b"[1, 2]", ["a JSON array, not an object", "jq -c"]),
+        (b"[", ["a JSON array, not an object"]),
         (b'{"txt": "a"}', ["no field 'text'", "'txt'"]),
         (b'{"text": 3}', ["'text'", "int"]),
         (b'{"text": ["a"]}', ["'text'", "list"]),

@@ -1,7 +1,7 @@
-"""safetensors files: every tensor of a file is a field, its first dimension counts the rows.
+"""safetensors files: every tensor is a field; its first dimension is the rows.
 
-The file is 8 bytes (the header's length, little endian), a JSON header (name to dtype, shape, and first and last byte
-in the payload), and the payload. The header is read here and not by the library, which would map the file.
+A file is 8 bytes (the header's length, little endian), a JSON header (name to dtype, shape, and first and last byte in
+the payload), and the payload. This module reads the header itself, because the library would map the file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_HEADER_LIMIT = 100_000_000  # the format's own
-_MOST_DIMENSIONS = 64  # torch's own
+_HEADER_LIMIT = 100_000_000  # of the format
+_MAX_DIMENSIONS = 64  # of torch
 
 
 def safetensors_source(path: Path) -> FileSource:
@@ -93,13 +93,13 @@ def _length(head: bytes) -> int:
 def _header(path: Path, size: int) -> tuple[int, dict[str, Any]]:
     head = read_at(path, 0, 8)
     if len(head) < 8 or not 2 <= _length(head) <= min(size - 8, _HEADER_LIMIT):
-        raise _damaged(path, f"{size} bytes do not hold the header")
+        raise _damaged(path, f"{size} bytes cannot hold the header")
     try:
         header = parse_json(read_at(path, 8, _length(head)), repeated=False)
         if not isinstance(header, dict):
-            raise ValueError("the header is no object")
+            raise ValueError("the header is not an object")
     except ValueError as error:
-        raise _damaged(path, f"the header is no JSON object: {error}") from error
+        raise _damaged(path, f"the header is not a JSON object: {error}") from error
     header.pop("__metadata__", None)
     return 8 + _length(head), header
 
@@ -109,7 +109,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, .
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         first, last = entry["data_offsets"]
         good = all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, first, last))
-        good = good and isinstance(dtype, str) and len(shape) <= _MOST_DIMENSIONS
+        good = good and isinstance(dtype, str) and len(shape) <= _MAX_DIMENSIONS
     except (KeyError, TypeError, ValueError):
         good = False
     if not good:
@@ -120,4 +120,4 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, .
 
 
 def _damaged(path: Path, why: str) -> StorageError:
-    return StorageError(f"{path} is no whole safetensors file ({why}). Copy or write it again.")
+    return StorageError(f"{path} is not a complete safetensors file ({why}). Copy or write it again.")
