@@ -96,7 +96,7 @@ def test_losses_as_models_return_them(tmp_path: Path, module: str, kind: str) ->
     [
         ("mishaps_of_a_test:raises", "raised ValueError: no luck today (" + "{folder}/mishaps_of_a_test.py, line"),
         ("mishaps_of_a_test:leaves", "raised SystemExit: 5"),
-        ("mishaps_of_a_test:Constant", "The loss is computed of no weight"),
+        ("mishaps_of_a_test:Constant", "The loss is not computed from weights"),
         ("no_python_of_a_test:make", "SyntaxError: invalid syntax ({folder}/no_python_of_a_test.py, line 1)"),
     ],
 )

@@ -219,9 +219,9 @@ def test_what_counts_as_used_does_not_depend_on_a_debugger() -> None:
         "sys.settrace(look)\n"
         "from stormtorch.data.delivery.buffers import _UNUSED, Buffers\n"
         "sys.settrace(None)\n"
-        "from stormtorch.data.delivery.buffers import _holders\n"
+        "from stormtorch.data.delivery.buffers import _reference_count\n"
         "from collections import deque\n"
-        "print(_UNUSED == _holders(deque([(__import__('ctypes').c_ubyte * 1)()])))\n"
+        "print(_UNUSED == _reference_count(deque([(__import__('ctypes').c_ubyte * 1)()])))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"

@@ -33,13 +33,13 @@ LINE = 64  # of the CPU's caches; torch aligns its own memory to it too
 Pages = ctypes.Array[ctypes.c_ubyte]
 
 
-def _holders(pages: deque[Pages]) -> int:
+def _reference_count(pages: deque[Pages]) -> int:
     """The reference count of the first pages. They get no local name: debuggers copy locals."""
     return sys.getrefcount(pages[0])
 
 
 # Measured: versions of Python count the references of an argument differently.
-_UNUSED = _holders(deque([(ctypes.c_ubyte * 1)()]))
+_UNUSED = _reference_count(deque([(ctypes.c_ubyte * 1)()]))
 
 
 @dataclass(slots=True)
@@ -68,20 +68,20 @@ class Buffers:
         if self._batches == 1 and (rows != self._rows or self._size < _SMALL):
             return Room(torch.empty((rows, *field.shape), dtype=field.dtype, device="cpu"), None)
         pages = self._unused() or self._new()
-        return Room(self._over(pages, 0, rows), pages)
+        return Room(self._tensor_over(pages, 0, rows), pages)
 
     def batches(self, room: Room) -> list[torch.Tensor]:
         """The batches in ``room``, each with its own storage."""
         if room.pages is None or self._batches == 1:
             return [room.whole]
         rows = len(room.whole)
-        return [self._over(room.pages, at, min(self._rows, rows - at)) for at in range(0, rows, self._rows)]
+        return [self._tensor_over(room.pages, at, min(self._rows, rows - at)) for at in range(0, rows, self._rows)]
 
     def clear(self) -> None:
         """Forget all buffers: unused ones are freed, the others belong to the user."""
         self._all.clear()
 
-    def _over(self, pages: Pages, first: int, rows: int) -> torch.Tensor:
+    def _tensor_over(self, pages: Pages, first: int, rows: int) -> torch.Tensor:
         field = self._field
         count, offset = rows * field.row_bytes // field.dtype.itemsize, first * field.row_bytes
         # resize_ moves nothing here. A view would refuse detach_ and similar calls of user code.
@@ -89,7 +89,7 @@ class Buffers:
 
     def _unused(self) -> Pages | None:
         for _ in range(len(self._all)):
-            is_unused = _holders(self._all) == _UNUSED
+            is_unused = _reference_count(self._all) == _UNUSED
             self._all.rotate(-1)
             if is_unused:
                 return self._all[-1]

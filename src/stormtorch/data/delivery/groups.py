@@ -19,8 +19,8 @@ from ..source import Field
 from .buffers import LINE
 
 # Limits of a group. On a GPU up to two exist at a time; on the CPU a batch that the user keeps holds the whole group.
-_MOST_BYTES = {"cpu": 8 * MiB, "cuda": 32 * MiB}
-_MOST_BATCHES = {"cpu": 8, "cuda": 32}
+_MAX_BYTES = {"cpu": 8 * MiB, "cuda": 32 * MiB}
+_MAX_BATCHES = {"cpu": 8, "cuda": 32}
 _SHARE = 32  # a group takes at most this fraction of the free memory
 _ROW_BYTES = 56  # reading takes as much for each row of a field, beside the row
 
@@ -33,5 +33,5 @@ def batches_at_once(
         return 1  # only the first batch would be aligned
     batch_bytes = batch_rows * sum(field.row_bytes + _ROW_BYTES for field in fields)
     kind = "cpu" if device.type == "cpu" else "cuda"
-    group_bytes = min(_MOST_BYTES[kind], free_bytes // _SHARE)
-    return max(1, min(_MOST_BATCHES[kind], most_rows // batch_rows, group_bytes // batch_bytes))
+    group_bytes = min(_MAX_BYTES[kind], free_bytes // _SHARE)
+    return max(1, min(_MAX_BATCHES[kind], most_rows // batch_rows, group_bytes // batch_bytes))

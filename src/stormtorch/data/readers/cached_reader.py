@@ -51,7 +51,7 @@ class CachedReader(Reader):
         self._one_shard = len(source.shards) == 1
         self._warmer: Warmer | None = None
         self._all_files = list(range(len(self.layout.files)))
-        self._blanks: list[Pieces] = []  # see _blank
+        self._templates: list[Pieces] = []  # see _template
 
     def stop(self) -> None:
         if self._warmer is not None and not self._warmer.ended:
@@ -81,7 +81,7 @@ class CachedReader(Reader):
             return FailedRead(rows, self.layout.open_error(rows, error.file, error.cause))
         if lent is None:
             return None
-        pieces = self._blank(count)
+        pieces = self._template(count)
         for at, (column, target) in enumerate(zip(layout.columns, targets, strict=True)):
             part = pieces[at * count : (at + 1) * count]
             if shards is None:
@@ -97,16 +97,16 @@ class CachedReader(Reader):
             part[:, 4] += target
         return CachedRead(self, rows, self.pool.submit(pieces, keep), files)
 
-    def _blank(self, count: int) -> Pieces:
+    def _template(self, count: int) -> Pieces:
         """A template for the pieces of ``count`` rows: their sizes, and places in the batch."""
-        if not self._blanks or len(self._blanks[0]) < count:
-            self._blanks = []
+        if not self._templates or len(self._templates[0]) < count:
+            self._templates = []
             for column in self.layout.columns:
                 blank = np.zeros((count, len(PIECE)), dtype=np.int64)
                 blank[:, 2] = blank[:, 3] = column.row_bytes
                 blank[:, 4] = np.arange(count) * column.row_bytes
-                self._blanks.append(blank)
-        return np.concatenate([blank[:count] for blank in self._blanks])
+                self._templates.append(blank)
+        return np.concatenate([blank[:count] for blank in self._templates])
 
     def _files_of(self, shards: Rows | None) -> list[int]:
         """The files of these shards, sorted."""

@@ -39,7 +39,7 @@ class Warmer:
                 return
             window = next(self._windows, None)
             if window is not None:
-                self._announce(window)
+                self._queue(window)
             elif not self._jobs:
                 self.close()
             else:
@@ -58,7 +58,7 @@ class Warmer:
         while self._jobs:
             self._descriptors.give_back(self._jobs.popleft()[1])
 
-    def _announce(self, window: Window) -> None:
+    def _queue(self, window: Window) -> None:
         layout = self._layout
         shards = layout.shards_of(window.firsts)
         inside = window.firsts - layout.starts[shards]

@@ -209,7 +209,7 @@ class WindowReader(Reader):
         self._gather()
         while self._resident and self._is_used_up(self._resident[0]):
             self._resident.popleft().load.release()
-        self._load_ahead()
+        self._prefetch()
 
     def _gather(self) -> None:
         while self._unread and self._unread[0].gather():
@@ -221,7 +221,7 @@ class WindowReader(Reader):
             for job in self._resident[0].gathers:
                 self.pool.wait(job)
             self._resident.popleft().load.release()
-        self._load_ahead()
+        self._prefetch()
 
     def close(self) -> None:
         try:
@@ -230,7 +230,7 @@ class WindowReader(Reader):
         finally:
             self._windows.close()
 
-    def _load_ahead(self) -> None:
+    def _prefetch(self) -> None:
         while self._windows.has_room():
             epoch, number = self._next
             self._ahead = self._ahead or self._order.window(epoch, number)

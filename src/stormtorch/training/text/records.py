@@ -48,7 +48,7 @@ def data_files(paths: Sequence[Path | str]) -> list[Path]:
             raise SettingError(f"{path} does not exist. Name a file of JSON lines or text, or a directory of such.")
         elif path.suffix.lower() not in JSON_LINES | PLAIN_TEXT:
             raise SettingError(
-                f"{path} does not have the name of JSON lines or text. Accepted: {_accepted()}.{_conversion([path])}"
+                f"{path} is neither JSON lines nor text by its name. Accepted: {_accepted()}.{_conversion([path])}"
             )
         else:
             files.append(path)
