@@ -78,7 +78,7 @@ def test_text_becomes_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "9.jsonl, line 2: not JSON" in capsys.readouterr().err
     assert not (tmp_path / "o2").exists()
     assert main([*arguments, "--skip-bad-lines"]) == 0
-    assert "1 documents, 1 tokens, 1 bad lines left out." in capsys.readouterr().out
+    assert "1 documents, 1 tokens, 1 bad lines skipped." in capsys.readouterr().out
     assert np.fromfile(tmp_path / "o2" / "00000-0.bin", np.int64).tolist() == [3]
 
 
