@@ -18,6 +18,7 @@ from torch import nn
 from ..core.errors import CheckpointError, SettingError, StormError, WrongModel
 from ..core.notices import say_once
 from ..memory.books.limits import host_available_bytes
+from ..memory.disk.safetensors_header import Entry
 from ..streams.home.parameter import plain
 from ..streams.optimizer.masters import MASTER
 from . import disk
@@ -28,7 +29,7 @@ from .folder import Manifest, check_complete, check_sums, file_in, is_tensors
 from .names import Names, compare, names_of
 from .random_state import set_random_state
 from .session_state import Durable
-from .tensor_files import Entry, Filling, fill, read_header
+from .tensor_files import Filling, fill, read_header
 from .threads import Task, run_all
 
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..core.errors import WrongModel
-from .tensor_files import Entry
+from ..memory.disk.safetensors_header import Entry
 
 
 @dataclass

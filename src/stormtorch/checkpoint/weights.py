@@ -10,6 +10,7 @@ from torch import nn
 
 from ..core.errors import CheckpointError, WrongModel
 from ..memory.disk.contained import JSON_LIMIT_BYTES, parse_json
+from ..memory.disk.safetensors_header import Entry
 from ..streams.home.parameter import plain
 from . import disk
 from .adapter import base_name, base_names, is_adapter_name
@@ -18,7 +19,7 @@ from .folder import MANIFEST, STORM, check_sums, file_in, read_manifest
 from .loading import Job, read_all
 from .names import compare, names_of
 from .session_state import durable_of
-from .tensor_files import Entry, Filling, read_header
+from .tensor_files import Filling, read_header
 
 SINGLE = "model.safetensors"
 
