@@ -160,7 +160,7 @@ def test_nobody_reads_any_more() -> None:
         live.log(STATUS)
         live.say("something")
     live.close()
-    assert errors.getvalue().count("closed by its reader") == 1
+    assert errors.getvalue().count("The reader closed the output") == 1
     live = Live(out=Gone(), errors=Gone())  # a terminal that was closed
     live.say("something")
     live.warn("something")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..core.errors import CheckpointError, StorageError
 from ..core.sizes import MiB, format_bytes
-from ..memory.disk.calls import storage_error
+from ..memory.disk.calls import storage_error, storage_errors
 
 CHUNK = 8 * MiB
 _WINDOW = 32 * MiB
@@ -260,14 +260,3 @@ def check(path: Path, found: Record, expected: Record, *, remedy: str = "Use ano
             f"{path} is damaged: checksum {found.crc:08x} of {found.size} bytes, the manifest says {expected.crc:08x} "
             f"of {expected.size}. {remedy}"
         )
-
-
-@contextlib.contextmanager
-def storage_errors(what: str) -> Iterator[None]:
-    """Raise an OSError of the block as StorageError: "Cannot ``what``: ..."."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error(what, error) from error

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..core.errors import SettingError, StorageError
+from ..memory.disk.calls import storage_errors
 from . import disk
 from .disk import Record
 from .folder import MANIFEST, OURS, STORM, Manifest, beside, lock, not_created, remove
@@ -68,7 +69,7 @@ class Draft:
         for folder in sorted(folders):
             disk.sync_folder(folder)
         disk.sync_folder(self.path)
-        with disk.storage_errors(f"rename {self.path} to {self.directory}"):
+        with storage_errors(f"rename {self.path} to {self.directory}"):
             self._rename()
         disk.sync_folder(self.directory.parent)
         self._end()

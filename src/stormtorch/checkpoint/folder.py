@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from ..core.errors import CheckpointError, SettingError, StorageError
-from ..memory.disk.calls import storage_error
+from ..memory.disk.calls import storage_error, storage_errors
 from ..memory.disk.contained import JSON_LIMIT_BYTES, inside, parse_json
 from . import disk
 from .disk import Record
@@ -208,7 +208,7 @@ def remove(path: Path) -> None:
     hidden = beside(path, "removing")
     OURS.add(str(hidden))
     try:
-        with disk.storage_errors(f"remove {path}"):
+        with storage_errors(f"remove {path}"):
             disk.CALLS.rename(str(path), str(hidden))
             disk.sync_folder(path.parent)
             _delete(hidden)

@@ -12,10 +12,10 @@ from torch import nn
 
 from ..core.errors import OutOfBudget, StormError
 from ..core.notices import say_once
+from ..memory.disk.calls import storage_errors
 from ..streams.bridge.handlers import handler_here, inside_step
 from . import adapter, folder, pretrained
 from .content import gather
-from .disk import storage_errors
 from .draft import Draft, place_of
 from .loading import load_into
 from .session_state import Durable

@@ -15,7 +15,7 @@ import torch
 from ..core.errors import StorageError
 from ..core.notices import say_once
 from ..core.sizes import format_bytes
-from ..memory.disk.calls import storage_error
+from ..memory.disk.calls import storage_errors
 from . import disk
 from .content import Content, TensorFile
 from .disk import FileWriter, Record, Stopped
@@ -114,10 +114,8 @@ def write_tensors(
     stop: threading.Event | None = None,
 ) -> Record:
     """Write a new file; borrows each piece while it writes it."""
-    try:
+    with storage_errors(f"create {path.parent}"):
         path.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise storage_error(f"create {path.parent}", error) from error
     with contextlib.closing(FileWriter(path, stop)) as writer:
         writer.write(file.header)
         for piece in file.pieces:

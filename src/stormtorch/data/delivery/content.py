@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...core.sizes import KiB, MiB
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import opened
 from ..formats.items import ItemSource
 from ..readers.layout import Layout
@@ -110,10 +110,8 @@ class _OpenFiles:
         if path not in self._open:
             if len(self._open) == _MAX_OPEN_FILES:
                 self.close()
-            try:
+            with storage_errors(f"read {path}"):
                 self._open[path] = self._stack.enter_context(opened(path))
-            except OSError as error:
-                raise storage_error(f"read {path}", error) from error
         return self._open[path]
 
     def size(self, path: Path) -> int:
@@ -121,7 +119,5 @@ class _OpenFiles:
 
     def read(self, path: Path, at: int, count: int) -> bytes:
         """Read; fewer bytes if the file is truncated, which reading the row will report."""
-        try:
+        with storage_errors(f"read {path}", numbers=f"{count} bytes at {at}"):
             return os.pread(self._file(path).fileno(), count, at)
-        except OSError as error:
-            raise storage_error(f"read {path}", error, numbers=f"{count} bytes at {at}") from error

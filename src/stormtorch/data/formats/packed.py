@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import inside, parse_json, read_small
 from ..source import Field, FileSource, Shard, Strip
 from .dtypes import BY_NAME
@@ -100,13 +100,11 @@ def verify(directory: Path, progress: Callable[[int], None] = lambda _: None) ->
     for shard in read_index(directory).shards:
         for file in shard.files:
             found = 0
-            try:
-                with (directory / file.name).open("rb", buffering=0) as opened:
-                    while piece := opened.read(1 << 22):
-                        found = zlib.crc32(piece, found)
-                        progress(len(piece))
-            except OSError as error:
-                raise storage_error(f"read {directory / file.name}", error) from error
+            path = directory / file.name
+            with storage_errors(f"read {path}"), path.open("rb", buffering=0) as opened:
+                while piece := opened.read(1 << 22):
+                    found = zlib.crc32(piece, found)
+                    progress(len(piece))
             if found != file.crc32:
                 raise StorageError(
                     f"{directory / file.name} is damaged: checksum {found:08x}, the index says {file.crc32:08x}. "

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _BESIDE_DATA = frozenset({".json", ".md", ".txt", ".yaml", ".yml", ".sha256", ".idx", ".lock", ".log", ".py"})
@@ -25,12 +25,10 @@ def natural_order(path: Path) -> list[tuple[int, int, str]]:
 
 def file_size(path: Path) -> int:
     """Bytes of a readable file. Raises StorageError if it is missing, not a plain file, or not readable."""
-    try:
+    with storage_errors(f"read {path}"):
         found = path.stat()
         if stat.S_ISREG(found.st_mode):  # opening another kind could block forever
             path.open("rb").close()
-    except OSError as error:
-        raise storage_error(f"read {path}", error) from error
     if not stat.S_ISREG(found.st_mode):
         raise StorageError(
             f"Cannot read {path}: it is not a plain file, so rows cannot be read at any offset. Copy it to one."
@@ -40,11 +38,8 @@ def file_size(path: Path) -> int:
 
 def read_at(path: Path, offset: int, count: int) -> bytes:
     """At most ``count`` bytes from ``offset``: fewer at the end of the file. Blocks."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), count, offset)
-    except OSError as error:
-        raise storage_error(f"read {path}", error, numbers=f"{count} bytes at {offset}") from error
+    with storage_errors(f"read {path}", numbers=f"{count} bytes at {offset}"), path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), count, offset)
 
 
 def files_meant(what: str | os.PathLike[str], *, notes: bool = False) -> list[Path]:
@@ -84,10 +79,8 @@ def _matches(pattern: Path) -> list[Path]:
 
 
 def _files_of(directory: Path, *, notes: bool) -> list[Path]:
-    try:
+    with storage_errors(f"list {directory}"):
         seen = [entry for entry in directory.iterdir() if not entry.name.startswith((".", "_"))]
-    except OSError as error:
-        raise storage_error(f"list {directory}", error) from error
     inner = sorted((entry for entry in seen if entry.is_dir()), key=natural_order)
     if inner:
         raise SettingError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.errors import SettingError, StorageError
 from ...core.sizes import MiB
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ..formats.arrow import CompressedArrow, batches_of
 from ..formats.arrow_tables import pyarrow, rows_of, selected, tensors_of
 from ..formats.dtypes import name_of
@@ -123,12 +123,9 @@ def _chunks_of_shard(fields: Sequence[Field], shard: Shard) -> Iterator[Chunk]:
 def _read(path: Path, offset: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     data = np.empty(count, dtype=np.uint8)
     done = 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            while done < count and (got := os.preadv(file.fileno(), [data.data[done:]], offset + done)):
-                done += got
-    except OSError as error:
-        raise storage_error(f"read {path}", error, numbers=f"{count} bytes at {offset}") from error
+    with storage_errors(f"read {path}", numbers=f"{count} bytes at {offset}"), path.open("rb", buffering=0) as file:
+        while done < count and (got := os.preadv(file.fileno(), [data.data[done:]], offset + done)):
+            done += got
     if done < count:
         raise StorageError(
             f"{path} ends at byte {offset + done}, but {count} bytes at {offset} were expected: it was truncated while "

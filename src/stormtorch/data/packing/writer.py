@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_error, storage_errors
 from ...memory.disk.contained import check_no_link
 from ..formats.packed import INDEX, Index, Kind, PackedFile, PackedShard, to_json
 from ..source import Field
@@ -115,10 +115,8 @@ class _Column:
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes, self.crc32 = path, 0, 0
-        try:
+        with storage_errors(f"create {path}"):
             self.file: BinaryIO = path.open("xb", buffering=0)
-        except OSError as error:
-            raise storage_error(f"create {path}", error) from error
 
     def append(self, rows: Tensor) -> None:
         data = rows.contiguous().view(-1).view(torch.uint8).numpy().data
@@ -179,7 +177,7 @@ class _Partial:
 
     def publish(self) -> None:
         """Rename the directory, whose content is on the disk already, and make the name durable."""
-        try:
+        with storage_errors(f"rename {self.place} to {self.out}"):
             os.fsync(self._lock)
             self.place.rename(self.out)
             parent = os.open(self.out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -187,8 +185,6 @@ class _Partial:
                 os.fsync(parent)
             finally:
                 os.close(parent)
-        except OSError as error:
-            raise storage_error(f"rename {self.place} to {self.out}", error) from error
 
     def end(self) -> None:
         """Remove the directory unless it was published. Idempotent."""

@@ -70,7 +70,7 @@ class FileWindows(Windows):
         self._check_room(ledger, order, count)
         self._arenas = [HostArena(self.window_bytes, ledger=ledger, tag=Tag.DATA) for _ in range(count)]
         self.free = [arena.tensor((self.window_bytes,), torch.uint8, alignment=ALIGNMENT) for arena in self._arenas]
-        # Queues are served in turn: with fewer threads, a read of a few labels would delay a block of images.
+        # Per group: otherwise a read of a few labels would occupy the thread of a block of images.
         threads = min(READ_THREADS * len(self._groups), _MAX_THREADS)
         self._stages = self._reserve_stages(ledger, threads * _STAGE_BYTES) if direct and staged else None
         self.pool = open_rows(threads, stage_bytes=_STAGE_BYTES if self._stages else 0)

@@ -23,7 +23,7 @@ from ...checkpoint.folder import check_as_model
 from ...checkpoint.tensor_files import read_header
 from ...core.errors import SettingError, StorageError, WrongModel
 from ...core.sizes import MiB
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import inside, opened, parse_json, read_small
 from ..errors import reason, require
 from .model_folder import CONFIG_LIMIT_BYTES, check_model_folder, has_value, read_plain, weight_map
@@ -129,13 +129,10 @@ def fingerprint(path: Path) -> str:
     """A hash of the weights in a folder: names and sizes of the files, and the last MiB of each."""
     found = hashlib.blake2b(digest_size=16)
     for file in weight_files(path):
-        try:
-            with opened(file) as stream:
-                size = stream.seek(0, os.SEEK_END)
-                stream.seek(max(size - MiB, 0))
-                found.update(f"{file.name} {size} ".encode() + stream.read(MiB))
-        except OSError as error:
-            raise error if isinstance(error, StorageError) else storage_error(f"read {file}", error) from error
+        with storage_errors(f"read {file}"), opened(file) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(size - MiB, 0))
+            found.update(f"{file.name} {size} ".encode() + stream.read(MiB))
     return found.hexdigest()
 
 
@@ -148,15 +145,12 @@ def samples(path: Path) -> str:
         if file.suffix != ".safetensors":
             continue  # pickles end with checksums, which the fingerprint covers
         header = read_header(file)
-        try:
-            with opened(file) as stream:
-                for name in sorted(header):
-                    start, end = header[name].start, header[name].start + header[name].size
-                    for at in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
-                        stream.seek(at)
-                        found.update(stream.read(min(_SAMPLE_BYTES, end - at)))
-        except OSError as error:
-            raise error if isinstance(error, StorageError) else storage_error(f"read {file}", error) from error
+        with storage_errors(f"read {file}"), opened(file) as stream:
+            for name in sorted(header):
+                start, end = header[name].start, header[name].start + header[name].size
+                for at in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
+                    stream.seek(at)
+                    found.update(stream.read(min(_SAMPLE_BYTES, end - at)))
     return found.hexdigest()
 
 
@@ -173,7 +167,7 @@ def values_in_config(path: Path) -> dict[str, Any]:
 
 
 def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The model without memory for its parameters, with real buffers. Leaves random generators as they were."""
+    """The model without memory for its parameters, with real buffers. Initialises no weights."""
     transformers = require("transformers", extra="hf", why="This model")
     accelerate = require("accelerate", extra="hf", why="This model")
     initialization = require("transformers.initialization", extra="hf", why="This model")

@@ -12,7 +12,7 @@ from ...checkpoint.folder import check_as_model
 from ...core.errors import StorageError
 from ...core.notices import say_once
 from ...core.sizes import MiB
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import inside, parse_json, read_small
 from ..errors import reason
 
@@ -76,7 +76,7 @@ def check_model_folder(path: Path) -> None:
     """Raise if a link or an index in a model's folder leads out of it, or a checkpoint's small files are damaged."""
     if not path.is_dir():
         return
-    try:
+    with storage_errors(f"read {path}"):
         for entry in sorted(path.iterdir()):
             if entry.is_symlink() and (entry.suffix in _READ_KINDS or entry.name in _READ_FOLDERS):
                 inside(path, entry.name)
@@ -89,10 +89,6 @@ def check_model_folder(path: Path) -> None:
         tokenizer = path / "tokenizer_config.json"
         if tokenizer.is_file():
             _check_named_files(tokenizer)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise storage_error(f"read {path}", error) from error
     check_as_model(path)
 
 

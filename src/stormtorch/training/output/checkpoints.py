@@ -9,7 +9,7 @@ from typing import Any
 
 from ...checkpoint.folder import read_manifest
 from ...core.errors import CheckpointError, StorageError
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...session.api import Session
 from ..reporting.usage import Spent
 from .run_folder import RunFolder
@@ -102,7 +102,7 @@ class Checkpoints:
         self._warn(f"{path.name} was not saved: {error} {'Training goes on. ' if goes_on else ''}{good}")
 
     def _write(self, path: Path, step: int, also: dict[str, Any], *, wait: bool, optimizer: bool) -> None:
-        try:
+        with storage_errors(f"write {path}"):  # the tokenizer's own writing raises OSError
             self._session.save(
                 path,
                 also=also,
@@ -110,10 +110,6 @@ class Checkpoints:
                 wait=wait,
                 optimizer=optimizer,
             )
-        except StorageError:
-            raise
-        except OSError as error:  # from the tokenizer's own writing
-            raise storage_error(f"write {path}", error) from error
 
 
 def _spent(path: Path, began_s: float) -> Spent:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Self, TextIO
 
 from ...core.errors import StorageError
 from ...core.sizes import MiB
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_error, storage_errors
 from ...memory.disk.contained import check_no_link, open_to_write, opened, parse_json
 from ..errors import require
 from ..settings.train_settings import TrainSettings
@@ -80,10 +80,8 @@ class Metrics:
     """Writes records, each with a step and a kind: load, resume, step, skip, nan, evaluation, sample, save or end."""
 
     def __init__(self, path: Path, *, tensorboard: Path | None, purge_step: int) -> None:
-        try:
+        with storage_errors(f"write {path}"):
             self._file: TextIO = os.fdopen(open_to_write(path, append=True), "a", encoding="utf-8")
-        except OSError as error:
-            raise error if isinstance(error, StorageError) else storage_error(f"write {path}", error) from error
         self._path = path
         self._board: Any = None
         self._full = False

@@ -12,7 +12,7 @@ from typing import Any
 from ...checkpoint.folder import all_complete, check_complete, check_sums, read_manifest, remove
 from ...core.errors import CheckpointError, SettingError, StorageError, WrongModel
 from ...data.loader import DataLoader
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...session.api import Session
 from ..reporting.usage import Spent
 from ..reporting.watcher import Watcher
@@ -78,13 +78,11 @@ class Resumed:
         for path in sorted(folder.checkpoints.iterdir()):
             if folder.is_own(path) and int(path.name.removeprefix("step-")) > self.record.step:
                 target = folder.damaged / path.name
-                try:
+                with storage_errors(f"move {path} to {target}"):
                     target.parent.mkdir(exist_ok=True)
                     if os.path.lexists(target):
                         remove(target)
                     path.rename(target)
-                except OSError as error:
-                    raise storage_error(f"move {path} to {target}", error) from error
                 moved.append(target)
         folder.prune(keep)
         return moved

@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import SettingError, StorageError, StormError
+from ...core.errors import SettingError, StorageError
 from ...data.formats.packed import read_index
 from ...data.formats.paths import file_size, whole_number
 from ...data.formats.text_lines import Progress
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..errors import reason
 from .cache import being_written, digest_of, sweep
@@ -111,7 +111,7 @@ def prepare(
             _first(files), format=format, completions_only=completions_only, text_field=text_field, tokenizer=tokenizer
         )
         source = _Texts(files, reading, encoder, cache)
-    try:
+    with storage_errors(f"write tokens to {cache}"):
         check_no_link(cache)
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache)
@@ -120,10 +120,6 @@ def prepare(
         if found is None:
             _write(cache, key, source, sequence=sequence, packing=packing, progress=progress)
             found = _found(cache / key, padding=source.padding, reused=False)
-    except OSError as error:
-        if isinstance(error, StormError):
-            raise
-        raise storage_error(f"write tokens to {cache}", error) from error
     if found is None:
         raise StorageError(f"The tokens in {cache / key} were removed while they were in use. Start again.")
     if vocabulary is not None and found.largest_token >= vocabulary:
