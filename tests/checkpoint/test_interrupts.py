@@ -128,7 +128,7 @@ main()  # and everything in it is forgotten, unclosed
         pytest.param("plain", 0, "", marks=pytest.mark.wide),
         ("raises", 5, ""),
         ("forked", 0, ""),
-        ("full", 0, "A save in the background has failed: "),
+        ("full", 0, "A save in the background failed: "),
     ],
     ids=str,
 )

@@ -75,10 +75,10 @@ def test_text_becomes_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     arguments = ["data", "pack", str(tmp_path / "9.jsonl"), "--out", str(tmp_path / "o2"), "--tokenizer", str(name)]
     arguments += ["--text-field", "body", "--eos-id", "none", "--dtype", "int64"]
     assert main(arguments) == 1
-    assert "9.jsonl, line 2: no JSON" in capsys.readouterr().err
+    assert "9.jsonl, line 2: not JSON" in capsys.readouterr().err
     assert not (tmp_path / "o2").exists()
     assert main([*arguments, "--skip-bad-lines"]) == 0
-    assert "1 documents, 1 tokens, 1 bad lines left out." in capsys.readouterr().out
+    assert "1 documents, 1 tokens, 1 bad lines skipped." in capsys.readouterr().out
     assert np.fromfile(tmp_path / "o2" / "00000-0.bin", np.int64).tolist() == [3]
 
 
@@ -107,14 +107,14 @@ def test_arrays_become_rows_and_are_verified(tmp_path: Path, capsys: pytest.Capt
         (["x.npy", "--shard-size", "8G"], ["--shard-size='8G'", "GiB"]),
         (["x.npy", "--shard-size", "0"], ["--shard-size 0"]),
         (["x.npy", "--dtype", "float31"], ["--dtype='float31'", "Accepted"]),
-        (["x.npy", "--dtype", "int8"], ["only floats"]),
+        (["x.npy", "--dtype", "int8"], ["floats only"]),
         (["x.npy", "--eos-id", "3"], ["--eos-id has no effect for arrays"]),
         (["x.npy", "--columns", "y"], ["has fields data; asked for y"]),
         (["a.txt"], ["a.txt is text", "--tokenizer"]),
         (["a.txt", "--tokenizer", "no.json"], ["no.json does not exist"]),
         (["a.txt", "--text-field", "text", "--dtype", "int32"], ["text, not tokens"]),
         (["a.jsonl", "--text-field", "text", "--columns", "x"], ["--columns has no effect for documents"]),
-        (["a.jsonl", "--text-field", "text"], ["Say --dtype"]),
+        (["a.jsonl", "--text-field", "text"], ["Give --dtype"]),
         (["a.jsonl", "--text-field", "text", "--eos-id", "-1"], ["--eos-id -1"]),
         (["no.npy"], ["no.npy", "does not exist"]),
     ],

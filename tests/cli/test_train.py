@@ -121,7 +121,7 @@ def test_a_run_is_told_from_beginning_to_end(tmp_path: Path, capsys: pytest.Capt
         "LlamaForCausalLM: ",
         "random, seed 0",
         "3 steps of 2 rows (64 tokens)",
-        "cpu, whose memory is RAM as well, at most 600.0 KiB of it (vram='600KiB')",
+        "cpu, whose memory is RAM too, at most 600.0 KiB of it (vram='600KiB')",
         "step 1/3",
         "device 600.0/600.0 KiB",
         "step 3/3",
@@ -157,7 +157,7 @@ def test_ctrl_c_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
         out, errors = child.communicate(timeout=500)
     assert child.returncode == 130
     assert "Traceback" not in errors
-    assert "The same command goes on from there." in out
+    assert "The same command resumes from there." in out
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()
     assert (saved / "model.safetensors").is_file()
 

@@ -165,5 +165,5 @@ def test_bad_raw(tmp_path: Path, arguments: dict[str, object], words: list[str])
 
 def test_a_pipe_is_refused_and_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StorageError, match="no plain file"):
+    with pytest.raises(StorageError, match="not a plain file"):
         raw(tmp_path / "pipe", dtype="uint8")

@@ -225,7 +225,7 @@ class TestDatasets:
             open_source(both)
         with pytest.raises(SettingError, match=r"both holds several datasets .*'train'"):
             open_source(self.directory.with_name("both"))
-        with pytest.raises(SettingError, match="IterableDataset has no rows to choose"):
+        with pytest.raises(SettingError, match="IterableDataset has no row numbers"):
             open_source(made.to_iterable_dataset())
         with pytest.raises(SettingError, match="no rows"):
             open_source(made.select(range(0)))

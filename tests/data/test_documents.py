@@ -51,13 +51,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"{broken", "no JSON (Expecting property name enclosed in double quotes at column 2)"),
-        (b'{"text": "a', "no JSON (Unterminated string starting at column 10)"),
-        (b'"text"', "a JSON str and no object"),
+        (b"{broken", "not JSON (Expecting property name enclosed in double quotes at column 2)"),
+        (b'{"text": "a', "not JSON (Unterminated string starting at column 10)"),
+        (b'"text"', "a JSON string, not an object"),
         (b'{"other": 1, "more": 2}', "no field 'text' among 'other', 'more'"),
-        (b'{"text": 7}', "neither a text nor a list of whole numbers but int"),
-        (b'{"text": [1.5]}', "neither a text"),
-        (b'{"text": null}', "but NoneType"),
+        (b'{"text": 7}', "of type int, neither text nor a list of whole numbers"),
+        (b'{"text": [1.5]}', "neither text"),
+        (b'{"text": null}', "of type NoneType"),
         (b'{"text": "\xff"}', "not UTF-8 at byte 10"),
         (b"[" * 100_000, "recursion"),
     ],
@@ -104,7 +104,7 @@ def test_truncated_and_foreign_archives(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"a\.jsonl\.gz, after line \d+: "):
         contents(tmp_path / "a.jsonl.gz")
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd....")
-    with pytest.raises(SettingError, match="compressed by zstd"):
+    with pytest.raises(SettingError, match="compressed with zstd"):
         contents(tmp_path / "a.jsonl.zst")
     with pytest.raises(StorageError, match="does not exist"):
         contents(tmp_path / "no.txt")
@@ -131,7 +131,7 @@ def test_columns_of_tables(tmp_path: Path, form: str) -> None:
     assert contents(path, text_field="ids") == [some for some in ids if some]
     with pytest.raises(SettingError, match=r"has columns id, text, ids and no 'body'"):
         contents(path, text_field="body")
-    with pytest.raises(StorageError, match=r"row 0: field 'id' is neither a text"):
+    with pytest.raises(StorageError, match=r"row 0: field 'id' is of type int, neither text"):
         contents(path, text_field="id")
     path.write_bytes(path.read_bytes()[:-3000])
     with pytest.raises(StorageError, match="damaged or truncated"):

@@ -50,9 +50,9 @@ def test_map_style_datasets_are_taken_as_they_are() -> None:
         (Endless(), ["Endless", "IterableDataset", "map-style"]),
         (Unsized(), ["Unsized", "Accepted"]),
         (Squares(0), ["Squares", "no rows"]),
-        (7, ["int is no source", "Accepted: a path"]),
-        (None, ["NoneType is no source"]),
-        ((row for row in range(3)), ["generator is no source"]),
+        (7, ["int is not a source", "Accepted: a path"]),
+        (None, ["NoneType is not a source"]),
+        ((row for row in range(3)), ["generator is not a source"]),
     ],
 )
 def test_what_has_no_rows_is_refused(what: object, words: list[str]) -> None:
@@ -62,5 +62,5 @@ def test_what_has_no_rows_is_refused(what: object, words: list[str]) -> None:
 
 
 def test_columns_of_items_cannot_be_chosen() -> None:
-    with pytest.raises(SettingError, match="cannot be chosen from Squares"):
+    with pytest.raises(SettingError, match="does not work with Squares"):
         open_source(Squares(3), columns=["a"])

@@ -113,7 +113,7 @@ def test_an_older_loop_is_told(source: FileSource) -> None:
         older = iter(loader)
         next(older)
         assert len(list(loader)) == 10
-        with pytest.raises(StormError, match="another one over the same loader has begun"):
+        with pytest.raises(StormError, match="another loop over the same loader began"):
             next(older)
 
 
@@ -219,9 +219,9 @@ def test_what_counts_as_used_does_not_depend_on_a_debugger() -> None:
         "sys.settrace(look)\n"
         "from stormtorch.data.delivery.buffers import _UNUSED, Buffers\n"
         "sys.settrace(None)\n"
-        "from stormtorch.data.delivery.buffers import _holders\n"
+        "from stormtorch.data.delivery.buffers import _reference_count\n"
         "from collections import deque\n"
-        "print(_UNUSED == _holders(deque([(__import__('ctypes').c_ubyte * 1)()])))\n"
+        "print(_UNUSED == _reference_count(deque([(__import__('ctypes').c_ubyte * 1)()])))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
@@ -335,7 +335,7 @@ def test_transforms_run_on_the_device(tmp_path: Path, device: torch.device) -> N
         ({"shuffle": 3}, "shuffle=3"),
         ({"window": "8G"}, "window='8G'"),
         ({"device": "tpu"}, "device='tpu'"),
-        ({"transform": {"z": Cast(torch.int64)}}, "'z', which is no field. The fields are: x"),
+        ({"transform": {"z": Cast(torch.int64)}}, "'z', which is not a field. The fields are: x"),
         ({"transform": 3}, "transform=3 cannot be called"),
         ({"batch_size": 200, "drop_last": True}, r"has 100 rows, which fill no batch: batch_size=200"),
         ({"batch_size": 60, "drop_last": True, "world": 2}, r"fill no batch: batch_size=60, world=2"),
@@ -511,14 +511,14 @@ class Measured(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def test_settings_hold_for_a_torch_dataset_too(device: torch.device) -> None:
     with DataLoader(Measured(), 4, shuffle=True, workers=0, nan="error", device=device) as loader:
-        with pytest.raises(StorageError, match=r"NaN in item 13 of Measured\. .*nan='allow'"):
+        with pytest.raises(StorageError, match=r"NaN in item 13 of Measured, .*nan='allow'"):
             list(loader)
         assert loader.state_dict()["batch"] == loader._order.rows(0, 0, 20).tolist().index(13) // 4
     with DataLoader(Measured(), 4, workers=0, transform={"row": Cast(torch.float64)}, device=device) as loader:
         batch = next(iter(loader))
         assert batch["row"].dtype == torch.float64
         assert batch["x"].dtype == torch.float32
-    with pytest.raises(SettingError, match=r"'z', which is no field\. The fields of Measured are: row, x"):
+    with pytest.raises(SettingError, match=r"'z', which is not a field of Measured\. Its fields: row, x"):
         list(DataLoader(Measured(), 4, workers=0, transform={"z": Cast(torch.float64)}))
     pairs = torch.utils.data.TensorDataset(torch.arange(3), torch.arange(3))
     with pytest.raises(SettingError, match="batches of TensorDataset are lists without names"):

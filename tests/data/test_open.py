@@ -81,9 +81,9 @@ def _with_directory(path: Path) -> Path:
         (lambda d: _directory(d / "e", a_npy=b""), ["a.npy (0 bytes)"]),
         (lambda _: [], ["empty list"]),
         (lambda _: {}, ["empty dict"]),
-        (lambda _: {"x": [1, 2]}, ["int is no source"]),
+        (lambda _: {"x": [1, 2]}, ["int is not a source"]),
         (lambda _: {"x": Items()}, ["Field 'x' is Items", "storm data pack"]),
-        (lambda _: [Items()], ["Items stands in a list"]),
+        (lambda _: [Items()], ["Items is in a list"]),
     ],
 )
 def test_what_cannot_be_opened(tmp_path: Path, make: object, words: list[str]) -> None:

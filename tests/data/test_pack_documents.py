@@ -63,9 +63,9 @@ def test_tokens_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="Token 70000 does not fit in uint16"):
         pack_documents([path], tmp_path / "o", reader=DocumentReader(), options=options, shard_bytes=100)
     write_documents(path, [{"text": [1 << 70]}])
-    with pytest.raises(SettingError, match="beyond 64 bits"):
+    with pytest.raises(SettingError, match="does not fit in 64 bits"):
         pack_documents([path], tmp_path / "o", reader=DocumentReader(), options=options, shard_bytes=100)
-    for dtype, words in ((None, "Say --dtype"), (torch.float32, "no dtype of tokens")):
+    for dtype, words in ((None, "Give --dtype"), (torch.float32, "not a dtype of tokens")):
         with pytest.raises(SettingError, match=words):
             TokenOptions(tokenizer=None, end=None, dtype=dtype).chosen_dtype()
     write_documents(path, [{"text": "words"}])

@@ -41,7 +41,7 @@ def test_floats_become_smaller_and_integers_stay(tmp_path: Path) -> None:
     found = read_all(open_source(tmp_path / "o"))
     assert torch.equal(found["x"], read_all(source)["x"].to(torch.bfloat16))
     assert found["y"].dtype == torch.int64
-    with pytest.raises(SettingError, match="only floats"):
+    with pytest.raises(SettingError, match="floats only"):
         pack_rows(source.fields, chunks_of(source), tmp_path / "p", shard_bytes=1000, dtype=torch.int32)
 
 

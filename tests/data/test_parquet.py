@@ -112,9 +112,9 @@ def test_truncated_missing_and_empty_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     source = opened(path)
     path.write_bytes(whole[:200])
-    with pytest.raises(StorageError, match=r"a\.parquet is no whole Parquet file"):
+    with pytest.raises(StorageError, match=r"a\.parquet is not a complete Parquet file"):
         open_source(path)
-    with pytest.raises(StorageError, match=r"a\.parquet, row group 200 is no whole Parquet file"):
+    with pytest.raises(StorageError, match=r"a\.parquet, row group 200 is not a complete Parquet file"):
         source.decode(200)
     path.unlink()
     with pytest.raises(StorageError, match=r"a\.parquet.*does not exist"):

@@ -124,8 +124,8 @@ def test_a_state_of_something_else_is_refused(source: FileSource, tmp_path: Path
         with pytest.raises(SettingError, match="other data"):
             DataLoader(numbered_source(folder, [25, 50]), 10, shuffle=True).load_state_dict(state)
         for bad, message in (
-            ({}, "no state of a DataLoader"),
-            ({name: value for name, value in state.items() if name != "run_epoch"}, "no state of a DataLoader"),
+            ({}, "not a state of a DataLoader"),
+            ({name: value for name, value in state.items() if name != "run_epoch"}, "not a state of a DataLoader"),
             ({**state, "version": 99}, "version 99"),
             ({**state, "batch": 8}, "batch 8 of epoch 0"),
             ({**state, "epoch": 2}, "epochs=1"),

@@ -67,8 +67,8 @@ def test_unaligned_payloads_and_shards(tmp_path: Path) -> None:
         ({"a": {"dtype": "U8"}}, b"", StorageError, ["'a'", "not readable"]),
         ({"a": entry("U8", [-1], 0, 1)}, b"", StorageError, ["'a'", "not readable"]),
         ({}, b"", SettingError, ["no tensors"]),
-        (b"[1, 2]", b"", StorageError, ["no JSON object"]),
-        (b"{broken", b"", StorageError, ["no JSON object"]),
+        (b"[1, 2]", b"", StorageError, ["not a JSON object"]),
+        (b"{broken", b"", StorageError, ["not a JSON object"]),
     ],
 )
 def test_bad_files(tmp_path: Path, header: Any, payload: bytes, error: type[Exception], words: list[str]) -> None:
@@ -80,5 +80,5 @@ def test_bad_files(tmp_path: Path, header: Any, payload: bytes, error: type[Exce
 
 @pytest.mark.parametrize("length", [0, 1 << 40, 100])
 def test_headers_beyond_the_file(tmp_path: Path, length: int) -> None:
-    with pytest.raises(StorageError, match="do not hold the header"):
+    with pytest.raises(StorageError, match="cannot hold the header"):
         open_source(write(tmp_path / "a.safetensors", {}, length=length))

@@ -77,7 +77,7 @@ def test_kinds_that_say_their_dtype(tmp_path: Path) -> None:
         source = tokens(path, sequence=24)
         assert str(source.fields[0].dtype) == f"torch.{dtype}"
         assert the_field(source).tolist() == [list(range(25)), list(range(24, 49))]
-        with pytest.raises(SettingError, match=f"tokens of {dtype}, and dtype='int64' was given"):
+        with pytest.raises(SettingError, match=f"{dtype} tokens, and dtype='int64' was given"):
             tokens(path, sequence=24, dtype="int64")
 
 
@@ -147,7 +147,7 @@ def test_bad_files(tmp_path: Path, make: object, words: list[str]) -> None:
         ({"sequence": "8"}, ["sequence='8'"]),
         ({"extra": -1}, ["extra=-1", "at least 0"]),
         ({"stride": 0}, ["stride=0", "at least 1"]),
-        ({"dtype": "float32"}, ["float32", "no dtype of tokens", "uint16"]),
+        ({"dtype": "float32"}, ["float32", "not a dtype of tokens", "uint16"]),
     ],
 )
 def test_bad_settings(tmp_path: Path, arguments: dict[str, object], words: list[str]) -> None:
@@ -159,5 +159,5 @@ def test_bad_settings(tmp_path: Path, arguments: dict[str, object], words: list[
 
 def test_arrays_of_rows_are_no_flat_tokens(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.ones((3, 4), np.int64))
-    with pytest.raises(SettingError, match=r"data int64 \(4\) in each row, not a flat run"):
+    with pytest.raises(SettingError, match=r"data int64 \(4\) in each row, not flat tokens"):
         tokens(tmp_path / "a.npy", sequence=2)

@@ -43,7 +43,7 @@ def test_settings_of_streaming(storm: Any, message: str, tmp_path: Path) -> None
     [
         ({"torch_compile": True}, "compiles the whole model"),
         ({"bf16_full_eval": True}, "cast the model"),
-        ({"optim": "galore_adamw_layerwise"}, "updates inside of backward"),
+        ({"optim": "galore_adamw_layerwise"}, "updates inside backward"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "both move activations"),
     ],
     ids=["compile", "full-eval", "layerwise", "offload"],
@@ -89,7 +89,7 @@ def test_models_that_are_not_in_one_place() -> None:
     model.hf_device_map = {"": "cuda:0"}
     refuse_model(model)
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
-    with pytest.raises(SettingError, match="spread over 0, cpu by device_map"):
+    with pytest.raises(SettingError, match="device_map spread the model over 0, cpu"):
         refuse_model(model)
     model.hf_device_map, model.is_quantized = None, True
     with pytest.raises(SettingError, match="quantized"):

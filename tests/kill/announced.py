@@ -68,7 +68,7 @@ def announce_phases(pipe: str, stop_at: tuple[str, int] | None) -> None:
     before(loop, "forward_backward", "forward")
     before(torch.Tensor, "backward", "backward")
     before(Session, "clip_grad_norm_", "step")
-    before(loop.Loop, "_between", "between")
+    before(loop.Loop, "_after_step", "between")
     before(loop, "evaluate", "evaluate")
     before(Session, "save", "save")
     disk.CALLS = _drawn_out(disk.CALLS, say)

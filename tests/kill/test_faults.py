@@ -69,7 +69,7 @@ def test_an_unreadable_line_of_data(command: Command) -> None:
     lines = command.data.read_text().splitlines()
     lines[6] = lines[6][:-1]
     command.data.write_text("\n".join(lines))
-    assert f"{command.data}, line 7: no JSON" in command.refused()
+    assert f"{command.data}, line 7: not JSON" in command.refused()
     assert not list((command.output / "data").glob("*/*.npy"))  # nothing half-made is left
 
 

@@ -75,7 +75,7 @@ def test_before_the_first_step_it_ends_and_nothing_is_lost(signalled: Signalled)
     training = signalled.begin()
     for phase, number in (("rows", SIGTERM), ("build", SIGINT), ("weights", SIGHUP)):
         assert signalled.run(training, phase, 1, number).status == 128 + number, training.log.read_text()
-        assert f"Stopped by {number.name} before a step was made" in training.log.read_text()
+        assert f"Stopped by {number.name} before the first step" in training.log.read_text()
     assert signalled.run(training, "backward", 4, SIGTERM).status == 143  # in the second step
     assert saved(training) == [2]
     assert signalled.run(training, "load", 1, SIGTERM, SIGTERM).status == 143
@@ -114,7 +114,7 @@ def test_sigusr1_saves_and_goes_on(signalled: Signalled) -> None:
 def test_while_it_saves_or_evaluates(signalled: Signalled) -> None:
     training = signalled.begin()
     assert signalled.run(training, "evaluate", 1, SIGTERM).status == 143
-    assert "The evaluation of step 3 is left out" in training.log.read_text()
+    assert "The evaluation of step 3 was skipped" in training.log.read_text()
     assert saved(training) == [2, 3]
     assert signalled.run(training, "write", 3, SIGTERM).status == 143
     assert saved(training)[-1] >= 4

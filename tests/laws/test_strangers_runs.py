@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_gives_way(tmp_path: Path, finished: TrainSettings,
     if name in NOT_COMPLETE:  # so that they are not even tried
         assert any("step-00000004: moved there" in line for line in watcher.said)
     else:
-        assert "The checkpoint before it is tried" in watcher.warned[0]
+        assert "Trying the checkpoint before it" in watcher.warned[0]
     assert any("2 of 4 steps are done" in line for line in watcher.said)
     assert (checkpoint(chosen, 4) / "model.safetensors").read_bytes() == (
         checkpoint(finished, 4) / "model.safetensors"
@@ -331,7 +331,7 @@ def test_caches_of_tokens(tmp_path: Path, name: str) -> None:
         assert not found.reused
     assert rows_of(found) == expected
     assert len(said) == 1
-    assert "They are made again" in said[0]
+    assert "Making them again" in said[0]
     assert str(made) in said[0]
 
 
@@ -368,7 +368,7 @@ def test_a_damaged_cache_is_said_to_the_user(tmp_path: Path, finished: TrainSett
     flip(file)
     watcher = Quiet()
     assert run(chosen, watcher) == 0
-    assert "They are made again" in watcher.warned[0]
+    assert "Making them again" in watcher.warned[0]
     assert losses(chosen) == losses(finished)
 
 

@@ -54,5 +54,5 @@ def test_the_numbers_are_those_of_the_plain_loss(tmp_path: Path, changes: dict[s
 
 def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", model_type="gemma2", final_logit_softcapping=0.5, head_dim=8)
-    with pytest.raises(SettingError, match=r"chunked_loss gives .* where Gemma2ForCausalLM gives"):
+    with pytest.raises(SettingError, match=r"chunked_loss gives .* and Gemma2ForCausalLM gives"):
         run(settings(tmp_path, model=str(model), chunked_loss=True, steps=1))

@@ -51,9 +51,9 @@ def refused(folder: Path, model: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (transformers.GPT2Config(**GPT2, vocab_size=257, eos_token_id=256), "straight into their homes"),
-        (transformers.Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True), "straight into their homes"),
-        (transformers.Gemma2Config(**SMALL, head_dim=8), "straight into their homes"),
+        (transformers.GPT2Config(**GPT2, vocab_size=257, eos_token_id=256), "straight into home memory"),
+        (transformers.Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True), "straight into home memory"),
+        (transformers.Gemma2Config(**SMALL, head_dim=8), "straight into home memory"),
         (transformers.MixtralConfig(**SMALL, num_local_experts=4), "needs? transformers' conversion"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
@@ -124,7 +124,7 @@ def test_other_weights_beside_the_models_own_are_left_alone(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "vit"}, "No causal language model can be built of a config of type 'vit'"),
+        ({"model_type": "vit"}, "No causal language model can be built from a config of type 'vit'"),
         ({"model_type": "no_such_model"}, "no_such_model"),
         ({"num_attention_heads": 5}, "config.json cannot be used"),
         ({"num_attention_heads": "many"}, "num_attention_heads"),
@@ -151,7 +151,7 @@ def test_a_generation_config_that_is_damaged(tmp_path: Path) -> None:
 
 def test_rows_beyond_the_models_positions(tmp_path: Path) -> None:
     learnt = write_model(tmp_path / "learnt", model_type="gpt2", **GPT2)
-    assert "sequence=65, and the model has 64 positions" in refused(tmp_path, learnt, sequence=65)
+    assert "sequence=65: the model has 64 positions" in refused(tmp_path, learnt, sequence=65)
     computed = write_model(tmp_path / "computed", max_position_embeddings=16)
     watcher = Quiet()
     assert run(settings(tmp_path, model=str(computed), steps=1), watcher) == 0
@@ -183,16 +183,16 @@ def test_adapters_beside_experts(tmp_path: Path) -> None:
     said = refused(
         tmp_path, model, lora_rank=2, lora_targets=("q_proj", "w1", "w2", "w3"), output=str(tmp_path / "other")
     )
-    assert "is no linear layer" in said
+    assert "is not a linear layer" in said
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     (model / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
-    assert "Say --tokenizer PATH" in refused(tmp_path, model)
+    assert "Give --tokenizer PATH" in refused(tmp_path, model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
-    assert f"--model {model} has no tokenizer with it. Say --tokenizer PATH" in refused(tmp_path, model)
+    assert f"--model {model} has no tokenizer. Give --tokenizer PATH" in refused(tmp_path, model)
 
 
 def test_adapters_go_on_with_their_own_model_alone(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_weights_go_straight_home(tmp_path: Path, shard: str, tied: bool) -> Non
     assert not any(buffer.is_meta for buffer in built.model.buffers())
     watcher = Quiet()
     assert run(chosen, watcher) == 0
-    assert any("straight into their homes" in line for line in watcher.said)
+    assert any("straight into home memory" in line for line in watcher.said)
     first = losses(chosen)[1]
     other = settings(tmp_path, model=str(tmp_path / "model"), steps=2, output=str(tmp_path / "in_ram"))
     assert first == _first_loss_in_ram(other)
@@ -89,7 +89,7 @@ def test_names_that_need_conversion_are_left_to_transformers(tmp_path: Path) -> 
     chosen = settings(tmp_path, model=str(folder), steps=1)
     watcher = Quiet()
     assert run(chosen, watcher) == 0
-    assert any("loaded by transformers, then moved: its names need" in line for line in watcher.said)
+    assert any("loaded by transformers, then moved to home memory: its names need" in line for line in watcher.said)
 
 
 def test_a_config_alone_gives_random_weights_by_the_seed(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_adapters_train_alone_and_open_with_peft(tmp_path: Path) -> None:
     chosen = settings(tmp_path, model=str(model), lora_rank=4, lr=1e-2, steps=4)
     watcher = Quiet()
     assert run(chosen, watcher) == 0
-    assert any("of them trained" in line and "straight into their homes" in line for line in watcher.said)
+    assert any("of them trained" in line and "straight into home memory" in line for line in watcher.said)
     folder = checkpoint(chosen, 4)
     assert (folder / "adapter_config.json").is_file()
     assert not (folder / "model.safetensors").exists()
@@ -195,7 +195,7 @@ def test_an_embedding_can_have_adapters_too(tmp_path: Path) -> None:
 
 def test_adapters_need_a_model_that_is_somewhere(tmp_path: Path) -> None:
     """Random weights under them would be saved nowhere."""
-    with pytest.raises(SettingError, match="has no weights: adapters are saved without the model under them"):
+    with pytest.raises(SettingError, match="has no weights, and checkpoints hold adapters without their model"):
         run(settings(tmp_path, lora_rank=4))
 
 
@@ -203,7 +203,7 @@ def test_a_rank_beyond_the_model_is_refused(tmp_path: Path) -> None:
     """It would take all of the machine's RAM."""
     pytest.importorskip("peft")
     model = with_weights(tmp_path / "model")
-    with pytest.raises(SettingError, match=r"lora_rank=1000000 is more than .* the longest has 257"):
+    with pytest.raises(SettingError, match=r"lora_rank=1000000 is larger than .* the longest is 257"):
         run(settings(tmp_path, model=str(model), lora_rank=1_000_000))
 
 
@@ -228,7 +228,7 @@ def test_an_encoder_is_no_causal_model(tmp_path: Path) -> None:
     """It would see what it is to predict, and learn nothing else."""
     small = {"model_type": "bert", "bos_token_id": None, "num_key_value_heads": None}
     model = write_model(tmp_path / "model", **small)
-    with pytest.raises(SettingError, match="looks at the tokens that it is to predict"):
+    with pytest.raises(SettingError, match="sees the tokens that it predicts"):
         run(settings(tmp_path, model=str(model)))
     write_model(tmp_path / "model", **small, is_decoder=True)
     assert run(settings(tmp_path, model=str(model), steps=1)) == 0
@@ -241,7 +241,7 @@ def test_what_could_not_be_saved_is_refused_before_the_first_step(tmp_path: Path
     """transformers reads it, and says only when it is to write it that it will not."""
     model = write_model(tmp_path / "model", **changes)
     chosen = settings(tmp_path, model=str(model), steps=2)
-    with pytest.raises(SettingError, match="could not be saved with a checkpoint"):
+    with pytest.raises(SettingError, match="cannot be saved with a checkpoint"):
         run(chosen)
     assert not (Path(chosen.output) / "metrics.jsonl").exists()
 

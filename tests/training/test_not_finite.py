@@ -79,7 +79,7 @@ def test_skipping_leaves_out_that_update_only(
     watcher = Quiet()
     assert run(chosen, watcher) == 0
     assert len(watcher.warned) == 1
-    assert watcher.warned[0].startswith("Step 4 is skipped: ")
+    assert watcher.warned[0].startswith("Skipped step 4: ")
     assert [record["step"] for record in records(chosen, "skip")] == [4]
     assert losses(chosen).keys() == {1, 2, 3, 5, 6, 7, 8}
     before, after = (load_file(checkpoint(chosen, step) / "model.safetensors") for step in (3, 4))

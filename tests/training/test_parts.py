@@ -152,7 +152,7 @@ def test_optimizers_by_name_with_what_they_take() -> None:
     for name, words in (("lbfgs", "several times in a step"), ("SparseAdam", "not sparse"), ("muon", "2D parameters")):
         with pytest.raises(SettingError, match=f"optimizer={name} cannot be used: .*{words}"):
             make_optimizer(model, TrainSettings(optimizer=name))
-    with pytest.raises(SettingError, match="Nothing is to be trained"):
+    with pytest.raises(SettingError, match="Nothing to train"):
         make_optimizer(model.requires_grad_(False), TrainSettings())
 
 
@@ -205,7 +205,7 @@ def test_a_disk_that_is_full_during_a_save_does_not_end_the_run(
     watcher = Quiet()
     assert run(longer, watcher) == 1
     assert watcher.warned[0].endswith("another disk. There is no checkpoint yet.")
-    assert "The last step is not saved. There is no complete checkpoint. Free space" in watcher.warned[-1]
+    assert "The last step was not saved. There is no complete checkpoint. Free space" in watcher.warned[-1]
 
 
 def test_an_evaluation_that_fails_costs_no_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

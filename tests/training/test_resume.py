@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
     assert run(chosen, watcher) == 0
     assert len(watcher.warned) == 1
     assert "step-00000008" in watcher.warned[0]
-    assert "The checkpoint before it is tried" in watcher.warned[0]
+    assert "Trying the checkpoint before it" in watcher.warned[0]
     assert losses(chosen) == expected
     assert [record["step"] for record in records(chosen, "resume")] == [6]
     assert steps_saved(chosen) == [6, 8]
@@ -204,13 +204,15 @@ def test_a_finished_run_can_be_given_more_steps(tmp_path: Path, changes: dict[st
     assert run(short) == 0
     watcher = Quiet()
     assert run(short, watcher) == 0
-    assert any("The run is finished at step 4" in line and "--steps 8 goes on" in line for line in watcher.said)
+    assert any(
+        "The run is finished at step 4" in line and "Continue it with --steps 8" in line for line in watcher.said
+    )
     whole = dataclasses.replace(short, steps=8, output=str(tmp_path / "whole"))
     assert run(whole) == 0
     longer = dataclasses.replace(short, steps=8)
     watcher = Quiet()
     assert run(longer, watcher) == 0
-    assert any("made for 4 steps and has 8 now: from step 5 on" in line for line in watcher.said)
+    assert any("had 4 steps and has 8 now: from step 5 on" in line for line in watcher.said)
     rates = {record["step"]: record["lr"] for record in records(longer)}
     assert list(rates) == list(range(1, 9))
     expected = {record["step"]: record["lr"] for record in records(whole)}
@@ -248,7 +250,7 @@ def test_a_run_in_epochs_goes_on_too(tmp_path: Path) -> None:
     assert run(chosen) == 0
     watcher = Quiet()
     assert run(chosen, watcher) == 0
-    assert any("--epochs 2 goes on" in line for line in watcher.said)
+    assert any("Continue it with --epochs 2" in line for line in watcher.said)
     assert run(dataclasses.replace(chosen, epochs=2.0)) == 0
     first = len(losses(chosen)) // 2
     assert list(losses(chosen)) == list(range(1, 2 * first + 1))
@@ -265,7 +267,7 @@ def test_from_a_named_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint of STORM"):
         run(elsewhere(chosen, "third", resume=str(tmp_path / "model")))
     for folder in (Path(chosen.output), Path(chosen.output) / "checkpoints"):
-        with pytest.raises(SettingError, match=r"holds checkpoints and is none\. Name one of them, such as .*00000008"):
+        with pytest.raises(SettingError, match=r"is a folder of checkpoints\. Name one of them, such as .*00000008"):
             run(elsewhere(chosen, "third", resume=str(folder)))
 
 
@@ -276,7 +278,7 @@ def test_how_to_go_on_after_a_branch_was_stopped(tmp_path: Path) -> None:
     branch = elsewhere(chosen, "branch", resume=str(checkpoint(chosen, 3)))
     watcher = Quiet(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 5 else None)
     assert run(branch, watcher) == 130
-    assert "The same command with --resume auto goes on from there." in watcher.said[-1]
+    assert "The same command with --resume auto resumes from there." in watcher.said[-1]
     assert run(dataclasses.replace(branch, resume="auto")) == 0
     assert losses(branch) == {step: loss for step, loss in losses(chosen).items() if step > 3}
 
@@ -409,7 +411,7 @@ def test_a_copy_of_another_runs_checkpoint_is_left_alone(tmp_path: Path) -> None
     shutil.copytree(checkpoint(other, 2), copy)
     watcher = Quiet()
     assert run(chosen, watcher) == 0
-    assert any("other-best is left alone" in line for line in watcher.warned)
+    assert any("other-best is ignored" in line for line in watcher.warned)
     assert [record["step"] for record in records(chosen, "resume")] == [2]
     assert copy.is_dir()
 
@@ -477,7 +479,7 @@ def test_a_signal_in_an_evaluation_is_heard_at_once(tmp_path: Path, when: str, m
         watcher = Quiet()
         assert run(chosen, watcher) == 143
     assert len(calls) == 1
-    assert any("left out" in line for line in watcher.warned)
+    assert any("skipped" in line for line in watcher.warned)
     assert steps_saved(chosen) == [2]
     assert run(chosen) == 0
     assert losses(chosen) == losses(whole)

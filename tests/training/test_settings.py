@@ -94,8 +94,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"step": "backward", "clip": 0, "on_nan": "skip"}, "before a step can be skipped"),
         ({"sample_every": 5}, "sample_every needs prompts"),
         ({"model": "here", "loss": "a:b"}, "loss is for module:callable models"),
-        ({"model": "a.b:c", "lora_rank": 2}, "lora_rank is for models of transformers"),
-        ({"output": "run\udcff"}, "holds bytes that are not UTF-8, or a NUL, and could not be written"),
+        ({"model": "a.b:c", "lora_rank": 2}, "lora_rank is for transformers models"),
+        ({"output": "run\udcff"}, "holds bytes that are not UTF-8, or a NUL, and cannot be written to files"),
         ({"output": "run\0"}, "holds bytes that are not UTF-8, or a NUL"),
         ({"model": "a\0b"}, "holds bytes that are not UTF-8, or a NUL"),
         ({"sample_prompts": ["good", "bad \ud800"]}, "Accepted: a text, or several, as UTF-8"),
@@ -132,7 +132,7 @@ def test_a_tilde_is_the_home_in_a_file_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_model_and_data_are_required() -> None:
-    with pytest.raises(SettingError, match=r"No model is given\. Say --model"):
+    with pytest.raises(SettingError, match=r"No model is given\. Give --model"):
         check_required(TrainSettings())
     with pytest.raises(SettingError, match="No data is given"):
         check_required(TrainSettings(model="a"))
@@ -167,9 +167,9 @@ def test_warm_up_in_steps_or_as_a_share() -> None:
 def test_steps_of_a_run() -> None:
     assert total_steps(TrainSettings(batch=2, accumulate=3, epochs=2.0), 31) == 10
     assert total_steps(TrainSettings(steps=7), 31) == 7
-    with pytest.raises(SettingError, match="3 rows of 1024 tokens, which fill no batch=4"):
+    with pytest.raises(SettingError, match="3 rows of 1024 tokens, fewer than batch=4"):
         total_steps(TrainSettings(batch=4, steps=7), 3)
-    with pytest.raises(SettingError, match=r"epochs=0\.1 of 5 batches make no step"):
+    with pytest.raises(SettingError, match=r"epochs=0\.1 of 5 batches are fewer than one step"):
         total_steps(TrainSettings(epochs=0.1), 5)
 
 

@@ -118,7 +118,7 @@ def test_a_disk_with_room_for_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     chosen = settings(tmp_path, save_every=4)
     watcher = Quiet()
     assert run(chosen, watcher) == 1
-    assert "The last step is not saved" in watcher.warned[-1]
+    assert "The last step was not saved" in watcher.warned[-1]
     assert steps_saved(chosen) == [4]
 
 

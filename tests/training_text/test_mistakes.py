@@ -28,20 +28,20 @@ def refused(paths: list[Path], tokenizer: Any, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"{'text': 1}", ["no JSON"]),
-        (b'{"text": "a"', ["no JSON (Expecting ',' delimiter at column 13)"]),
-        (b'{"text": "a', ["no JSON (Unterminated string starting at column 10)"]),
+        (b"{'text': 1}", ["not JSON"]),
+        (b'{"text": "a"', ["not JSON (Expecting ',' delimiter at column 13)"]),
+        (b'{"text": "a', ["not JSON (Unterminated string starting at column 10)"]),
         (b'{"text": [{"role": "user"}]}', ["'text' is a list of messages", '{"messages": [...]}']),
-        (b"[1, 2]", ["a JSON array and no object", "jq -c"]),
-        (b"[", ["a JSON array and no object"]),
+        (b"[1, 2]", ["a JSON array, not an object", "jq -c"]),
+        (b"[", ["a JSON array, not an object"]),
         (b'{"txt": "a"}', ["no field 'text'", "'txt'"]),
         (b'{"text": 3}', ["'text'", "int"]),
         (b'{"text": ["a"]}', ["'text'", "list"]),
         (b'{"text": ""}', ["'text' is empty"]),
         (b'{"text": "\xff"}', ["not UTF-8 at byte 10"]),
-        (b'{"text": "abc \\ud83c"}', ["character 5 is '\\ud83c', a half of one"]),
+        (b'{"text": "abc \\ud83c"}', ["character 5 is '\\ud83c', a lone surrogate"]),
         (b'{"text": [1, -5]}', ["token -5"]),
-        (b'{"text": [99999999999]}', ["beyond 32 bits"]),
+        (b'{"text": [99999999999]}', ["does not fit in 32 bits"]),
         (b'{"text": [257]}', ["token 257", "vocabulary of 257"]),
     ],
 )
@@ -56,9 +56,9 @@ def test_a_bad_line(tmp_path: Path, line: bytes, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"messages": []}, "no list of messages"),
-        ({"messages": "hello"}, "no list of messages"),
-        ({"messages": [{"content": "a"}]}, "message 1 is no object with a 'role'"),
+        ({"messages": []}, "not a list of messages"),
+        ({"messages": "hello"}, "not a list of messages"),
+        ({"messages": [{"content": "a"}]}, "message 1 is not an object with a 'role'"),
         ({"messages": [*TALK, {"role": "user", "content": 3}]}, "'content' of message 3 is int"),
         ({"messages": TALK[:1]}, "no turn of the assistant"),
         ({"text": "a"}, "no field 'messages'"),
@@ -125,7 +125,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def test_text_without_a_tokenizer_or_end(tmp_path: Path) -> None:
     path = json_lines(tmp_path / "data.jsonl", {"text": "abc"})
-    assert f"{path}, line 1: text, and no tokenizer" in refused([path], None)
+    assert f"{path}, line 1: text needs a tokenizer" in refused([path], None)
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     assert "eos_token" in refused([path], tokenizer)

@@ -95,8 +95,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ((folder,), {"packing": False}, "--no-packing is for text, and .* is packed"),
         ((folder,), {"format": "chat"}, "--format is for text"),
         ((folder,), {"text_field": "body"}, "--text-field is for text"),
-        ((folder,), {"completions_only": True}, "does not say what are prompts"),
-        ((rows,), {"sequence": 4}, "rows of 8 tokens, and --sequence is 4. Say --sequence 8"),
+        ((folder,), {"completions_only": True}, "does not mark prompts"),
+        ((rows,), {"sequence": 4}, "rows of 8 tokens, and --sequence is 4. Give --sequence 8"),
         ((masked,), {}, "holds rows of 'attention_mask', 'input_ids'. Accepted: "),
         ((floats,), {}, "'input_ids' is float32"),
         ((negative,), {}, "token -1 is below 0"),
@@ -131,7 +131,7 @@ def test_a_damaged_cache_of_packed_tokens_is_made_again(tmp_path: Path) -> None:
     assert not again.reused
     assert rows_of(again) == expected
     assert len(said) == 1
-    assert "They are made again" in said[0]
+    assert "Making them again" in said[0]
 
 
 @pytest.mark.parametrize(

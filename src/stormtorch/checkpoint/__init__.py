@@ -1,4 +1,4 @@
-"""Checkpoints that survive a crash: written aside and renamed, with checksums, opened by ``from_pretrained``."""
+"""Crash-safe checkpoints: written under another name and renamed, with checksums, readable by ``from_pretrained``."""
 
 from .folder import all_complete, complete, newest, prune, sweep
 from .weights import load_weights

@@ -1,7 +1,7 @@
-"""Models of PEFT: a checkpoint holds the adapter alone, in PEFT's own form and under its own names.
+"""PEFT models: a checkpoint holds the adapter alone, in PEFT's format and under PEFT's names.
 
-PEFT chooses the tensors, from a state dict of the parameters themselves. So each chosen tensor can be traced to home
-memory, written from there, and read into it again."""
+PEFT selects the tensors from a state dict of the parameters themselves. So each tensor can be traced to home memory,
+written from there, and read back into it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def adapter_files(model: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """The adapters' tensors by file and by PEFT's names: the model's own objects."""
+    """The adapters' tensors, by file and by PEFT's name. They are the model's own objects."""
     from peft import get_peft_model_state_dict
 
     own = names_of(model)
@@ -49,16 +49,16 @@ def adapter_files(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     if beside:
         raise CheckpointError(
             f"{beside[0]!r}{f' and {len(beside) - 1} more' if len(beside) > 1 else ''} are trained but not part of an "
-            "adapter: they would be lost. Freeze them, or name their modules in modules_to_save."
+            "adapter, so the checkpoint would lose them. Freeze them, or name their modules in modules_to_save."
         )
     return files
 
 
 def write_configs(model: Any, folder: Path) -> None:
-    """``adapter_config.json`` of each adapter."""
+    """Write ``adapter_config.json`` of each adapter."""
     for adapter, config in model.peft_config.items():
         shown = copy.deepcopy(config)
-        shown.inference_mode = True  # as PEFT writes it; code that opens it for training overrides it
+        shown.inference_mode = True  # as PEFT writes it; loading for training overrides it
         if shown.base_model_name_or_path is None:
             shown.base_model_name_or_path = getattr(getattr(model, "config", None), "name_or_path", None)
         where = folder if adapter == "default" else folder / adapter
@@ -75,7 +75,7 @@ def base_name(model: nn.Module, name: str) -> str:
 
 
 def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
-    """By the name in the base model's files, the model's own names of the tensors that are made from it.
+    """Map each name in the base model's files to the model's own names of the tensors made from it.
 
     A module that PEFT copies in order to train it has two names."""
     found: dict[str, list[str]] = {}
@@ -85,7 +85,7 @@ def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def is_adapter_name(model: Any, name: str) -> bool:
-    """Whether a tensor belongs to an adapter, and so to no file of the base model."""
+    """Whether a tensor belongs to an adapter, so that no file of the base model has it."""
     return is_adapted(model) and any(prefix in name for prefix in _prefixes(model))
 
 

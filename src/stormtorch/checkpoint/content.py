@@ -1,7 +1,7 @@
-"""The content of a checkpoint: which tensors go into which file, and the rest as one small file.
+"""The content of a checkpoint: tensors divided into safetensors files, and one small file for the rest.
 
 Tensors are named by parameter: ``<name>`` among the weights, ``<name>.<key>`` among the optimizer's states. States that
-are numbers, or have no form in safetensors, go to ``storm/state.pt``, with everything else."""
+are numbers, or that safetensors cannot hold, go to ``storm/state.pt`` with the rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .tensor_files import NAMES, Shard, header_for, into_shards
 STATE = f"{STORM}/state.pt"
 OPTIMIZER = f"{STORM}/optimizer"
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000  # as in files of transformers
+SHARD_BYTES = 5_000_000_000  # as transformers divides
 
 
 @dataclass
@@ -47,7 +47,7 @@ class TensorFile:
 
 @dataclass
 class Content:
-    """Everything in one checkpoint, except for files that user code or transformers adds."""
+    """Everything in one checkpoint, except files that user code or transformers adds."""
 
     step: int
     files: list[TensorFile] = field(default_factory=list)
@@ -70,12 +70,12 @@ class Content:
 def gather(
     model: nn.Module, durable: Durable, *, step: int, also: Mapping[str, Any], with_states: bool = True
 ) -> Content:
-    """Collect the present content; without ``with_states``, without the optimizer's states.
+    """Collect the present content; ``with_states``: with the optimizer's states.
 
-    Copies nothing large; home memory must be settled."""
+    Copies nothing large. The caller has settled home memory."""
     content = Content(step)
     names = names_of(model)
-    _say_what_is_left_out(durable.optimizer, model, also.values())
+    _warn_unsaved_parameters(durable.optimizer, model, also.values())
     if is_adapted(model):
         for file, tensors in adapter_files(model).items():
             _add(content, [Shard(file, list(tensors))], {name: _piece(durable, t, name) for name, t in tensors.items()})
@@ -108,7 +108,7 @@ def _piece(durable: Durable, tensor: torch.Tensor, name: str) -> Piece:
         raise SettingError(
             f"{name!r} cannot be saved: safetensors has no {found.dtype} tensors of layout {found.layout}."
         )
-    return Piece(found, unit, durable.is_steady(tensor))
+    return Piece(found, unit, durable.is_frozen(tensor))
 
 
 def _add(content: Content, shards: list[Shard], pieces: Mapping[str, Piece]) -> None:
@@ -125,7 +125,7 @@ def _index(shards: list[Shard], total: int) -> bytes:
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """Names of the optimizer's parameters, by identity; those that the model does not have are named by position."""
+    """Names of the optimizer's parameters by identity; parameters that the model does not have get their position."""
     known = {id(tensor): name for name, tensor in names.items()}
     return {
         id(parameter): known.get(id(parameter), f"param_groups.{number}.{position}")
@@ -134,23 +134,23 @@ def parameter_names(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.
     }
 
 
-def _say_what_is_left_out(optimizer: torch.optim.Optimizer | None, model: nn.Module, also: Iterable[Any]) -> None:
-    """Warn of parameters of the optimizer that are neither the model's nor of a module in ``also``."""
+def _warn_unsaved_parameters(optimizer: torch.optim.Optimizer | None, model: nn.Module, also: Iterable[Any]) -> None:
+    """Warn about the optimizer's parameters that belong neither to the model nor to a module in ``also``."""
     modules = [model, *(value for value in also if isinstance(value, nn.Module))]
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     groups = optimizer.param_groups if optimizer is not None else ()
     beside = sum(id(parameter) not in known for group in groups for parameter in group["params"])
     if beside:
         say_once(
-            f"The optimizer holds {beside} parameters that the model does not have. A checkpoint has their states, not "
-            "their values: save these too, by also={...} with the module that has them."
+            f"The optimizer holds {beside} parameters that the model does not have. A checkpoint holds their states, "
+            "not their values. Save the module that has them with also={...}."
         )
 
 
 def _optimizer(
     content: Content, durable: Durable, tensors: Mapping[str, torch.Tensor], with_states: bool
 ) -> dict[str, Any] | None:
-    """Put the optimizer's tensors into files of their own; returns the rest. Without states, "numbers" is None."""
+    """Add files with the optimizer's tensors to ``content``; returns the rest. Without states, "numbers" is None."""
     optimizer = durable.optimizer
     if optimizer is None:
         return None
@@ -160,12 +160,12 @@ def _optimizer(
     for parameter, state in durable.states() if with_states else ():
         name = called.get(id(parameter))
         if name is None:
-            continue  # of a parameter that is in no group any more
+            continue  # the parameter was removed from its group
         numbers[name] = {}
         for key, value in state.items():
             if _has_file_form(key, value, durable.has_home(parameter, key)):
                 pieces[f"{name}.{key}"] = Piece(value.detach(), durable.unit_of(parameter))
-                numbers[name][key] = None  # keeps its place in the order
+                numbers[name][key] = None  # keeps the order of the keys
             else:
                 numbers[name][key] = value.clone() if isinstance(value, torch.Tensor) else value  # it may be a view
     shards = into_shards({name: piece.tensor.nbytes for name, piece in pieces.items()}, OPTIMIZER, SHARD_BYTES)
@@ -186,7 +186,7 @@ def _optimizer(
 
 
 def _has_file_form(key: str, value: Any, at_home: bool) -> bool:
-    """Whether the state goes to a tensor file. ``at_home``: even one number, read into home memory."""
+    """Whether the state goes to a tensor file. ``at_home``: it lies in home memory, so even a single number goes."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
@@ -197,13 +197,13 @@ def _has_file_form(key: str, value: Any, at_home: bool) -> bool:
 
 
 def _serialised(state: dict[str, Any]) -> bytes:
-    """Serialise for ``torch.load`` without running code; refuses now what that would refuse when it is needed."""
+    """Serialise for ``torch.load(weights_only=True)``; refuses now the objects that loading would refuse."""
     try:
-        return _read_back(state)
+        return _verified_bytes(state)
     except Exception as error:
         for name, value in state["also"].items():
             try:
-                _read_back(value)
+                _verified_bytes(value)
             except Exception as cause:
                 raise SettingError(
                     f"also[{name!r}] cannot be saved: it holds objects that torch.load(weights_only=True) refuses. "
@@ -215,8 +215,8 @@ def _serialised(state: dict[str, Any]) -> bytes:
         ) from error
 
 
-def _read_back(value: Any) -> bytes:
-    """The bytes of a file with ``value``, after a test that it can be read."""
+def _verified_bytes(value: Any) -> bytes:
+    """The bytes of a file with ``value``, after reading them back."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

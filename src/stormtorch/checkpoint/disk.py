@@ -1,9 +1,9 @@
 """File system calls of checkpoints, in one replaceable object, and files with checksums.
 
-Tests exchange `CALLS` for one that fails, fills up, answers slowly or kills the process at a chosen call. Everything
-goes through the page cache: pieces of a model are neither aligned nor padded. The kernel is told to write each 32 MiB
-to the disk at once, while the next are summed and copied; pages that are on the disk are dropped from the cache. So a
-save neither floods the cache, nor waits for the disk and for the processor in turns, nor ends in one long wait.
+Tests replace `CALLS` with an object that fails, fills up, is slow, or kills the process at a chosen call. All I/O goes
+through the page cache, because tensors in a file are neither aligned nor padded. The writer makes the kernel write each
+window of 32 MiB at once, while it copies the next one, and drops pages that are on the disk. So a save does not flood
+the cache, overlaps the disk with the processor, and does not end in one long fsync.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..core.errors import CheckpointError, StorageError
 from ..core.sizes import MiB, format_bytes
-from ..memory.disk.calls import storage_error
+from ..memory.disk.calls import storage_error, storage_errors
 
 CHUNK = 8 * MiB
 _WINDOW = 32 * MiB
@@ -42,13 +42,13 @@ def _exchange(one: str, other: str) -> None:
 
 
 def _write_out(fd: int, offset: int, size: int, wait: bool) -> None:
-    """Let the kernel write a range of a file to the disk; ``wait`` until it has. Only `sync` makes it durable."""
+    """Make the kernel write a range of a file; ``wait`` until it has. Only `sync` makes the range durable."""
     library = ctypes.CDLL(None, use_errno=True)
     if hasattr(library, "sync_file_range"):
         flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER if wait else _WRITE
         if library.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(flags)):
             code = ctypes.get_errno()
-            if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # the kernel reports an error of the disk once
+            if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # the kernel reports a disk error only once
                 raise OSError(code, os.strerror(code))
 
 
@@ -67,7 +67,7 @@ def _free(directory: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskCalls:
-    """The system calls of checkpoints. Only tests replace a member."""
+    """The system calls of checkpoints. Only tests replace members."""
 
     mkdir: Callable[[str], None] = os.mkdir
     open: Callable[[str, int, int], int] = os.open
@@ -93,11 +93,11 @@ class Record:
 
 
 class Stopped(Exception):
-    """The caller has given up the rest. Never leaves the package."""
+    """The caller cancelled the rest of the work. Never leaves the package."""
 
 
 class FileWriter:
-    """A new file, written from the front, with its checksum."""
+    """Writes a new file from the front, and computes its checksum."""
 
     def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
         self.path, self._stop = path, stop
@@ -129,7 +129,7 @@ class FileWriter:
             raise self._failed("write", error) from error
 
     def _move_window(self) -> None:
-        """Begin to write the new window to the disk, and wait for the previous one."""
+        """Start writing the new window to the disk, and wait for the previous one."""
         CALLS.write_out(self._fd, self._begun, self._size - self._begun, False)
         if self._begun > self._dropped:
             CALLS.write_out(self._fd, self._dropped, self._begun - self._dropped, True)
@@ -142,7 +142,7 @@ class FileWriter:
         self._dropped = end
 
     def finish(self) -> Record:
-        """Force everything to the disk and close."""
+        """Fsync and close."""
         try:
             CALLS.sync(self._fd)
             self._drop(self._size)
@@ -153,7 +153,7 @@ class FileWriter:
         return Record(self._size, self._crc)
 
     def close(self) -> None:
-        """Close, whether or not all is written. Safe to call twice."""
+        """Close, complete or not. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -168,22 +168,22 @@ class FileWriter:
 
 
 def write_file(path: Path, data: bytes) -> Record:
-    """A new small file, on the disk when this returns."""
+    """Write a new small file and fsync it."""
     with contextlib.closing(FileWriter(path)) as file:
         file.write(data)
         return file.finish()
 
 
 def sync_file(path: Path) -> Record:
-    """Force a file that other code has written to the disk; returns its manifest entry."""
-    with reading(path) as fd, _in_words(f"sync {path}"):
+    """Fsync a file that other code has written; returns its manifest entry."""
+    with reading(path) as fd, storage_errors(f"sync {path}"):
         CALLS.sync(fd)
         return _sum(fd, path)
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in a folder to the disk."""
-    with _in_words(f"sync the folder {path}"):
+    """Fsync a folder: the names in it become durable."""
+    with storage_errors(f"sync the folder {path}"):
         fd = CALLS.open(str(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0)
         try:
             CALLS.sync(fd)
@@ -212,7 +212,7 @@ def reading(path: Path) -> Iterator[int]:
 
 
 def read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill ``view`` from ``offset``; raises for a file that ends before."""
+    """Fill ``view`` from ``offset``; raises if the file ends before."""
     while len(view):
         try:
             count = CALLS.read(fd, view, offset)
@@ -224,13 +224,13 @@ def read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
 
 
 def read_whole(path: Path, *, limit_bytes: int) -> bytearray:
-    """Read a file of at most ``limit_bytes``: one from an untrusted source may claim any size, and be sparse."""
+    """Read a file of at most ``limit_bytes``: a sparse file from an untrusted source may claim any size."""
     with reading(path) as fd:
         size = os.fstat(fd).st_size
         if size > limit_bytes:
             raise CheckpointError(
-                f"{path} has {format_bytes(size)}, and at most {format_bytes(limit_bytes)} can be read. Copy it again, "
-                "or use another folder."
+                f"{path} has {format_bytes(size)}; the limit is {format_bytes(limit_bytes)}. Copy it again, or use "
+                "another folder."
             )
         data = bytearray(size)
         read_exactly(fd, memoryview(data), 0, path)
@@ -238,7 +238,7 @@ def read_whole(path: Path, *, limit_bytes: int) -> bytearray:
 
 
 def sum_of(path: Path) -> Record:
-    """The manifest entry for the file's present content. Reads all of it."""
+    """The manifest entry for the file's present content. Reads the whole file."""
     with reading(path) as fd:
         return _sum(fd, path)
 
@@ -254,19 +254,9 @@ def _sum(fd: int, path: Path) -> Record:
 
 
 def check(path: Path, found: Record, expected: Record, *, remedy: str = "Use another checkpoint.") -> None:
-    """Raise unless the file has the written size and checksum."""
+    """Raise CheckpointError unless size and checksum are as in the manifest."""
     if found != expected:
         raise CheckpointError(
             f"{path} is damaged: checksum {found.crc:08x} of {found.size} bytes, the manifest says {expected.crc:08x} "
             f"of {expected.size}. {remedy}"
         )
-
-
-@contextlib.contextmanager
-def _in_words(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error(what, error) from error

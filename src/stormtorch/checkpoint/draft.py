@@ -1,4 +1,4 @@
-"""A checkpoint that is being written: made beside its final place, and renamed when everything is on the disk."""
+"""Writes a checkpoint in a folder beside its final place, and renames it after everything is on the disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..core.errors import SettingError, StorageError
-from ..memory.disk.calls import storage_error
+from ..memory.disk.calls import storage_errors
 from . import disk
 from .disk import Record
 from .folder import MANIFEST, OURS, STORM, Manifest, beside, lock, not_created, remove
@@ -19,7 +19,7 @@ _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 def place_of(directory: Path | str | os.PathLike[str]) -> Path:
-    """The absolute path of a checkpoint, independent of later changes of directory. A link leads to its target."""
+    """The absolute path of a checkpoint, which later changes of directory do not affect. Follows a link at its end."""
     path = Path(os.path.abspath(directory))  # noqa: PTH100  # links among the parents are kept
     return Path(os.path.realpath(path)) if os.path.islink(path) else path  # noqa: PTH114  # never raises
 
@@ -34,7 +34,7 @@ class Draft:
         self._fd: int | None = None  # holds the lock
 
     def make(self) -> None:
-        """Make the folder, and its parents. Refuses a place that holds something else."""
+        """Make the folder and its parents. Raises SettingError if the final place holds something else."""
         try:
             if self.directory.exists() and not _may_be_replaced(self.directory):
                 raise SettingError(
@@ -53,12 +53,12 @@ class Draft:
             raise
 
     def publish(self, step: int, records: Mapping[str, Record], versions: dict[str, str]) -> None:
-        """Write the manifest and rename the folder. ``records``: entries of files that are on the disk already."""
+        """Write the manifest and rename the folder. ``records``: manifest entries of files already on the disk."""
         known = dict(records)
         folders = {self.path / STORM}
         for path in sorted(self.path.rglob("*")):
             if path.is_symlink() and not _leads_inside(path, self.path):
-                continue  # not a file of the checkpoint: loading would refuse it
+                continue  # loading would refuse it
             if path.is_dir():
                 folders.add(path)
             elif path.is_file() and str(path.relative_to(self.path)) not in known:
@@ -69,39 +69,35 @@ class Draft:
         for folder in sorted(folders):
             disk.sync_folder(folder)
         disk.sync_folder(self.path)
-        try:
+        with storage_errors(f"rename {self.path} to {self.directory}"):
             self._rename()
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise storage_error(f"rename {self.path} to {self.directory}", error) from error
         disk.sync_folder(self.directory.parent)
         self._end()
 
     def _rename(self) -> None:
-        """Rename to the final name. An existing checkpoint is exchanged in one step, if the file system can."""
+        """Rename to the final name. Swaps names with an existing checkpoint, in one step if the file system can."""
         if not self.directory.exists() or not any(self.directory.iterdir()):
             try:
                 disk.CALLS.rename(str(self.path), str(self.directory))
                 return
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was quicker
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
                     raise
         try:
             disk.CALLS.exchange(str(self.path), str(self.directory))
         except OSError as error:
             if error.errno not in _CANNOT_EXCHANGE:
                 raise
-            self._rename_in_two()
+            self._rename_in_two_steps()
         else:
-            # Our draft's name is the old checkpoint's now: it must not be removed before the new one is safe.
+            # The draft's name is the old checkpoint's now: keep that until the new one is durable.
             self._end()
             disk.sync_folder(self.directory.parent)
-            with contextlib.suppress(StorageError):  # the new one is there; the next sweep tries again
+            with contextlib.suppress(StorageError):  # the next sweep tries again
                 remove(self.path)
 
-    def _rename_in_two(self) -> None:
-        """Replace an old checkpoint if names cannot be exchanged: it keeps its files until the new one is named."""
+    def _rename_in_two_steps(self) -> None:
+        """Replace an old checkpoint without swapping names: remove its files only after the new one has its name."""
         aside = beside(self.directory, "replaced")
         OURS.add(str(aside))
         try:
@@ -118,7 +114,7 @@ class Draft:
             OURS.discard(str(aside))
 
     def discard(self) -> None:
-        """Remove an unpublished draft. Never raises: the first error is the one that users must see."""
+        """Remove an unpublished draft. Never raises: users must see the first error."""
         if not self._done:
             with contextlib.suppress(OSError):
                 disk.CALLS.remove(str(self.path))
@@ -137,7 +133,7 @@ def _leads_inside(link: Path, folder: Path) -> bool:
 
 
 def _make_parents(parent: Path) -> None:
-    """Make missing folders, and force their names to the disk as far as possible."""
+    """Make missing folders, and fsync their parents where possible."""
     missing = []
     while not parent.exists():
         missing.append(parent)

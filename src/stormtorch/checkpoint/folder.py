@@ -1,12 +1,11 @@
-"""Folders of checkpoints: which are complete, which is the newest, how they are published and removed.
+"""Folders of checkpoints: find the complete and the newest ones, publish and remove them.
 
-A checkpoint is written under another name, `.<name>.writing-<pid>-<random>`, beside its final place. When every file is
-on the disk, the manifest is written as the last one, the folder is renamed, and its parent is forced to the disk. So a
-folder with a checkpoint's name is complete, whenever the machine stopped. Removal works the same way: first it is
-renamed to `.<name>.removing-...`, then its files are removed. Where two names cannot be exchanged in one step, the old
-checkpoint is `.<name>.replaced-...` for a moment. `sweep` removes what dead processes have left under such names, and
-gives a replaced checkpoint its name back if the new one did not get it. A process that writes a folder holds a lock on
-it.
+A save writes to `.<name>.writing-<pid>-<random>`, beside the final place. It writes the manifest after all other files
+are on the disk, renames the folder, and fsyncs its parent. So a folder with a checkpoint's name is complete, whenever
+the machine stops. Removal renames the folder to `.<name>.removing-...` before it removes files. If the file system
+cannot swap two names in one step, the old checkpoint is `.<name>.replaced-...` for a moment. `sweep` removes such
+folders of dead processes, and restores the name of a replaced checkpoint if the new one did not get it. A process locks
+the folder that it writes.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from typing import Any
 import psutil
 
 from ..core.errors import CheckpointError, SettingError, StorageError
-from ..memory.disk.calls import storage_error
+from ..memory.disk.calls import storage_error, storage_errors
 from ..memory.disk.contained import JSON_LIMIT_BYTES, inside, parse_json
 from . import disk
 from .disk import Record
 
 FORMAT = 1
-STORM = "storm"  # the folder inside of a checkpoint for files that only STORM reads
+STORM = "storm"  # the folder inside a checkpoint for files that only STORM reads
 MANIFEST = "manifest.json"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<why>writing|removing|replaced)-(?P<pid>\d+)-[0-9a-f]+")
 OURS: set[str] = set()  # unfinished folders of this process
-_YOUNG_S = 60.0  # a younger folder may be about to be locked
+_LOCK_GRACE_S = 60.0  # the process that made a younger folder may be about to lock it
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a checkpoint's manifest."""
+    """The content of a checkpoint's manifest."""
 
     step: int
     created: str
@@ -69,7 +68,7 @@ class Manifest:
 
 
 def not_created(folder: Path, error: OSError) -> StorageError:
-    """The error for a folder whose parents were made first: a missing part then means that none can be made there."""
+    """The error for a folder that cannot be made. After its parents were made, ENOENT means a place without folders."""
     if error.errno != errno.ENOENT:
         return storage_error(f"create {folder}", error)
     found = StorageError(f"Cannot create {folder}: no folders can be made there [ENOENT]. Name a directory on a disk.")
@@ -78,7 +77,7 @@ def not_created(folder: Path, error: OSError) -> StorageError:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Raises CheckpointError, with what the folder is instead, if there is none."""
+    """Read the manifest of a checkpoint. Raises CheckpointError if there is none."""
     path = directory / STORM / MANIFEST
     if not path.is_file():
         if not directory.is_dir():
@@ -91,7 +90,7 @@ def read_manifest(directory: Path) -> Manifest:
         content = parse_json(disk.read_whole(file_in(directory, f"{STORM}/{MANIFEST}"), limit_bytes=JSON_LIMIT_BYTES))
         if content["format"] > FORMAT:
             raise CheckpointError(
-                f"{path} has format {content['format']}; this version reads up to {FORMAT}. Update it."
+                f"{path} has format {content['format']}; this version reads up to {FORMAT}. Update stormtorch."
             )
         files = {str(name): Record(_count(f["bytes"]), int(f["crc32"], 16)) for name, f in content["files"].items()}
         return Manifest(_count(content["step"]), str(content["created"]), files, dict(content["versions"]))
@@ -106,7 +105,7 @@ def _count(value: object) -> int:
 
 
 def file_in(directory: Path, name: str) -> Path:
-    """The path of a checkpoint's file. Raises CheckpointError for a name or a link that leads out of the folder."""
+    """The path of a checkpoint's file. Raises CheckpointError if a name or a link leads out of the folder."""
     try:
         return inside(directory, name)
     except StorageError as error:
@@ -114,25 +113,26 @@ def file_in(directory: Path, name: str) -> Path:
 
 
 def is_tensors(name: str) -> bool:
-    """Whether a file of a checkpoint holds tensors, whose checksum is computed while they are read."""
+    """Whether a checkpoint's file holds tensors: reading them computes the checksum."""
     return name.endswith(".safetensors")
 
 
 def check_sums(directory: Path, manifest: Manifest, names: Iterable[str], *, remedy: str | None = None) -> None:
     """Read these files and compare their checksums; raises CheckpointError for the first that differs."""
-    said = {} if remedy is None else {"remedy": remedy}
+    options = {} if remedy is None else {"remedy": remedy}
     for name in names:
         path = file_in(directory, name)
-        disk.check(path, disk.sum_of(path), manifest.files[name], **said)
+        disk.check(path, disk.sum_of(path), manifest.files[name], **options)
 
 
 def check_as_model(directory: Path, *, tensors: bool = False) -> None:
-    """Check the small files of a checkpoint that is opened as a model, with ``tensors`` all files; other folders have
-    no checksums."""
+    """Verify the small files of a checkpoint that is opened as a model; with ``tensors``, all its files.
+
+    Other folders have no checksums."""
     if (directory / STORM / MANIFEST).is_file():
         manifest = check_complete(directory)
         names = [name for name in manifest.files if not name.startswith(f"{STORM}/")]
-        remedy = f"Copy it again; if you changed it yourself, remove {directory / STORM}, which holds the sums."
+        remedy = f"Copy it again; if you changed it yourself, remove {directory / STORM}, which holds the checksums."
         check_sums(directory, manifest, [name for name in names if tensors or not is_tensors(name)], remedy=remedy)
 
 
@@ -141,7 +141,7 @@ def check_complete(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     for name, record in manifest.files.items():
         try:
-            size = os.stat(file_in(directory, name)).st_size  # noqa: PTH116  # not a folder's, and one call
+            size = os.stat(file_in(directory, name)).st_size  # noqa: PTH116  # one call per file
         except FileNotFoundError:
             raise CheckpointError(f"{directory / name} is missing. Use another checkpoint.") from None
         except OSError as error:
@@ -156,7 +156,7 @@ def check_complete(directory: Path) -> Manifest:
 
 
 def complete(path: Path | str) -> bool:
-    """Whether ``path`` is a checkpoint with all its files in their sizes. Loading checks the checksums."""
+    """Whether ``path`` is a checkpoint whose files all exist with their sizes. Loading verifies the checksums."""
     try:
         check_complete(Path(path))
     except (CheckpointError, StorageError):
@@ -165,9 +165,7 @@ def complete(path: Path | str) -> bool:
 
 
 def all_complete(parent: Path | str) -> list[Path]:
-    """The complete checkpoints in ``parent``, oldest first: by step, then by the time of writing.
-
-    A link to one of them does not count again."""
+    """The complete checkpoints in ``parent``, oldest first: by step, then by time of writing. Skips links to them."""
     found = []
     entries = _entries(Path(parent))
     here = {os.path.realpath(path) for path in entries if not path.is_symlink()}
@@ -195,7 +193,7 @@ def prune(parent: Path | str, keep: int) -> list[Path]:
 
 
 def remove_all(old: list[Path]) -> list[Path]:
-    """Remove these checkpoints, as far as they still exist; returns them."""
+    """Remove these checkpoints, if they still exist; returns them."""
     for path in old:
         try:
             remove(path)
@@ -206,27 +204,24 @@ def remove_all(old: list[Path]) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint so that never half of one has its name. Of a link, only the link is removed."""
+    """Remove a checkpoint; half of one never has its name. Removes a link, not its target."""
     hidden = beside(path, "removing")
     OURS.add(str(hidden))
     try:
-        disk.CALLS.rename(str(path), str(hidden))
-        disk.sync_folder(path.parent)
-        _delete(hidden)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error(f"remove {path}", error) from error
+        with storage_errors(f"remove {path}"):
+            disk.CALLS.rename(str(path), str(hidden))
+            disk.sync_folder(path.parent)
+            _delete(hidden)
     finally:
         OURS.discard(str(hidden))
 
 
 def sweep(parent: Path | str) -> list[Path]:
-    """Remove unfinished folders of dead processes in ``parent``; returns the folders."""
+    """Remove unfinished folders of dead processes in ``parent``; returns their paths."""
     removed = []
     for path in _entries(Path(parent)):
         match = _LEFTOVER.fullmatch(path.name)
-        if match is not None and path.is_dir() and not _is_at_work(int(match["pid"]), path):
+        if match is not None and path.is_dir() and not _is_in_use(int(match["pid"]), path):
             with contextlib.suppress(OSError):  # another process sweeps too, or the folder is another user's
                 before = path.parent / match["name"]
                 if match["why"] == "replaced" and not before.exists() and complete(path):
@@ -244,11 +239,11 @@ def _delete(path: Path) -> None:
         disk.CALLS.remove(str(path))
 
 
-def _is_at_work(pid: int, path: Path) -> bool:
-    """Whether a process still writes, or removes, an unfinished folder.
+def _is_in_use(pid: int, path: Path) -> bool:
+    """Whether a process still writes or removes an unfinished folder.
 
-    The lock is the best evidence: it ends with its process, while process numbers are reused, and repeat in each
-    container. Without a lock, because the file system has none or it is yet to be taken, the number decides."""
+    The lock is the best evidence: it ends with its process, while process ids are reused and repeat in each container.
+    Without a lock, because the file system has none or the process has not taken it yet, the id decides."""
     if pid == os.getpid() and str(path) in OURS:
         return True
     try:
@@ -258,16 +253,16 @@ def _is_at_work(pid: int, path: Path) -> bool:
         if pid == os.getpid():
             return False
         began, changed = psutil.Process(pid).create_time(), path.stat().st_mtime
-        would_be_locked = locked is False and ".writing-" in path.name and time.time() - changed > _YOUNG_S
-        return not would_be_locked and began <= changed + 1  # else the number has passed on to another process
-    except (psutil.NoSuchProcess, FileNotFoundError, OverflowError):  # OverflowError: a number beyond all processes
+        would_be_locked = locked is False and ".writing-" in path.name and time.time() - changed > _LOCK_GRACE_S
+        return not would_be_locked and began <= changed + 1  # else another process has the id now
+    except (psutil.NoSuchProcess, FileNotFoundError, OverflowError):  # OverflowError: larger than any process id
         return False
     except psutil.AccessDenied:
         return True
 
 
 def lock(path: Path) -> int | None:
-    """Lock a folder and return the descriptor that holds the lock until it is closed; None if that is not possible."""
+    """Lock a folder; returns the descriptor, whose closing releases the lock, or None if the folder has no lock."""
     fd = None
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -279,7 +274,7 @@ def lock(path: Path) -> int | None:
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Whether a process holds a lock on a folder; None if that cannot be known."""
+    """Whether a process holds a lock on a folder; None if unknown."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -298,7 +293,7 @@ def _is_locked(path: Path) -> bool | None:
 
 
 def beside(path: Path, why: str) -> Path:
-    """Another name for a checkpoint in the same folder, which says why it has it and which process gave it."""
+    """A temporary name for a checkpoint in the same parent, with the reason and this process's id."""
     stem = path.name
     match = _LEFTOVER.fullmatch(stem)
     if match is not None:
@@ -316,7 +311,7 @@ def _entries(parent: Path) -> list[Path]:
 
 
 def describe_versions() -> dict[str, Any]:
-    """The versions that write this checkpoint."""
+    """The versions of the packages that write this checkpoint."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""Loads a checkpoint: checks it against the model before anything changes, then reads straight into home memory."""
+"""Loads a checkpoint: checks it against the model before any change, then reads straight into home memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import nn
 from ..core.errors import CheckpointError, SettingError, StormError, WrongModel
 from ..core.notices import say_once
 from ..memory.books.limits import host_available_bytes
+from ..memory.disk.safetensors_header import Entry
 from ..streams.home.parameter import plain
 from ..streams.optimizer.masters import MASTER
 from . import disk
@@ -28,20 +29,20 @@ from .folder import Manifest, check_complete, check_sums, file_in, is_tensors
 from .names import Names, compare, names_of
 from .random_state import set_random_state
 from .session_state import Durable
-from .tensor_files import Entry, Filling, fill, read_header
+from .tensor_files import Filling, fill, read_header
 from .threads import Task, run_all
 
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PARTS = {"step", "optimizer", "random", "extra", "also"}
 _FLAGS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
-# Settings that decide the arithmetic with which a session has begun.
+# A session chooses its arithmetic by these settings when it starts.
 _FIXED = ("amsgrad", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
 class Loaded:
     step: int
-    rest: dict[str, Any]  # saved ``also`` entries without an object to go to
+    rest: dict[str, Any]  # saved ``also`` entries that the caller named no object for
 
 
 def load_into(
@@ -51,21 +52,21 @@ def load_into(
     also: Mapping[str, Any],
     begin: Callable[[Path], None],
 ) -> Loaded:
-    """Restore everything. ``begin`` is called after all checks, before the first change."""
+    """Restore everything. Calls ``begin`` after all checks, before the first change."""
     manifest = check_complete(directory)
     check_sums(directory, manifest, [name for name in manifest.files if not is_tensors(name) and name != STATE])
     state = _read_state(directory, manifest)
     names = names_of(model)
     states = _States()
     groups: list[dict[str, Any]] = []
-    with _or_damaged(directory):
+    with _unexpected_content(directory):
         _check_also(directory, also, state["also"])
         jobs, weights = _weights(model, names, directory, manifest)
         saved = state["optimizer"]
         if durable.optimizer is not None:
             if saved is not None and saved["numbers"] is None:
                 groups = _groups_that_fit(durable.optimizer, names, saved)
-                _say_anew(directory, durable.optimizer, bool(groups))
+                _warn_optimizer_restarts(directory, durable.optimizer, bool(groups))
             else:
                 states = _states(durable, names, directory, manifest, saved)
                 groups = saved["groups"]
@@ -76,7 +77,7 @@ def load_into(
         for room, value in states.single:
             room.copy_(value)
     durable.note_written(weights)
-    with _or_damaged(directory):
+    with _unexpected_content(directory):
         if durable.optimizer is not None:
             with torch.no_grad():
                 durable.install(states.by_parameter)
@@ -92,8 +93,8 @@ def load_into(
 
 
 @contextlib.contextmanager
-def _or_damaged(directory: Path) -> Iterator[None]:
-    """Report any other error in here as damaged content: a checkpoint's checksums may fit while its form does not."""
+def _unexpected_content(directory: Path) -> Iterator[None]:
+    """Report other errors of the block as unexpected content: checksums may be right while the structure is not."""
     try:
         yield
     except (StormError, torch.OutOfMemoryError):
@@ -136,7 +137,7 @@ def _read_state(directory: Path, manifest: Manifest) -> dict[str, Any]:
     disk.check(path, Record(len(data), zlib.crc32(data)), manifest.files[STATE])
     try:
         state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception as error:  # from pickle, zipfile or torch: it holds code, or is not such a file
+    except Exception as error:  # from pickle, zipfile or torch: it holds code, or is another kind of file
         reason = (str(error).splitlines() or [""])[0][:200]
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {reason}). Use another one.") from error
     missing = _PARTS - (state.keys() if isinstance(state, dict) else set())
@@ -157,7 +158,7 @@ def _check_also(directory: Path, wanted: Mapping[str, Any], saved: Mapping[str, 
 def _weights(
     model: nn.Module, names: Names, directory: Path, manifest: Manifest
 ) -> tuple[list[Job], list[torch.Tensor]]:
-    """Jobs that fill the model's tensors, all or the adapters', and these tensors."""
+    """The model's tensors, or the adapters' alone, and the jobs that fill them."""
     if is_adapted(model):
         wanted_by_file = adapter_files(model)
         if not any(name.endswith(WEIGHTS) for name in manifest.files):
@@ -186,8 +187,7 @@ class _States:
 
     by_parameter: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
-    # A target for a number, and the number.
-    single: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    single: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (target, number)
 
 
 def _states(
@@ -225,7 +225,7 @@ def _states(
                 f"{directory} was saved with an fp32 master of {name!r}, which is not streamed here. Give the only= "
                 "and leave= of that run."
             )
-        beside = {  # from checkpoints of earlier versions, for a parameter that is one number
+        beside = {  # earlier versions saved states of a parameter with one element here
             key: value
             for key, value in numbers.items()
             if isinstance(value, torch.Tensor) and durable.has_home(parameter, key)
@@ -239,7 +239,7 @@ def _states(
             ) from None
         states.single.extend((rooms[key], value) for key, value in beside.items())
         states.by_parameter[parameter] = {
-            **_where_torch_wants(optimizer, parameter, numbers, durable.unit_of(parameter) is None),
+            **_on_device_of(parameter, optimizer, numbers, durable.unit_of(parameter) is None),
             **rooms,
         }
     for file, header in headers.items():
@@ -248,12 +248,12 @@ def _states(
     return states
 
 
-def _where_torch_wants(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, numbers: dict[str, Any], on_device: bool
+def _on_device_of(
+    parameter: nn.Parameter, optimizer: torch.optim.Optimizer, numbers: dict[str, Any], on_device: bool
 ) -> dict[str, Any]:
-    """Move small tensors of a state, which were read into RAM, beside their parameter if that is not streamed.
+    """Move a state's small tensors, which were read into RAM, to the parameter's device if it is not streamed.
 
-    Except for "step", which only some of torch's kernels want there."""
+    Leaves "step", which only some of torch's kernels need there."""
     if not on_device:
         return numbers
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
@@ -268,7 +268,7 @@ def _where_torch_wants(
 
 
 def _groups_that_fit(optimizer: torch.optim.Optimizer, names: Names, saved: dict[str, Any]) -> list[dict[str, Any]]:
-    """The saved settings of the groups, e.g. learning rates, if they belong to this optimizer; else none."""
+    """The saved settings of the groups, e.g. learning rates, if they are of the same optimizer; else none."""
     called = parameter_names(optimizer, names.tensors)
     mine = [[called[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     groups: list[dict[str, Any]] = saved["groups"]
@@ -281,11 +281,11 @@ def _groups_that_fit(optimizer: torch.optim.Optimizer, names: Names, saved: dict
     return groups if fits else []
 
 
-def _say_anew(directory: Path, optimizer: torch.optim.Optimizer, has_groups: bool) -> None:
+def _warn_optimizer_restarts(directory: Path, optimizer: torch.optim.Optimizer, has_groups: bool) -> None:
     settings = "Learning rates and other settings are those" if has_groups else "Its settings are not those"
     say_once(
         f"{directory} was saved without the optimizer's states: {type(optimizer).__name__} starts again, with "
-        f"moments of zero. {settings} of the checkpoint."
+        f"zero moments. {settings} of the checkpoint."
     )
 
 
@@ -335,7 +335,7 @@ def _check_optimizer(
 
 
 def _check_values(directory: Path, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Raise unless a learning rate is a number: torch would fail in the middle of a step."""
+    """Raise unless each setting has a valid type: otherwise torch would fail in the middle of a step."""
     for group, theirs in zip(optimizer.param_groups, saved, strict=bool(saved)):
         for key, value in theirs.items():
             fits = value is None or isinstance(value, bool) if key in _FLAGS else _is_like(group.get(key), value)
@@ -354,14 +354,14 @@ def _is_like(now: Any, then: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether it can be an optimizer's step count: torch keeps it as a tensor, or as a number."""
+    """Whether it can be an optimizer's step count, which torch keeps as a tensor or as a number."""
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else None
     return isinstance(value, int | float) and 0 <= value < 1 << 53
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Set them in place: schedulers hold these very dictionaries."""
+    """Set them in place: schedulers hold the same dictionaries."""
     for group, theirs in zip(optimizer.param_groups, saved, strict=bool(saved)):
         for key, value in theirs.items():
             if key == "params":

@@ -1,7 +1,7 @@
 """Names of a model's weights in files: as in its ``state_dict``, each tensor once, under its first name.
 
-Tied parameters have several names; ``from_pretrained`` and `load_weights` want one of them in the file. Wrappers that
-``torch.compile`` puts around modules do not show in the names."""
+Tied parameters have several names; ``from_pretrained`` and `load_weights` expect one of them in the file. The names
+leave out the wrappers of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..core.errors import WrongModel
-from .tensor_files import Entry
+from ..memory.disk.safetensors_header import Entry
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Names:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)  # every name of a tensor to its first
-    passing: set[str] = field(default_factory=set)  # buffers that are in no state_dict
+    non_persistent: set[str] = field(default_factory=set)  # buffers that are in no state_dict
     modules_with_extra: dict[str, nn.Module] = field(default_factory=dict)
 
 
@@ -32,14 +32,13 @@ def names_of(model: nn.Module) -> Names:
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         prefix = prefix.replace("_orig_mod.", "")
-        transient = module._non_persistent_buffers_set
         for kind in (module._parameters, module._buffers):
             members: Mapping[str, torch.Tensor | None] = kind
             for name, tensor in members.items():
                 if tensor is None:
                     continue
-                if kind is module._buffers and name in transient:
-                    names.passing.add(prefix + name)
+                if kind is module._buffers and name in module._non_persistent_buffers_set:
+                    names.non_persistent.add(prefix + name)
                     continue
                 first = known.setdefault(id(tensor), prefix + name)
                 names.first[prefix + name] = first
@@ -75,8 +74,8 @@ def compare(
             )
         if dtypes and entry.dtype != tensor.dtype:
             raise WrongModel(
-                f"{where} has {name!r} in {entry.dtype}, the {what} in {tensor.dtype}. Build it in that dtype to go on "
-                "exactly, or load the weights alone with load_weights, which converts."
+                f"{where} has {name!r} in {entry.dtype}, the {what} in {tensor.dtype}. Build it in that dtype to "
+                "resume exactly, or load the weights alone with load_weights, which converts them."
             )
 
 

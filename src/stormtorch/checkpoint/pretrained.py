@@ -10,7 +10,7 @@ from torch import nn
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
-    """Write ``config.json`` and ``generation_config.json`` of a model of transformers; nothing for other models."""
+    """Write ``config.json`` and ``generation_config.json`` of a transformers model; nothing for other models."""
     inner: Any = getattr(model, "_orig_mod", model)
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "save_pretrained"):

@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore it. Of GPUs, as many as this machine has."""
+    """Restore the state; of the GPUs, as many as this machine has."""
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, words, position, has_gauss, cached = state["numpy"]

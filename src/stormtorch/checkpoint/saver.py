@@ -1,4 +1,4 @@
-"""`Session.save` and `Session.load`: their steps, in order."""
+"""The steps of `Session.save` and `Session.load`, in order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from ..core.errors import OutOfBudget, StorageError, StormError
+from ..core.errors import OutOfBudget, StormError
 from ..core.notices import say_once
-from ..memory.disk.calls import storage_error
+from ..memory.disk.calls import storage_errors
 from ..streams.bridge.handlers import handler_here, inside_step
 from . import adapter, folder, pretrained
 from .content import gather
@@ -25,7 +25,7 @@ Directory = Path | str | os.PathLike[str]
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
-    """Write the configs that ``from_pretrained``, or PEFT's, needs beside the weights."""
+    """Write the configs that ``from_pretrained`` of transformers or PEFT needs beside the weights."""
     (adapter if adapter.is_adapted(model) else pretrained).write_configs(model, folder)
 
 
@@ -36,7 +36,7 @@ class Saver:
         self._model, self._durable, self._count_steps = model, durable, count_steps
         self._steps_before = 0
         self._writing: Writing | None = None
-        self._is_busy = False  # a signal handler may ask for a save in the middle of one
+        self._is_busy = False  # a signal handler may call save during a save
         self._damaged: str | None = None  # the checkpoint that was loaded only in part
 
     def save(
@@ -48,7 +48,7 @@ class Saver:
         wait: bool,
         optimizer: bool = True,
     ) -> None:
-        with self._alone("save"):
+        with self._exclusive("save"):
             self._save(directory, also=also, files=files, wait=wait, optimizer=optimizer)
 
     def _save(
@@ -67,8 +67,8 @@ class Saver:
         durable = self._durable
         if durable.has_unused_gradients:
             say_once(
-                "A checkpoint holds no gradients, and some have not been used by a step: a run that resumes from it "
-                "goes on without them. Save after optimizer.step()."
+                "A checkpoint holds no gradients. Some have not been used by a step: a run that resumes from this "
+                "checkpoint loses them. Save after optimizer.step()."
             )
         durable.settle()
         content = gather(self._model, durable, step=self.steps, also=also or {}, with_states=optimizer)
@@ -82,7 +82,7 @@ class Saver:
             self._write_beside(draft.path, files)
             if not wait:
                 try:
-                    durable.still.copy_loose(pieces)
+                    durable.still.copy_unstreamed(pieces)
                 except OutOfBudget:
                     wait = True
             self._writing = Writing(content, draft, durable.still)
@@ -92,7 +92,7 @@ class Saver:
                 self._finish()
         except BaseException:
             writing, self._writing = self._writing, None
-            if writing is not None:  # Ctrl-C came before a wait for it
+            if writing is not None:  # Ctrl-C came before its wait
                 writing.give_up()
             durable.still.release(pieces)
             if draft is not None:
@@ -101,14 +101,10 @@ class Saver:
 
     def _write_beside(self, path: Path, files: Callable[[Path], None] | None) -> None:
         """Write the configs, and the files that user code adds."""
-        try:
+        with storage_errors(f"write files to {path}"):
             write_configs(self._model, path)
             if files is not None:
                 files(path)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise storage_error(f"write files to {path}", error) from error
 
     @property
     def steps(self) -> int:
@@ -116,7 +112,7 @@ class Saver:
         return self._steps_before + self._count_steps()
 
     def load(self, directory: Directory, *, also: Mapping[str, Any] | None) -> dict[str, Any]:
-        with self._alone("load"):
+        with self._exclusive("load"):
             self._durable.check_idle(loading=True)
             self._finish()
             path = Path(directory)
@@ -130,12 +126,12 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for a running save, if there is one, and raise its error."""
-        with self._alone("wait for a save"):
+        with self._exclusive("wait for a save"):
             self._finish()
 
     @contextlib.contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        """Refuse a call from a signal handler that has interrupted one of these methods: it would change its state."""
+    def _exclusive(self, what: str) -> Iterator[None]:
+        """Refuse a call from a signal handler that interrupted one of these methods: it would change its state."""
         if self._is_busy and handler_here():
             raise inside_step(what)
         before, self._is_busy = self._is_busy, True

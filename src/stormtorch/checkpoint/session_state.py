@@ -1,8 +1,8 @@
-"""The durable state of a session, weights, optimizer states and masters: where each lies, and how to read and write it.
+"""The durable state of a session: weights, optimizer states and masters in home memory.
 
-`settle` brings home memory up to date; after it, and until the next change that `Still` announces, plain reads of it
-are right. `rewriting` is for writes: inside it, no stream reads or writes home memory, and afterwards every device copy
-counts as stale. The caller writes the numbers, straight into the tensors that are named here."""
+`settle` brings home memory up to date; plain reads are right from then until the next change, which `Still` announces.
+Inside `rewriting`, no stream reads or writes home memory, and the caller writes straight into its tensors. Afterwards
+every device copy is stale."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Durable:
         still: Still,
         drain: Callable[[], None],
     ) -> None:
-        """``drain`` blocks until all requested work is done."""
+        """``drain``: blocks until all requested work is done."""
         self._units, self._parameters, self._gradients, self._drain = units, parameters, gradients, drain
         self._access, self._optimizer, self._adam, self.still = access, optimizer, adam, still
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
@@ -58,15 +58,14 @@ class Durable:
         self.still.before_change(None if unit is None else unit.index, by_step=True)
 
     def check_idle(self, *, loading: bool) -> None:
-        """Raise if a backward, or for loading a forward, runs on this thread: a hook or a signal handler has called. A
-        handler that has interrupted a step may not save either."""
+        """Raise if a hook or a signal handler calls inside a backward or a step; for loading, also inside a forward."""
         what = "load" if loading else "save"
         if self._access.is_interrupted(forward=loading):
             raise inside_step(what)
         if in_backward():
             raise StormError(
-                f'Cannot {what} inside a backward pass: with step="backward" half of the weights are those of the next '
-                "step. Call it after optimizer.step()."
+                f'Cannot {what} inside a backward pass: with step="backward" some weights are updated already. Call it '
+                "after optimizer.step()."
             )
         if loading and self._access.in_forward():
             raise StormError("Cannot load inside a forward pass: it uses the weights. Call it before or after.")
@@ -89,29 +88,29 @@ class Durable:
         place = self._place.get(id(tensor))
         return None if place is None else place.unit.index
 
-    def is_steady(self, tensor: torch.Tensor) -> bool:
-        """Whether no step changes it: it is a streamed parameter that is frozen."""
+    def is_frozen(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a streamed parameter that no step changes."""
         place = self._place.get(id(tensor))
         return place is not None and not place.trained
 
     # --- saving
 
     def settle(self) -> None:
-        """Block until home memory is complete: weights, and states, also those that are kept on the device."""
+        """Block until home memory is up to date, including states that are kept on the device."""
         if self._optimizer is not None:
             self._optimizer.settle()
         self._drain()
         if self._access.device.type == "cuda":
-            torch.cuda.synchronize(self._access.device)  # for tensors that are not streamed, computed on any stream
+            torch.cuda.synchronize(self._access.device)  # user code may compute unstreamed tensors on any stream
 
     def states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        """The optimizer's state of each parameter that has one, in place, with masters where there are any."""
+        """The optimizer's state of each parameter that has one, with its master if there is one. Copies no tensor."""
         if self._optimizer is None:
             return
         states: dict[Any, dict[str, Any]] = dict(self._optimizer.optimizer.state)
         for place in self._place.values():
             if self._adam is None and self._optimizer.torch_step.master(place) is not None:
-                states.setdefault(place.parameter, {})  # an optimizer without states of its own, such as plain SGD
+                states.setdefault(place.parameter, {})  # an optimizer without states, such as plain SGD
             elif self._adam is not None and place.trained and place.parameter not in states:
                 home = self._adam.homes[place.unit.index]
                 if home.steps[place.index]:  # updated in backward; step() has not shown it yet
@@ -133,8 +132,9 @@ class Durable:
 
     @contextlib.contextmanager
     def rewriting(self, parameters: Iterable[nn.Parameter], *, with_states: bool) -> Iterator[None]:
-        """Allow writes to home memory of these inside the block. With ``with_states`` the caller writes masters too;
-        otherwise they are made from the new weights."""
+        """Allow the caller to write to the home memory of these parameters inside the block.
+
+        With ``with_states`` the caller writes masters too; otherwise they are made from the new weights."""
         places = [self._place[id(p)] for p in parameters if id(p) in self._place]
         self._begin(places)
         try:
@@ -154,7 +154,7 @@ class Durable:
     @undisturbed
     def _end(self, places: list[Place], with_states: bool) -> None:
         if self._access.device.type == "cuda":
-            # Tensors that are not streamed were written on other threads' streams.
+            # The reading threads wrote unstreamed tensors on their own streams.
             torch.cuda.synchronize(self._access.device)
         for unit in {place.unit.index: place.unit for place in places}.values():
             self._parameters.changed(unit, by_step=False)
@@ -165,13 +165,13 @@ class Durable:
                 self._optimizer.masters.reset(place)
 
     def note_written(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark these, out of those in ``rewriting``, as written."""
+        """Mark these as written; they were among those of ``rewriting``."""
         for tensor in tensors:
             if (place := self._place.get(id(tensor))) is not None:
                 place.written = True
 
     def room_for(self, parameter: nn.Parameter, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
-        """Tensors for the state of a parameter, to be filled: existing ones if they fit, else new ones."""
+        """Tensors for a parameter's state, for the caller to fill: existing ones if they fit, else new ones."""
         assert self._optimizer is not None
         place = self._place.get(id(parameter))
         mine = self._homes_of(place) if place is not None else {}
@@ -193,14 +193,14 @@ class Durable:
         return found
 
     def has_home(self, parameter: torch.Tensor, key: str) -> bool:
-        """Whether such a state of the parameter lies in the session's own memory."""
+        """Whether this state of the parameter lies in the session's home memory."""
         place = self._place.get(id(parameter))
         if place is None or not place.trained:
             return False
         return self.has_masters and place.is_split if key == MASTER else self._adam is not None and key in MOMENTS
 
     def _homes_of(self, place: Place) -> dict[str, torch.Tensor]:
-        """The tensors of home memory for a parameter's state; none if torch keeps it."""
+        """The home memory of a parameter's state; empty if torch holds it."""
         if self._adam is None or not place.trained:
             return {}
         home = self._adam.homes[place.unit.index]
@@ -209,7 +209,7 @@ class Durable:
         return mine if master is None else {**mine, MASTER: master}
 
     def install(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Install these as all of the optimizer's states. Their tensors are those of ``room_for``, filled."""
+        """Replace all of the optimizer's states. The tensors are those of ``room_for``, filled."""
         assert self._optimizer is not None
         for unit in self._units:
             for place in unit.trained:
@@ -225,7 +225,7 @@ class Durable:
         self._gradients.clear()
         if self._optimizer is not None:
             self._optimizer.forget_factor()
-            self._optimizer.zero_grad()  # ours: if the user has their own, user code must call it
+            self._optimizer.zero_grad()  # the session's; user code calls that of its own optimizer
 
 
 def durable_of(model: nn.Module) -> Durable | None:

@@ -1,9 +1,9 @@
-"""Keeps a snapshot of what is being saved, while training goes on.
+"""Keeps a snapshot of the state that a save writes, while training goes on.
 
-A save names its *pieces*: tensors in home memory, by the unit that they belong to. From then on, code that is about to
-change a unit calls `before_change`. It copies pieces that are not in their file yet, as far as the RAM budget has room,
-and waits for the others to be written. The reader of a piece takes it with `lend`, which gives the copy if there is
-one. Training sees the same numbers either way, and so does the file.
+A save registers its *pieces*: tensors in home memory, grouped by unit. From then on, code that is about to change a
+unit calls `before_change`. That copies pieces which are not in their file yet, if the RAM budget has room, and waits
+until the writer has written the others. The writer borrows a piece with `lend`, which gives the copy if there is one.
+Neither training nor the file sees a difference.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..streams.bridge.handlers import undisturbed
 
 
 class Released(Exception):
-    """The save was given up while a thread waited for one of its pieces. Never leaves the package."""
+    """The save was cancelled while a thread waited for one of its pieces. Never leaves the package."""
 
 
 class Charge:
-    """RAM for the copies of several pieces, given back with the last of them: ledgers are for dozens of entries."""
+    """RAM for the copies of several pieces, released with the last of them: a ledger is made for dozens of entries."""
 
     def __init__(self, reservation: Reservation | None, pieces: int) -> None:
         self._reservation, self._pieces = reservation, pieces
 
-    def end_one(self) -> None:
+    def release_one(self) -> None:
         self._pieces -= 1
         if self._pieces <= 0 and self._reservation is not None:
             self._reservation.release()
@@ -39,13 +39,13 @@ class Charge:
 
 @dataclass(eq=False)
 class Piece:
-    """One tensor of a save. ``unit``: the index of the unit whose changes it must survive; None: it is not streamed.
+    """One tensor of a save. ``unit``: the index of the unit that holds it; None: it is not streamed.
 
-    ``steady``: no optimizer step changes it, because it is frozen."""
+    ``frozen``: no optimizer step changes it."""
 
     tensor: torch.Tensor
     unit: int | None = None
-    steady: bool = False
+    frozen: bool = False
     state: str = "waiting"  # "lent", "copying", "copied" or "done"
     charge: Charge | None = field(default=None, repr=False)
 
@@ -55,15 +55,15 @@ class Still:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        # The lock itself is entered: Ctrl-C may come inside of a condition's own __enter__. Re-entrant: another signal
-        # may come too, whose handler writes a weight.
+        # Enter the lock, not the condition: Ctrl-C may come inside a condition's __enter__. Re-entrant: the handler of
+        # another signal may write a weight.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._pieces: dict[int | None, list[Piece]] = {}  # by unit
         self.copied_bytes = 0  # of the last save
 
     def hold(self, pieces: Sequence[Piece]) -> None:
-        """Protect these from changes until they are done."""
+        """Protect these from changes until they are written."""
         by_unit: dict[int | None, list[Piece]] = {}
         for piece in pieces:
             by_unit.setdefault(piece.unit, []).append(piece)
@@ -72,36 +72,36 @@ class Still:
             self.copied_bytes = 0
             self._pieces = by_unit
 
-    def copy_loose(self, pieces: Sequence[Piece]) -> None:
-        """Copy pieces that belong to no unit and may change unnoticed. Raises OutOfBudget if there is no room."""
-        loose = [piece for piece in pieces if piece.unit is None]
-        charge = self._room_for(loose)
-        for piece in loose:
+    def copy_unstreamed(self, pieces: Sequence[Piece]) -> None:
+        """Copy pieces that belong to no unit: they may change unnoticed. Raises OutOfBudget if there is no room."""
+        unstreamed = [piece for piece in pieces if piece.unit is None]
+        charge = self._reserve(unstreamed)
+        for piece in unstreamed:
             piece.tensor, piece.charge, piece.state = _copy(piece.tensor), charge, "copied"
 
     def before_change(self, unit: int | None, *, by_step: bool = False) -> None:
-        """Prepare for a change of the unit; with None, of anything. Copies its pieces, or waits until they are written.
+        """Copy the unit's pieces, or wait until they are written. None: those of all units.
 
         ``by_step``: an optimizer makes the change, so frozen pieces are safe."""
         if not self._pieces:  # nearly always
             return
         for key, group in list(self._pieces.items()):
             if unit in (None, key):
-                self._set_free([piece for piece in group if not (by_step and piece.steady)])
+                self._copy_or_wait([piece for piece in group if not (by_step and piece.frozen)])
 
-    def _set_free(self, group: list[Piece]) -> None:
+    def _copy_or_wait(self, group: list[Piece]) -> None:
         waiting = [piece for piece in group if piece.state == "waiting"]
         try:
-            charge = self._room_for(waiting)
+            charge = self._reserve(waiting)
         except OutOfBudget:
             waiting = []
         for piece in waiting:
-            self._set_aside(piece, charge)
+            self._copy_piece(piece, charge)
         with self._lock:
             self._changed.wait_for(lambda: all(piece.state in ("copied", "done") for piece in group))
 
-    @undisturbed  # a handler that writes the same weight would wait for a copy that cannot go on
-    def _set_aside(self, piece: Piece, charge: Charge) -> None:
+    @undisturbed  # a handler that writes the same weight would wait forever for this copy
+    def _copy_piece(self, piece: Piece, charge: Charge) -> None:
         """Copy a piece, unless another thread has begun to copy or write it."""
         mine = False
         try:
@@ -115,7 +115,7 @@ class Still:
                     piece.tensor, piece.charge, piece.state = copy, charge, "copied"
                     self.copied_bytes += copy.nbytes
                 else:
-                    charge.end_one()
+                    charge.release_one()
                 self._changed.notify_all()
         except BaseException:  # out of memory, or Ctrl-C
             with self._lock:
@@ -124,16 +124,15 @@ class Still:
                 self._changed.notify_all()
             raise
 
-    def _room_for(self, pieces: Sequence[Piece]) -> Charge:
+    def _reserve(self, pieces: Sequence[Piece]) -> Charge:
         size = sum(piece.tensor.nbytes for piece in pieces)
         return Charge(self._ledger.reserve(Tier.HOST, Tag.CHECKPOINT, size) if size else None, len(pieces))
 
     @contextlib.contextmanager
     def lend(self, piece: Piece) -> Iterator[torch.Tensor]:
-        """The piece with the values it had when it was held, for reading. Afterwards it is done, and its copy is
-        released.
+        """Yield the piece, with the values that it had at ``hold``, for reading; then release its copy.
 
-        Raises Released if the save was given up."""
+        Raises Released if the save was cancelled."""
         with self._lock:
             self._changed.wait_for(lambda: piece.state != "copying")
             if piece.state == "done":
@@ -148,7 +147,7 @@ class Still:
                 self._changed.notify_all()
 
     def release(self, others: Sequence[Piece] = ()) -> None:
-        """End the save, successful or not: everything may change. ``others``: pieces that perhaps were not held yet."""
+        """End the save, successful or not: everything may change. ``others``: pieces that may not be held yet."""
         with self._lock:
             held, self._pieces = self._pieces, {}
             for group in (*held.values(), others):
@@ -165,7 +164,7 @@ def _end(piece: Piece) -> None:
     charge, piece.charge = piece.charge, None
     piece.state, piece.tensor = "done", _NOTHING
     if charge is not None:
-        charge.end_one()
+        charge.release_one()
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

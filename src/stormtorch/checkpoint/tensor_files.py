@@ -1,13 +1,12 @@
 """safetensors files: 8 bytes (the header's length, little endian), a JSON header, the tensors' bytes.
 
-Written and read here and not by the library, which needs all tensors of a file in memory to write it, and maps it to
-read it. Here bytes go straight from home memory to the file, and from the file to home memory.
+The safetensors library needs all tensors of a file in memory to write it, and maps the file to read it. This module
+moves bytes straight from home memory to the file, and back.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 import threading
@@ -20,41 +19,11 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
-from ..memory.disk.contained import parse_json
+from ..memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
 from . import disk
 from .disk import CHUNK, Record, Stopped
 
-NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
-_HEADER_LIMIT = 100_000_000  # the format's own
-_MOST_DIMENSIONS = 64  # torch's own
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a file; ``start`` counts from the file's first byte."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    size: int
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def header_for(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
@@ -74,63 +43,22 @@ def header_for(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file by name, in the order of their bytes. Raises CheckpointError if it is incomplete."""
+    """The tensors of a file by name, in the order of their bytes. Raises CheckpointError if it is damaged."""
     with disk.reading(path) as fd:
-        size = os.fstat(fd).st_size
-        head = bytearray(8)
-        if size < 8:
-            raise _damaged(path, f"{size} bytes do not hold a header")
-        disk.read_exactly(fd, memoryview(head), 0, path)
-        (length,) = struct.unpack("<Q", head)
-        if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
-            raise _damaged(path, f"its {size} bytes do not hold a header of {length}")
-        text = bytearray(length)
-        disk.read_exactly(fd, memoryview(text), 8, path)
-    try:
-        content = parse_json(text, repeated=False)
-        if not isinstance(content, dict):
-            raise ValueError("it is not an object")
-        content.pop("__metadata__", None)
-        entries = {name: _entry(path, name, value, 8 + length, size) for name, value in content.items()}
-    except (ValueError, AttributeError) as error:
-        raise _damaged(path, f"its header is not readable: {error}") from None
-    ordered = dict(sorted(entries.items(), key=lambda item: item[1].start))
-    end = 0
-    for name, entry in ordered.items():
-        if entry.size and entry.start < end:
-            raise _damaged(path, f"{name!r} begins at byte {entry.start}, within the tensor before it")
-        end = max(end, entry.start + entry.size)
-    return ordered
 
+        def read(offset: int, count: int) -> bytearray:
+            data = bytearray(count)
+            disk.read_exactly(fd, memoryview(data), offset, path)
+            return data
 
-def _entry(path: Path, name: str, value: Any, base: int, size: int) -> Entry:
-    try:
-        dtype, shape = str(value["dtype"]), tuple(_count(length) for length in value["shape"])
-        if len(shape) > _MOST_DIMENSIONS:
-            raise ValueError
-        first, last = (_count(offset) for offset in value["data_offsets"])
-    except (KeyError, TypeError, ValueError):
-        raise _damaged(path, f"the entry of {name[:200]!r} is not readable") from None
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"{path}: {name!r} has dtype {dtype[:40]}. Accepted: {', '.join(_DTYPES)}.")
-    needed = math.prod(shape) * _DTYPES[dtype].itemsize
-    if last - first != needed:
-        raise _damaged(path, f"{name!r} of shape {shape} needs {needed} bytes and has {last - first}")
-    if base + last > size:
-        raise CheckpointError(
-            f"{path} is truncated: {name!r} ends at byte {base + last}, the file at {size}. Copy it again."
-        )
-    return Entry(_DTYPES[dtype], shape, base + first, needed)
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError
-    return value
-
-
-def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is not a complete safetensors file ({why}). Copy or write it again.")
+        try:
+            return parse_header(read, os.fstat(fd).st_size)
+        except UnknownDtype as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is not a complete safetensors file ({error}). Copy or write it again."
+            ) from None
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -142,14 +70,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _is_as_in_files(tensor: torch.Tensor) -> bool:
-    """Whether its memory is as in a file: in order, in RAM, no lazy sign or conjugate."""
+def _has_file_layout(tensor: torch.Tensor) -> bool:
+    """Whether its memory is laid out as in a file: contiguous, in RAM, without lazy negation or conjugation."""
     return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
 
 
 @dataclass(frozen=True)
 class Filling:
-    """A tensor of a file and its target memory; None: it is read for the checksum alone."""
+    """A tensor of a file and its target memory; None: read it for the checksum alone."""
 
     entry: Entry
     target: torch.Tensor | None
@@ -158,9 +86,9 @@ class Filling:
 def fill(
     path: Path, fillings: Sequence[Filling], *, expected: Record | None = None, stop: threading.Event | None = None
 ) -> None:
-    """Read tensors into existing memory: straight if it is laid out as in the file, else by pieces.
+    """Read tensors into existing memory: directly if it is laid out as in the file, else chunk by chunk.
 
-    With ``expected`` every byte is read and compared with the checksum. Blocks."""
+    With ``expected`` it reads every byte of the file and verifies the checksum. Blocks."""
     with disk.reading(path) as fd:
         source = _Source(fd, path, stop, sums=expected is not None)
         for filling in sorted(fillings, key=lambda filling: filling.entry.start):
@@ -173,7 +101,7 @@ def fill(
 
 
 class _Source:
-    """A file that is read from front to end."""
+    """Reads a file from front to end."""
 
     def __init__(self, fd: int, path: Path, stop: threading.Event | None, *, sums: bool) -> None:
         self._fd, self._path, self._stop, self._sums = fd, path, stop, sums
@@ -200,7 +128,7 @@ class _Source:
         entry, target = filling.entry, filling.target
         if target is None:
             self.skip_to(entry.start + entry.size)
-        elif _is_as_in_files(target) and target.dtype == entry.dtype:
+        elif _has_file_layout(target) and target.dtype == entry.dtype:
             self.read(bytes_of(target))
         elif target.is_contiguous():
             flat, step = target.view(-1), CHUNK // entry.dtype.itemsize
@@ -229,7 +157,7 @@ class Shard:
 
 
 def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> list[Shard]:
-    """Divide tensors into files, in order: as many as fit ``limit_bytes``, at least one."""
+    """Divide tensors into files, in order: each takes as many as fit ``limit_bytes``, at least one."""
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

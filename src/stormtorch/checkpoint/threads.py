@@ -1,4 +1,4 @@
-"""A few threads for a list of tasks: reading, writing and checksums all release the GIL."""
+"""Runs tasks on a few threads: reading, writing and checksums all release the GIL."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from .disk import Stopped
 
 Task = Callable[[threading.Event], None]
-_MOST = 4  # one thread sums 2 GB/s, more than most disks write
+_MAX_THREADS = 4  # one thread computes the checksum of 2 GB/s, more than most disks write
 
 
 def run_all(tasks: Sequence[Task], stop: threading.Event | None = None) -> None:
-    """Run the tasks, begun in order. Blocks; raises the first error, when all threads have ended.
+    """Run the tasks, started in order. Blocks; raises the first error after all threads have ended.
 
-    Setting ``stop`` ends them early, as an error or Ctrl-C does: tasks check it between pieces."""
+    Setting ``stop`` ends them early, as an error or Ctrl-C does: tasks check it between chunks."""
     stop = threading.Event() if stop is None else stop
     waiting, lock = iter(tasks), threading.Lock()
     errors: list[BaseException] = []
@@ -34,7 +34,7 @@ def run_all(tasks: Sequence[Task], stop: threading.Event | None = None) -> None:
                 errors.append(error)
                 stop.set()
 
-    count = min(_MOST, os.cpu_count() or 1, len(tasks))
+    count = min(_MAX_THREADS, os.cpu_count() or 1, len(tasks))
     threads = [threading.Thread(target=work, name="storm-checkpoint") for _ in range(count)]
     try:
         if not _start(threads):
@@ -57,7 +57,7 @@ def run_all(tasks: Sequence[Task], stop: threading.Event | None = None) -> None:
 def _start(threads: Sequence[threading.Thread]) -> bool:
     """Start as many threads as possible; False if none started.
 
-    From Python 3.12 on no thread starts after the main thread has ended, which a save may outlive."""
+    A save may outlive the main thread, and from Python 3.12 on no thread starts after that."""
     for thread in threads:
         try:
             thread.start()

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..core.errors import CheckpointError, WrongModel
 from ..memory.disk.contained import JSON_LIMIT_BYTES, parse_json
+from ..memory.disk.safetensors_header import Entry
 from ..streams.home.parameter import plain
 from . import disk
 from .adapter import base_name, base_names, is_adapter_name
@@ -18,7 +19,7 @@ from .folder import MANIFEST, STORM, check_sums, file_in, read_manifest
 from .loading import Job, read_all
 from .names import compare, names_of
 from .session_state import durable_of
-from .tensor_files import Entry, Filling, read_header
+from .tensor_files import Filling, read_header
 
 SINGLE = "model.safetensors"
 
@@ -26,9 +27,10 @@ SINGLE = "model.safetensors"
 def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> list[str]:
     """Fill the model's parameters and buffers from the safetensors in ``directory``; returns the names loaded.
 
-    One file or several with an index. Bytes go straight into the parameters' memory, home memory if the model is
-    streamed; where dtypes differ they are converted piece by piece. Exactly the model's names must be there, one name
-    for tied weights; otherwise nothing is changed. Blocks. Masters follow the weights, moments remain unchanged.
+    Reads one file, or several with an index. Bytes go straight into the parameters' memory, which is home memory if the
+    model is streamed; tensors of another dtype are converted chunk by chunk. The files must hold exactly the model's
+    names, one name for tied weights; otherwise it raises and changes nothing. Masters follow the weights; moments do
+    not change. Blocks.
     """
     path = Path(directory)
     names = names_of(model)
@@ -46,7 +48,7 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     where: dict[str, tuple[str, Entry]] = {}
     for file, header in headers.items():
         for name, entry in header.items():
-            if name in names.passing and name not in places:
+            if name in names.non_persistent and name not in places:
                 continue
             known = name if name in places else alias.get(name, name)
             if known in found and known != name:

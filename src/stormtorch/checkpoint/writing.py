@@ -1,4 +1,4 @@
-"""Writes a checkpoint from home memory, on threads of its own; a caller may wait for it."""
+"""Writes a checkpoint from home memory, on background threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from ..core.errors import StorageError
 from ..core.notices import say_once
 from ..core.sizes import format_bytes
-from ..memory.disk.calls import storage_error
+from ..memory.disk.calls import storage_errors
 from . import disk
 from .content import Content, TensorFile
 from .disk import FileWriter, Record, Stopped
@@ -26,30 +26,30 @@ from .tensor_files import bytes_of
 from .threads import Task, run_all
 
 _NICE = 5
-_KEPT_FREE = 1 << 20  # names, manifest, blocks that are not full
+_OVERHEAD_BYTES = 1 << 20  # names, manifest, partial blocks
 
 
 class Writing:
-    """One running save. When it ends, the draft is published or removed, and everything may change again."""
+    """One running save. At its end it publishes or removes the draft, and releases the snapshot."""
 
     def __init__(self, content: Content, draft: Draft, still: Still) -> None:
         self._content, self._draft, self._still, self._process = content, draft, still, os.getpid()
         self._stop, self._ended, self._begun = threading.Event(), threading.Event(), False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="storm-save")  # no daemon: a save outlives the script
+        self._thread = threading.Thread(target=self._run, name="storm-save")  # not a daemon: a save outlives the script
 
     def start(self) -> None:
         self._begun = True
         try:
             self._thread.start()
-        except RuntimeError:  # no thread available
+        except RuntimeError:  # the system has no thread left
             self._begun = False
             raise
 
     def wait(self) -> None:
-        """Block until it has ended; raises its error, once. Ctrl-C gives the save up."""
+        """Block until the save has ended; raises its error, once. Ctrl-C cancels the save."""
         if os.getpid() != self._process:
-            return  # the thread remained in the parent, whose save it is
+            return  # forked: the save is the parent's
         try:
             while not self._ended.wait(1.0):
                 pass
@@ -59,36 +59,36 @@ class Writing:
             raise
         error, self._error = self._error, None
         if error is not None:
-            atexit.unregister(self._say_unheard)
+            atexit.unregister(self._report_at_exit)
             raise error
 
     def give_up(self) -> None:
-        """End it early and remove the draft. Blocks for a moment."""
+        """Cancel the save and remove the draft. Blocks for a moment."""
         self._stop.set()
         self._still.release()
         while self._begun and not self._ended.wait(5.0) and self._thread.ident is not None:
-            pass  # without a number the thread never started: Ctrl-C came first
+            pass  # without an ident the thread never started: Ctrl-C came first
         self._error = None
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(OSError):  # checksums and copies yield to training, on threads started here too
+            with contextlib.suppress(OSError):  # this thread, and those that it starts, yield to training
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._write()
         except (Stopped, Released):
             pass
         except BaseException as error:
-            self._error = _with_a_way_out(error, self._content)
-            atexit.register(self._say_unheard)
+            self._error = _with_remedy(error, self._content)
+            atexit.register(self._report_at_exit)
         finally:
             self._still.release()
             self._draft.discard()
             self._ended.set()
 
-    def _say_unheard(self) -> None:
-        """Report an error at exit, if the script ended without a close that would have raised it."""
+    def _report_at_exit(self) -> None:
+        """Report an error that no call has raised, because the script ended without closing the session."""
         if self._error is not None and os.getpid() == self._process:
-            say_once(f"A save in the background has failed: {self._error}")
+            say_once(f"A save in the background failed: {self._error}")
 
     def _write(self) -> None:
         folder, records = self._draft.path, dict[str, Record]()
@@ -113,11 +113,9 @@ def write_tensors(
     lend: Callable[[Piece], contextlib.AbstractContextManager[torch.Tensor]],
     stop: threading.Event | None = None,
 ) -> Record:
-    """Write a new file; each piece is borrowed while it is written."""
-    try:
+    """Write a new file; borrows each piece while it writes it."""
+    with storage_errors(f"create {path.parent}"):
         path.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise storage_error(f"create {path.parent}", error) from error
     with contextlib.closing(FileWriter(path, stop)) as writer:
         writer.write(file.header)
         for piece in file.pieces:
@@ -129,32 +127,31 @@ def write_tensors(
 def check_space(content: Content, draft: Draft) -> None:
     """Raise StorageError if the disk has no room for ``content``."""
     free = disk.CALLS.free_bytes(str(draft.path))
-    needed = content.size + _KEPT_FREE
+    needed = content.size + _OVERHEAD_BYTES
     if needed > free:
         error = StorageError(
             f"Cannot save to {draft.directory}: the checkpoint needs {format_bytes(needed)}, and "
             f"{format_bytes(free)} are free there. Free space, keep fewer checkpoints, or name a directory on another "
-            f"disk.{_way_out(content)}"
+            f"disk.{_smaller_save(content)}"
         )
         error.errno = errno.ENOSPC
         raise error
 
 
-def _way_out(content: Content) -> str:
+def _smaller_save(content: Content) -> str:
     states = content.optimizer_bytes
     if not states:
         return ""
-    rest = content.size - states
     return (
-        f" The weights alone need {format_bytes(rest)}: save(..., optimizer=False), or storm train "
+        f" The weights alone need {format_bytes(content.size - states)}: save(..., optimizer=False), or storm train "
         "--no-save-optimizer; the optimizer then starts again."
     )
 
 
-def _with_a_way_out(error: BaseException, content: Content) -> BaseException:
-    """Add one more remedy to the error of a disk that fills up during the write."""
+def _with_remedy(error: BaseException, content: Content) -> BaseException:
+    """If the disk filled up during the write, add a remedy to its error."""
     if not isinstance(error, StorageError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
-    longer = StorageError(f"{error}{_way_out(content)}")
+    longer = StorageError(f"{error}{_smaller_save(content)}")
     longer.errno, longer.__cause__ = error.errno, error.__cause__
     return longer

@@ -1,4 +1,4 @@
-"""``python -m stormtorch.cli`` is ``storm`` where the command is not on the path."""
+"""``python -m stormtorch.cli`` runs ``storm`` if the command is not on the path."""
 
 import sys
 

@@ -89,7 +89,7 @@ def _pack_documents(options: argparse.Namespace, shard_bytes: int, dtype: torch.
     )
     documents, count = pack_documents(paths, options.out, reader=reader, options=tokens, shard_bytes=shard_bytes)
     progress.close()
-    skipped = f", {reader.bad_lines} bad lines left out" if reader.bad_lines else ""
+    skipped = f", {reader.bad_lines} bad lines skipped" if reader.bad_lines else ""
     print(f"{options.out}: {documents} documents, {count} tokens{skipped}.")
     print(f"Train on it: storm train --model MODEL --data {options.out}")
     print(f"Read it with storm.DataLoader(storm.data.tokens({str(options.out)!r}, sequence=2048), ...).")
@@ -127,7 +127,7 @@ def _end_token(given: str | None, tokenizer: TextTokenizer | None) -> int | None
 
     if given is None:
         if tokenizer is None:
-            return None  # the tool that tokenised the documents has put separators in already
+            return None  # the tool that tokenised the documents has added separators
         if tokenizer.end is None:
             raise SettingError(
                 f"--tokenizer {tokenizer.path} does not say which token ends a document. Give it: --eos-id N, or none."
@@ -141,7 +141,7 @@ def _end_token(given: str | None, tokenizer: TextTokenizer | None) -> int | None
 
 
 def _refuse(options: argparse.Namespace, kind: str, **flags: str) -> None:
-    """Raise for flags that have no effect for this kind of input: they are mistakes."""
+    """Refuse flags that have no effect for this kind of input."""
     from ..core.errors import SettingError
 
     for name, flag in flags.items():

@@ -1,8 +1,8 @@
-"""``storm demo``: a small language model is trained with less device memory than its weights need.
+"""``storm demo``: trains a small language model with less device memory than its weights need.
 
 It runs ``storm train`` on a bundled corpus (STORM's own documentation), and an ordinary loop of torch and transformers
 beside it; then it compares every loss and every weight, and the device memory with the budget. If transformers is
-missing, demo_module.py does the same with a module of its own.
+missing, demo_module.py does the same with a plain module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..training.settings.train_settings import TrainSettings
 
 _BUNDLED = Path(__file__).parent.parent / "demo_data"
-# A GPU would have nothing to do with the bundled shape, and its libraries alone take more than such a budget.
+# The bundled shape is too small for a GPU: its libraries alone take more than such a budget.
 _GPU_SHAPE: dict[str, float] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -78,19 +78,20 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         return 1
     print("plain    torch, transformers and a loop ...", flush=True)
     plain = _train_plain(settings, device)
-    status = _compare(plain, streamed, peak, vram)
+    status = compare(plain, streamed, peak, vram)
     print(f"The demo's files are removed. To train such a model and keep it: {_command(settings)}")
     return status
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     losses: list[float]
     weights: list[torch.Tensor]
     seconds: float
 
 
-def _compare(plain: _Run, streamed: _Run, peak_bytes: int, vram_bytes: int) -> int:
+def compare(plain: Run, streamed: Run, peak_bytes: int, vram_bytes: int) -> int:
+    """Print the comparison; returns the exit status."""
     import torch
 
     from ..core.sizes import format_bytes
@@ -99,9 +100,7 @@ def _compare(plain: _Run, streamed: _Run, peak_bytes: int, vram_bytes: int) -> i
     apart = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, streamed.losses, strict=True))
     same = all(torch.equal(a, b) for a, b in zip(plain.weights, streamed.weights, strict=True))
     print(f"plain    loss {plain.losses[0]:.3f} -> {plain.losses[-1]:.3f} in {plain.seconds:.1f} s")
-    print(
-        f"streamed loss {streamed.losses[0]:.3f} -> {streamed.losses[-1]:.3f} in {streamed.seconds:.1f} s, all in all"
-    )
+    print(f"streamed loss {streamed.losses[0]:.3f} -> {streamed.losses[-1]:.3f} in {streamed.seconds:.1f} s in total")
     print("         (one run of each on a machine that may be busy: not a comparison of speed)")
     print(f"The loss {'falls' if falls else 'does not fall'}.")
     print(f"The budget {'held' if held else 'was broken'}: {format_bytes(peak_bytes)} of {format_bytes(vram_bytes)}.")
@@ -169,7 +168,7 @@ def _weight_bytes(directory: Path) -> int:
         return sum(parameter.nbytes for parameter in _new_model(directory).parameters())
 
 
-def _train_plain(settings: TrainSettings, device: torch.device) -> _Run:
+def _train_plain(settings: TrainSettings, device: torch.device) -> Run:
     """The same training as an ordinary loop; only the rows and their order are ours."""
     import torch
     import transformers
@@ -195,10 +194,10 @@ def _train_plain(settings: TrainSettings, device: torch.device) -> _Run:
             losses.append(loss.detach())
     numbers = [float(loss) for loss in losses]
     seconds = time.perf_counter() - start_s
-    return _Run(numbers, [parameter.detach().cpu() for parameter in model.parameters()], seconds)
+    return Run(numbers, [parameter.detach().cpu() for parameter in model.parameters()], seconds)
 
 
-def _train_streamed(settings: TrainSettings) -> tuple[_Run | None, int]:
+def _train_streamed(settings: TrainSettings) -> tuple[Run | None, int]:
     """Run ``storm train`` and observe it: losses from its metrics, weights from its checkpoint, peak device memory."""
     import torch
 
@@ -238,4 +237,4 @@ def _train_streamed(settings: TrainSettings) -> tuple[_Run | None, int]:
     [checkpoint] = (Path(settings.output) / "checkpoints").glob("step-*")
     transformers.utils.logging.disable_progress_bar()
     trained = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32)
-    return _Run(losses, [parameter.detach() for parameter in trained.parameters()], seconds), live.peak_bytes
+    return Run(losses, [parameter.detach() for parameter in trained.parameters()], seconds), live.peak_bytes

@@ -1,6 +1,6 @@
-"""``storm demo`` without transformers: a module of our own, trained with less device memory than its weights need.
+"""``storm demo`` without transformers: trains a plain module with less device memory than its weights need.
 
-It reads STORM's own source text, first in plain PyTorch, then streamed, and compares the two.
+It trains on STORM's own source text, first in plain PyTorch, then streamed, and compares the two.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from ..memory.books import limits
     from ..native.library import describe
     from ..session.api import stream
+    from .demo import Run, compare
 
     gpu = torch.cuda.is_available()
     device = limits.usable_device(("cuda" if gpu else "cpu") if options.device == "auto" else options.device)
@@ -43,28 +44,17 @@ def run(options: argparse.Namespace) -> int:
 
     plain.to(device)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, fused=True)
-    expected, seconds = _train(plain, optimizer, device, options.steps)
-    print(f"plain    loss {expected[0]:.3f} -> {expected[-1]:.3f} in {seconds:.1f} s")
+    losses, seconds = _train(plain, optimizer, device, options.steps)
+    expected = Run(losses, [parameter.detach().cpu() for parameter in plain.parameters()], seconds)
 
     optimizer = torch.optim.AdamW(streamed.parameters(), lr=3e-3, fused=True)
     with stream(streamed, optimizer, vram=vram, device=device) as session:
         losses, seconds = _train(streamed, optimizer, device, options.steps)
         session.synchronize()
         report, peak = session.report(), session.ledger.peak_bytes(Tier.DEVICE)
-    print(f"streamed loss {losses[0]:.3f} -> {losses[-1]:.3f} in {seconds:.1f} s, never more than {format_bytes(peak)}")
-    print()
-    print(report)
-    print()
-    apart = max(abs(a - b) / abs(a) for a, b in zip(expected, losses, strict=True))
-    same = all(torch.equal(a.cpu(), b) for a, b in zip(plain.parameters(), streamed.parameters(), strict=True))
-    if losses == expected and same:
-        print("Every loss and every weight equals plain PyTorch's, bit for bit.")
-    else:
-        print(f"Losses differ from plain PyTorch's by at most {apart:.1e} of their value (another AdamW kernel).")
-    right = apart < 1e-2 and peak <= vram and losses[-1] < losses[0]
-    if not right:
-        print("This is a defect: please report it.")
-    return int(not right)
+    print(f"\n{report}\n")
+    found = Run(losses, [parameter.detach() for parameter in streamed.parameters()], seconds)
+    return compare(expected, found, peak, vram)
 
 
 def _model() -> nn.Module:

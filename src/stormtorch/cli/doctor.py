@@ -1,4 +1,4 @@
-"""``storm doctor``: reports what this machine offers, and what is missing with where to look."""
+"""``storm doctor``: reports this machine's memory, devices and disk, and the remedy for missing features."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _signals(index: int) -> str:
-    """Page-lock a word and pass it through a stream: one phrase on what works or, if not, where to look."""
+    """Test page-locking and stream flags; returns the result as one phrase, with the remedy."""
     import torch
 
     from ..core.budget import Budget

@@ -49,7 +49,7 @@ class Live:
             print(f"storm train: {line}", file=self._errors, flush=True)
 
     def reading(self, total_bytes: int) -> Callable[[int], None]:
-        """A bar that appears with the first piece: text whose tokens are cached is not read again."""
+        """A bar that appears with the first piece: cached text is not read."""
 
         def read(count: int) -> None:
             if self._dumb:
@@ -73,14 +73,14 @@ class Live:
             self._print(status_line(status))
 
     def close(self) -> None:
-        """Leave the last state of the line, and begin a new one."""
+        """Keep the last state of the line, and start a new line."""
         self._end_progress()
         if self._drawn:
             self._print("")
             self._drawn = False
 
     def _print(self, text: str, *, end: str = "\n") -> None:
-        """Print to the reader, if there is one. A closed pipe or terminal does not end a run of many hours."""
+        """Print, unless the reader has closed the stream, which does not end a run of many hours."""
         if self._deaf:
             return
         try:
@@ -89,7 +89,7 @@ class Live:
             self._deaf = True
             if self._out is sys.stdout:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains again when it flushes at exit
-            self.warn("The output was closed by its reader. Training goes on; metrics.jsonl has its numbers.")
+            self.warn("The reader closed the output. Training goes on; metrics.jsonl has its numbers.")
 
     def _end_progress(self) -> None:
         if self._progress is not None and self._errors.isatty():
@@ -105,12 +105,12 @@ class Live:
 
 
 def _stream(given: TextIO | None, usual: TextIO | None) -> TextIO:
-    """The stream to use. A process that was started without one has none in Python: its messages are lost."""
+    """The stream to use. A process that was started without one loses its messages."""
     return given or usual or io.StringIO()
 
 
 def status_line(status: Status, width: int | None = None) -> str:
-    """Progress, time left, loss, speed, memory against its budgets: as many as fit in ``width``, none cut."""
+    """Progress, time left, loss, speed, and memory with its budgets: as many as fit in ``width``."""
     loss = f"{status.loss:.4f}" if status.loss is not None else "-"
     speed = f"{status.tokens_per_s:,.0f}" if status.tokens_per_s is not None else "-"
     line, *more = (
@@ -129,7 +129,7 @@ def status_line(status: Status, width: int | None = None) -> str:
 
 
 def _share(used: int, limit: int) -> str:
-    """Both in the unit of the limit, if the used part is then more than zero: a terminal has 80 columns."""
+    """Both in the unit of the limit, which saves columns, unless the used part would round to zero."""
     text = format_bytes(limit)
     scaled = used / limit * float(text.split()[0]) if limit else 0.0
     return f"{scaled:.1f}/{text}" if scaled >= 0.1 else f"{format_bytes(used)}/{text}"

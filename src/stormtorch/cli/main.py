@@ -1,4 +1,4 @@
-"""``storm``: finds the sub-command and runs it.
+"""``storm``: runs a sub-command.
 
 Imports torch only once a command needs it, so that --help is immediate.
 """
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"storm {options.command}"
         status = int(importlib.import_module(f".{options.command}", __package__).run(options))
         if sys.stdout is not None:
-            sys.stdout.flush()  # at exit it would be too late to tell that the reader has gone
+            sys.stdout.flush()  # at exit it would be too late to notice that the reader has closed the pipe
         return status
     except StormError as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -90,6 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the output is piped into a program that has ended, such as head
+    except BrokenPipeError:  # the reader, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains again when it flushes at exit
         return 141

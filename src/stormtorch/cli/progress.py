@@ -14,7 +14,7 @@ _REDRAW_S, _LINE_S = 0.1, 10.0
 
 
 class Progress:
-    """Call it with the bytes of each piece done; ``close`` ends the line. Writes to stderr unless told otherwise."""
+    """Call it with the bytes of each piece; ``close`` ends the line. Writes to stderr by default."""
 
     def __init__(
         self, total_bytes: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic

@@ -1,4 +1,4 @@
-"""``storm train``: fine-tunes a model that does not fit, with checkpoints that survive a crash at any moment.
+"""``storm train``: fine-tunes a model that does not fit in VRAM, with crash-safe checkpoints.
 
 Its flags are the fields of `TrainSettings`. Exit status: 0 trained, 1 an error, 2 flags that argparse refuses (unknown
 ones, or without a value), 3 a loss that is not finite, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM, with a
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(settings: TrainSettings) -> int:
-    # transformers prints much that is not for our users, and draws bars into log files. It reads these at import.
+    # transformers prints messages that are not for our users, and bars into log files. It reads these at import.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -108,7 +108,7 @@ def _run(settings: TrainSettings, live: Live, stopping: Stopping) -> int:
             "--activations recompute."
         )
         return 1
-    except Exception as error:  # from the user's model, a library, or a defect of ours
+    except Exception as error:  # from user code, a library, or a bug in STORM
         live.warn(_unexpected(error, Path(settings.output)))
         return 1
     finally:
@@ -143,7 +143,7 @@ def _unexpected(error: Exception, output: Path) -> str:
     file = output / _ERROR_FILE
     try:
         replace_file(file, "".join(traceback.format_exception(error)))
-        rest = f"All of it is in {file}."
+        rest = f"The traceback is in {file}."
     except (OSError, ValueError):  # ValueError: a message that cannot be written as UTF-8
         rest = f"({file} could not be written.)"
     return f"{reason_and_place(error)}. {rest}"

@@ -1,4 +1,4 @@
-"""Datasets of any size at constant memory. ``storm.DataLoader`` is the way in; here are the sources it reads."""
+"""Datasets of any size at constant memory. ``storm.DataLoader`` reads them; this package exports the sources."""
 
 from .delivery.transforms import Cast, Normalise
 from .formats.arrays import raw

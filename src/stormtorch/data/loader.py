@@ -1,14 +1,14 @@
 """``storm.DataLoader``: batches of a dataset of any size, on the device, at constant memory.
 
-A loader is settings, a place (epoch and batch), and an *engine*, made when the first batch is asked for: threads, files
-and memory, which serve one iteration after the other until ``close``. See delivery/engine.py.
+A loader has settings, a place (epoch and batch), and an *engine* (delivery/engine.py): threads, files and memory, made
+for the first batch and kept until ``close``.
 
-Epochs. Every ``for`` loop over the loader is a run of ``epochs`` epochs. The first begins at epoch 0, the next where
-the last ended, so that each pass is shuffled anew. A loop that was left by ``break`` or an exception is over: the next
-one begins with the epoch after that in which it was left. ``set_epoch`` chooses instead.
+Epochs. Every ``for`` loop over the loader is a run of ``epochs`` epochs. The first starts at epoch 0, the next where
+the last ended, so each pass has another order. A loop that is left by ``break`` or an exception is over: the next one
+starts with the following epoch. ``set_epoch`` overrides that.
 
-A state is taken after any batch and names the next one. It knows its run too: a loop over a loader with a loaded state
-gives what was left of that loop, be it nothing, and the one after that is a new run.
+A state may be taken after any batch, and names the next one. It also holds its run: the first loop after
+``load_state_dict`` gives the rest of that run, even if it is empty, and the next loop is a new run.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class DataLoader:
         nan: Literal["allow", "error"] = "allow",
         workers: int | None = None,
     ) -> None:
-        """Reads headers, no data; starts nothing.
+        """Read headers, but no data; start nothing.
 
         ``source``: a path, a list of paths, a directory, a dict of name to path, ``stormtorch.data.tokens(...)`` or
         ``raw(...)``, a ``datasets.Dataset``, or any map-style torch ``Dataset``. A source with one field gives tensors,
-        one with several gives dicts. What a batch holds is the user's: nothing writes to it later.
+        one with several gives dicts. The user owns each batch: the loader never writes to it later.
 
-        ``shuffle``: True mixes rows within windows of ``window`` bytes of random blocks, "full" all rows, for data in
-        RAM. ``drop_last`` leaves out what does not fill a batch, or cannot be divided among ``world`` ranks; else the
-        last batch is smaller, and ranks get equal numbers of rows by repeating a few. ``transform``: a function of the
-        batch, or a dict of field to function, called on the device. ``reading``: "cached", "direct", or whichever suits
-        the data and the RAM. ``ram`` bounds what the loader takes. ``workers``: threads that read; for a torch
-        ``Dataset``, processes.
+        ``shuffle``: True shuffles rows within windows of ``window`` bytes, made of random blocks; "full" shuffles all
+        rows, for data in RAM. ``drop_last`` leaves out rows that do not fill a batch or divide evenly among ``world``
+        ranks; otherwise the last batch is smaller, and a few rows repeat so that ranks get equal numbers.
+        ``transform``: a function of the batch, or a dict of field to function, called on the device. ``reading``:
+        "cached", "direct", or "auto", which chooses by the data and the RAM. ``ram``: the loader's RAM budget.
+        ``workers``: reading threads; for a torch ``Dataset``, processes.
         """
         for name, value, least in (("batch_size", batch_size, 1), ("epochs", epochs, 1), ("seed", seed, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -119,12 +119,12 @@ class DataLoader:
         self._finalizer: weakref.finalize[[], DataLoader] | None = None  # closes the engine with the loader
         self._run: Run | None = None
         self._epoch = self._batch = self._run_epoch = 0
-        self._resumed = True  # the place is where the next loop begins
-        self._turn = 0  # of the loops over this loader, the latest
+        self._resumed = True  # the next loop starts at the present place
+        self._turn = 0  # counts the loops over this loader
         self._counts = Counts()
 
     def __len__(self) -> int:
-        """Batches of one loop: all its epochs. For this rank."""
+        """This rank's batches in one loop, over all its epochs."""
         return self._per_epoch * self.epochs
 
     @property
@@ -133,7 +133,7 @@ class DataLoader:
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next loop begin with ``epoch``. After ``load_state_dict`` the epoch of the state changes nothing."""
+        """Start the next loop with ``epoch``. After ``load_state_dict``, naming the state's epoch changes nothing."""
         if self._resumed and epoch == self._epoch and self._batch > 0:
             return
         self._epoch = self._run_epoch = epoch
@@ -144,7 +144,7 @@ class DataLoader:
         if not self._resumed:
             self._epoch, self._batch = self._epoch + (self._batch > 0), 0
             self._run_epoch = self._epoch
-        self._resumed = True  # a loop of which nothing is asked has not begun
+        self._resumed = True  # a loop has not begun before its first batch
         self._turn += 1
         return self._batches(self._turn)
 
@@ -156,9 +156,9 @@ class DataLoader:
         try:
             while True:
                 if turn != self._turn:
-                    raise StormError("This loop is over: another one over the same loader has begun. Use two loaders.")
+                    raise StormError("This loop is over: another loop over the same loader began. Use two loaders.")
                 if self._engine is not None and self._engine.pid != os.getpid() and self._run is not None:
-                    raise StormError("This loop belongs to the process before the fork. Begin a new one here.")
+                    raise StormError("This loop belongs to the process before the fork. Start a new one here.")
                 given = self._next(end)
                 if given is None:
                     self._run_epoch, self._resumed = self._epoch, True
@@ -170,22 +170,22 @@ class DataLoader:
                 last = now
                 is_last = self._batch + 1 == self._per_epoch
                 place = (self._epoch + 1, 0) if is_last else (self._epoch, self._batch + 1)
-                self._epoch, self._batch = place  # just before: Ctrl-C cannot come between, and the batch is not lost
+                self._epoch, self._batch = place  # just before the yield: Ctrl-C cannot lose the batch
                 yield batch
-                del batch  # the user may be done with it, and then its memory serves the next but one
+                del batch  # once the user drops it too, its memory is used again
         finally:
             if turn == self._turn:
                 self._end_run()
 
     def _next(self, end: int) -> Any:
-        """The next batch of the run, which begins with the first."""
+        """The next batch of the run; the first request starts the run."""
         try:
             if self._run is None:
                 self._run = self._own_engine().run(Span(self._epoch, self._batch, end, self._per_epoch))
             return self._run.next()
         except BaseException:
-            # Ctrl-C comes between any two lines: what it may have cut in two is not used again. Nor are the open files
-            # after an error: whoever mends one most likely puts another in its place.
+            # Ctrl-C may have left the engine inconsistent. After an error, the user may fix a file by replacing it,
+            # so open files must not be used again either.
             try:
                 self._end_run()
             finally:
@@ -193,9 +193,9 @@ class DataLoader:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: after the last batch that was given, whatever was read ahead. Changes nothing.
+        """The place after the last batch that the user got; prefetched batches do not count. Changes nothing.
 
-        The first call reads samples of the data, by which a state knows it again: 256 rows, or up to 4 MiB whole."""
+        The first call reads samples of the data, by which the state recognises it: 256 rows, or up to 4 MiB whole."""
         return {
             "version": VERSION,
             "epoch": self._epoch,
@@ -205,25 +205,25 @@ class DataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop begin with the batch that follows the state, and end where its loop would have ended.
+        """Start the next loop with the batch after the state, and end it where the state's loop would have ended.
 
-        Raises SettingError if the state was made with other data or settings that change the order. Threads, device,
-        memory and ways of reading may differ. Data is told apart by its form and by samples of its rows, all of them
-        up to 4 MiB; of a torch ``Dataset`` only the number of items is known.
+        Raises SettingError if the state was made with other data, or with settings that change the order. Threads,
+        device, memory and ``reading`` may differ. Data is compared by its layout and by samples of its rows, up to 4
+        MiB all of them; of a torch ``Dataset`` only by the number of items.
         """
         check_state(state, self._identity(content=isinstance(state, Mapping) and state.get("content") is not None))
         epoch, batch, run_epoch = (int(state[name]) for name in ("epoch", "batch", "run_epoch"))
         if not (0 <= batch < self._per_epoch and 0 <= run_epoch <= epoch <= run_epoch + self.epochs):
             raise SettingError(
-                f"The state stands at batch {batch} of epoch {epoch}, in a loop that began with epoch {run_epoch}; "
-                f"this loader has {self._per_epoch} batches an epoch and epochs={self.epochs}. Make it as it was."
+                f"The state is at batch {batch} of epoch {epoch}, in a loop that began with epoch {run_epoch}; this "
+                f"loader has {self._per_epoch} batches an epoch and epochs={self.epochs}. Make it as it was."
             )
         self._end_run()
         self._turn += 1
         self._epoch, self._batch, self._run_epoch, self._resumed = epoch, batch, run_epoch, True
 
     def report(self) -> LoaderReport:
-        """What the loader did so far and how; ``print`` it, or take its numbers."""
+        """The loader's totals so far; print it, or use its numbers."""
         engine = self._engine
         return LoaderReport(
             samples=self._counts.samples,
@@ -237,7 +237,7 @@ class DataLoader:
         )
 
     def close(self) -> None:
-        """End threads, close files, return memory; batches that were given stay valid. A later loop opens them anew."""
+        """End threads, close files, return memory; the user's batches remain valid. A later loop opens them again."""
         self._end_run()
         self._turn += 1
         self._drop_engine()
@@ -286,7 +286,7 @@ class DataLoader:
         }
 
     def _finished(self, given: list[torch.Tensor]) -> Any:
-        """What the user gets of a batch."""
+        """The batch as the user gets it."""
         source = self.source
         if isinstance(source, ItemSource):
             return apply_to_items(self._transform, source, given)
@@ -294,7 +294,7 @@ class DataLoader:
 
     def _own_engine(self) -> Engine:
         if self._engine is not None and self._engine.pid != os.getpid():
-            self._engine = None  # the parent's: its threads did not follow the fork
+            self._engine = None  # the parent's: a fork does not copy threads
             self._finalizer = None
         if self._engine is None:
             self._engine = open_engine(
@@ -316,12 +316,12 @@ class DataLoader:
         if engine is not None:
             engine.close()
             if self._finalizer is not None:
-                self._finalizer.detach()  # only now: should this be interrupted, the loader's end is the second chance
+                self._finalizer.detach()  # only now: after Ctrl-C the finalizer closes it
 
     def _end_run(self) -> None:
         run, self._run = self._run, None
         if self._finalizer is not None and not self._finalizer.alive:
-            return  # the script is over and its engine closed; a loop that goes later finds modules without content
+            return  # the interpreter is exiting: the engine is closed, and modules are empty
         if run is not None and self._engine is not None and self._engine.pid == os.getpid():
             try:
                 run.close()
@@ -331,7 +331,7 @@ class DataLoader:
 
 
 def _layout_of(source: Source) -> tuple[list[int], int, list[tuple[str, str, tuple[int, ...]]]]:
-    """Rows of each shard, bytes of a row, and the fields: all that an order and a state know of the data."""
+    """Rows of each shard, bytes of a row, and the fields, for the order and the state."""
     if isinstance(source, ItemSource):
         return [source.rows], 1, []
     shards = [shard.rows for shard in source.shards] if isinstance(source, FileSource) else list(source.groups)

@@ -1,14 +1,14 @@
-"""What a dataset is to the loader: fields, and where their rows lie.
+"""A dataset as the loader sees it: fields, and where their rows lie.
 
-- A *field* is one named tensor of a row: its dtype and its shape.
-- A *strip* is where rows of one field lie in one file: the first at ``offset``, each next one ``stride`` bytes on.
-  Rows may overlap (windows over a flat file of tokens) and may have gaps between them (several fields in one record).
-- A *shard* is a run of rows that has one strip for each field. A file of an array, a record batch of an Arrow file.
-- A *source* is the shards in order; a row's number counts through all of them.
+- A *field* is one named tensor of a row, with a dtype and a shape.
+- A *strip* is rows of one field in one file: the first at ``offset``, each next one ``stride`` bytes further. Rows may
+  overlap (windows over a flat file of tokens) or have gaps between them (several fields in one record).
+- A *shard* is a run of rows with one strip for each field, such as an array's file or an Arrow file's record batch.
+- A *source* is a sequence of shards; row numbers count through all of them.
 
-Everything that has rows of a fixed width is a ``FileSource``: the loader reads its bytes itself, straight to where the
-batch is put together. What must be decoded first (Parquet) is a ``DecodedSource``: the loader asks for whole groups of
-rows. Neither keeps a file open or reads data when it is made, beyond what it takes to know the layout.
+Rows of a fixed width are a ``FileSource``: the loader reads their bytes straight into the batch. Rows that must be
+decoded (Parquet) are a ``DecodedSource``: the loader requests whole groups of rows. To make either reads the layout
+alone, and keeps no file open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One tensor of every row. ``shape`` is that of one row: ``()`` for a scalar."""
+    """One tensor of every row. ``shape``: of one row, ``()`` for a scalar."""
 
     name: str
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource:
-    """Rows of a fixed width in files. ``name`` is what errors call it: what the user named."""
+    """Rows of a fixed width in files. ``name``: its name in errors, as the user gave it."""
 
     name: str
     fields: tuple[Field, ...]
@@ -72,7 +72,7 @@ class FileSource:
 
 
 class DecodedSource(ABC):
-    """Rows that come out of a decoder, a group at a time. ``groups`` are the rows of each group, in order."""
+    """Rows that a decoder gives, a group at a time. ``groups``: the number of rows of each group, in order."""
 
     name: str
     fields: tuple[Field, ...]
@@ -94,9 +94,9 @@ class DecodedSource(ABC):
         """
 
     def files(self) -> Sequence[Path]:
-        """The files that rows are decoded from, in order; none for what lies in RAM."""
+        """The files that rows are decoded from, in order; none for data in RAM."""
         return ()
 
     def place_of(self, row: int) -> str:
-        """Where a row comes from, in words, for an error: a file, and the row in it."""
+        """The place of a row, for an error: a file, and the row in it."""
         return f"row {row} of {self.name}"

@@ -1,1 +1,1 @@
-"""What is behind ``storm train``: settings, a model, text as rows, a loop, and runs that go on where they stopped."""
+"""The implementation of ``storm train``: settings, a model, text as rows, a loop, and runs that can be resumed."""

@@ -1,4 +1,4 @@
-"""One-line messages for errors of other packages: those they raise, and those that are not installed."""
+"""One-line messages for errors of other packages, and for packages that are not installed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _INSTALLED = ("site-packages", "dist-packages", "<frozen")
 
 
 def reason(error: BaseException) -> str:
-    """The first line of the message, the second too where the first only announces it; the type's name if empty."""
+    """The message's first line, and the second if the first only introduces it; the type's name if it is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     announced = lines[0].endswith(":") and len(lines) > 1
     return (f"{lines[0]} {lines[1]}" if announced else lines[0]).rstrip(" .:,")
 
 
 def reason_and_place(error: BaseException) -> str:
-    """Type, message and the line it comes from: the last one in the user's own files, if it went through one."""
+    """Type, message and source line: the last one in the user's own files, if there is one."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
@@ -37,7 +37,7 @@ def _is_installed(file: str) -> bool:
 
 
 def require(module: str, *, extra: str, why: str) -> Any:
-    """Import a package that only some runs need; raises SettingError that says what to install."""
+    """Import a package that only some runs need; raises SettingError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

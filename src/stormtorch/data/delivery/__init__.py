@@ -1,1 +1,1 @@
-"""Batches: read ahead, copied to the device, given in order; and the state of a loader."""
+"""Batches: prefetched, copied to the device, given in order; and the state of a loader."""

@@ -1,8 +1,8 @@
-"""A short name for what a dataset holds, made of samples: by it a loader's state knows its data again.
+"""A hash of a dataset's content, made of samples, by which a loader's state recognises its data.
 
-Neither paths nor times are in it, since states and data move between machines. Of a source of at most 4 MiB every byte
-is read; of a larger one 256 rows, evenly spread, the first and the last of them included, and of a row at most 8 KiB a
-field. So other data of the same form is told apart, and a change to a few rows of many is not.
+It contains neither paths nor times, because states and data move between machines. A source of at most 4 MiB is read
+whole; of a larger one 256 rows, evenly spread from the first to the last, and at most 8 KiB of each field. So it
+detects other data of the same form, but not a change to a few rows of many.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...core.sizes import KiB, MiB
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import opened
 from ..formats.items import ItemSource
 from ..readers.layout import Layout
@@ -26,12 +26,12 @@ from ..source import DecodedSource, FileSource
 
 _SMALL_BYTES = 4 * MiB
 _SAMPLES = 256
-_MOST_FILES = 64  # held open at a time
+_MAX_OPEN_FILES = 64
 _PIECE_BYTES = 4 * KiB
 
 
 def content_of(source: FileSource | DecodedSource | ItemSource) -> str:
-    """The name. Blocks while samples are read; raises StorageError. Items of a torch Dataset are not asked for."""
+    """The hash. Blocks while it reads samples; raises StorageError. Reads no items of a torch Dataset."""
     found = hashlib.blake2b(digest_size=8)
     if isinstance(source, FileSource):
         pieces = _of_rows(source)
@@ -45,7 +45,7 @@ def content_of(source: FileSource | DecodedSource | ItemSource) -> str:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most ``most`` of ``count`` numbers, the first and the last among them."""
+    """At most ``most`` of ``count`` numbers, evenly spread, with the first and the last."""
     if count <= most:
         return list(range(count))
     return [number * (count - 1) // (most - 1) for number in range(most)]
@@ -54,13 +54,12 @@ def _spread(count: int, most: int) -> list[int]:
 def _of_rows(source: FileSource) -> Iterator[bytes]:
     strips = [(shard.rows, *pair) for shard in source.shards for pair in zip(shard.strips, source.fields, strict=True)]
     spans = [(rows - 1) * strip.stride + field.row_bytes if rows else 0 for rows, strip, field in strips]
-    files = _Files()
-    with files:
+    with closing(_OpenFiles()) as files:
         if sum(spans) <= _SMALL_BYTES:
             for span, (rows, strip, field) in zip(spans, strips, strict=True):
                 data = files.read(strip.path, strip.offset, span)
                 begins = range(0, rows * strip.stride, strip.stride)
-                gaps = strip.stride > field.row_bytes  # other fields, which may not be read
+                gaps = strip.stride > field.row_bytes  # other fields, which the user may have left out
                 yield b"".join(data[at : at + field.row_bytes] for at in begins) if gaps else data
             return
         layout = Layout(source)
@@ -76,10 +75,9 @@ def _of_rows(source: FileSource) -> Iterator[bytes]:
 
 
 def _of_files(source: DecodedSource) -> Iterator[bytes]:
-    """Of what has to be decoded, the bytes before that."""
+    """Samples of the encoded files."""
     paths = source.files()
-    files = _Files()
-    with files:
+    with closing(_OpenFiles()) as files:
         for path in (paths[number] for number in _spread(len(paths), _SAMPLES)):
             size = files.size(path)
             yield str(size).encode()
@@ -97,39 +95,29 @@ def _of_tables(source: DecodedSource) -> Iterator[bytes]:
             yield np.asarray(chosen.view(-1).view(torch.uint8)).tobytes()
 
 
-class _Files:
-    """Open files, a few at a time; rows that follow each other mostly lie in one."""
+class _OpenFiles:
+    """A few open files: consecutive rows mostly lie in one."""
 
     def __init__(self) -> None:
         self._open: dict[Path, BinaryIO] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def close(self) -> None:
         self._open.clear()
         self._stack.close()
 
     def _file(self, path: Path) -> BinaryIO:
         if path not in self._open:
-            if len(self._open) == _MOST_FILES:
-                self._close()
-            try:
+            if len(self._open) == _MAX_OPEN_FILES:
+                self.close()
+            with storage_errors(f"read {path}"):
                 self._open[path] = self._stack.enter_context(opened(path))
-            except OSError as error:
-                raise storage_error(f"read {path}", error) from error
         return self._open[path]
 
     def size(self, path: Path) -> int:
         return os.fstat(self._file(path).fileno()).st_size
 
     def read(self, path: Path, at: int, count: int) -> bytes:
-        """Fewer bytes where the file was cut short: reading the row says so."""
-        try:
+        """Read; fewer bytes if the file is truncated, which reading the row will report."""
+        with storage_errors(f"read {path}", numbers=f"{count} bytes at {at}"):
             return os.pread(self._file(path).fileno(), count, at)
-        except OSError as error:
-            raise storage_error(f"read {path}", error, numbers=f"{count} bytes at {at}") from error

@@ -1,8 +1,8 @@
-"""Items of a torch ``Dataset``: torch's own loader asks for them, in worker processes, with our order as its sampler.
+"""Items of a torch ``Dataset``: torch's own loader reads them, in worker processes, with our order as its sampler.
 
-What is left to do is the way to the device. Batches have whatever shape the dataset's items and torch's collation give
-them, so no page-locked memory can be planned for them. They are copied as they come, on a stream of their own: the host
-waits for the copy, as it would for one to page-locked memory, but not for the work that the GPU has queued.
+This engine copies them to the device. Their shapes are not known before torch has collated them, so it cannot plan
+page-locked memory. It copies each batch on a separate stream: the host waits for the copy, as it would for one to
+page-locked memory, but not for work that is queued on the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .transforms import Transform
 
 
 class ItemEngine(Engine):
-    """Nothing is kept from one loop to the next: torch's worker processes belong to one iteration."""
+    """Keeps nothing from one loop to the next: torch's worker processes belong to one iteration."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _NanCheck:
             rows = self._batches.rows(*place)
             item = f"item {rows[at]}" if tensor.dim() > 0 and len(tensor) == len(rows) else f"one of the items {rows}"
             raise StorageError(
-                f"NaN in {item} of {self._source.name}. nan='error' refuses it: mend the item, or allow it with "
+                f"NaN in {item} of {self._source.name}, which nan='error' refuses. Fix the item, or allow NaN with "
                 "nan='allow'."
             )
 
@@ -137,7 +137,7 @@ class ItemRun(Run):
         return batch
 
     def _sent(self, batch: Any, stream: torch.cuda.Stream) -> Any:
-        """The batch on the device. Memory is the copying stream's, and torch is told who else uses it."""
+        """Copy the batch to the device. Its memory is the copying stream's; records the current stream as a user."""
         now = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(stream), torch.inference_mode(False):
             there = _mapped(batch, lambda tensor: tensor.to(self._device))
@@ -147,11 +147,11 @@ class ItemRun(Run):
         return there
 
     def close(self) -> None:
-        self._batches = None  # torch ends its workers when its iterator goes
+        self._batches = None  # torch ends its workers with its iterator
 
 
 def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A batch of the same form with other tensors. Forms are those of torch's collation; other things stay."""
+    """Apply ``function`` to the tensors of a batch, in the containers of torch's collation; keep other objects."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -175,7 +175,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def check_item_transform(transform: Transform | None) -> None:
-    """Refuse what can never be called. Which fields there are only the first batch tells."""
+    """Refuse a transform that cannot be called. The first batch tells which fields there are."""
     if transform is not None and not isinstance(transform, Mapping) and not callable(transform):
         raise SettingError(
             f"transform={transform!r} cannot be called. Accepted: a function of a batch, or a dict of them by field."
@@ -191,11 +191,11 @@ def apply_to_items(transform: Transform | None, source: ItemSource, batch: Any) 
     if not isinstance(batch, Mapping):
         raise SettingError(
             f"transform= is a dict, but the batches of {source.name} are {type(batch).__name__}s without names. "
-            "Give a function of the batch, or let the items be dicts."
+            "Give a function of the batch, or return dicts as items."
         )
     unknown = [name for name in transform if name not in batch]
     if unknown:
         raise SettingError(
-            f"transform= names {unknown[0]!r}, which is no field. The fields of {source.name} are: {', '.join(batch)}."
+            f"transform= names {unknown[0]!r}, which is not a field of {source.name}. Its fields: {', '.join(batch)}."
         )
     return {name: transform[name](value) if name in transform else value for name, value in batch.items()}

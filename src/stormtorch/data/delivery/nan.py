@@ -1,4 +1,4 @@
-"""Numbers that are none, found before they reach the model, where nobody could tell from which row they came."""
+"""Finds NaN in batches before they reach the model, while the row that it came from is known."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .to_device import HostGroup
 
 
 def first_nan_row(tensor: torch.Tensor) -> int | None:
-    """The first row of a CPU batch that holds a NaN. Infinities are numbers here. Blocks; one pass over the bytes."""
+    """The first row of a CPU batch that holds a NaN; infinities are allowed. Blocks; one pass over the bytes."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return None
-    if not tensor.sum().isnan():  # a NaN always shows in the sum; what else makes one is sorted out below
+    if not tensor.sum().isnan():  # necessary, not sufficient: inf - inf is NaN too
         return None
     found = tensor.isnan().view(tensor.shape[0], -1).any(dim=1).nonzero()
     return int(found[0]) if len(found) else None
@@ -35,8 +35,8 @@ class NanCheck:
             if at is not None:
                 row = int(read.rows[at])
                 raise StorageError(
-                    f"NaN in field {field.name!r} of {self._place(row, number)}. nan='error' refuses it: mend the row, "
-                    "or allow it with nan='allow'."
+                    f"NaN in field {field.name!r} of {self._place(row, number)}, which nan='error' refuses. Fix the "
+                    "row, or allow NaN with nan='allow'."
                 )
 
     def _place(self, row: int, field: int) -> str:

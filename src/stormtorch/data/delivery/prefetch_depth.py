@@ -1,12 +1,12 @@
-"""How many batches are read ahead.
+"""How many batches to prefetch.
 
-Depth is there for jitter: a disk that pauses, a step that is short for once. It cannot make reading faster, and memory
-that is cycled through without need falls out of the CPU's caches. So it starts with a few megabytes, enough to hand
-over several batches at a time, because waking a thread costs as much as reading a small batch. It doubles when the
-user had to wait *although* all of it had been full since the last time it grew: reading was the faster side then, and
-a longer queue would have bridged the gap. If it is never full, reading is the slower side, and depth changes nothing.
+Depth absorbs jitter: a disk that pauses, a step that is shorter than usual. It does not make reading faster, and
+cycling through more memory than needed evicts it from the CPU's caches. So depth starts at a few megabytes, enough to
+request several batches at a time, because waking a thread costs as much as reading a small batch. It doubles when the
+user waits *although* the queue was full at some time since it last grew: then reading is the faster side, and a longer
+queue would have bridged the gap. If the queue is never full, reading is the slower side, and depth changes nothing.
 
-It is bounded in bytes, and every growth is charged first; a refusal is the end of growing, not of the run.
+Depth is bounded in bytes. Every growth is charged first; a refusal ends the growth, not the run.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ...core.sizes import MiB
 _FIRST, _MOST = (4, 16), 64
 _FIRST_BYTES = 16 * MiB
 _MOST_BYTES = 256 * MiB
-WAIT_S = 50e-6  # shorter waits are hand-overs between threads
+WAIT_S = 50e-6  # shorter waits are thread switches
 
 
 class Depth:
-    """``batches`` is the depth now."""
+    """``batches``: the present depth."""
 
     def __init__(self, batch_bytes: int, grow: Callable[[int], bool], *, group: int = 1) -> None:
-        """``grow`` makes room for so many batches, or refuses. Grows to the first depth, or to one less, down to 1.
+        """``grow`` makes room for that many batches, or refuses. Starts with the largest first depth that it allows.
 
-        ``group``: how many of the user's batches one of these is."""
+        ``group``: how many of the user's batches count as one here."""
         self._grow = grow
         self._most = max(1, min(max(_FIRST[0], _MOST // group), _MOST_BYTES // max(1, batch_bytes)))
         self.batches = 0
@@ -40,10 +40,9 @@ class Depth:
         self.batches = wanted
 
     def grow_while(self, may: Callable[[int], bool]) -> None:
-        """Grow as far as it goes, as long as ``may`` the number of batches: where memory is better taken before a loop.
+        """Grow as far as ``may`` allows a number of batches. For a GPU, before the loop.
 
-        Page-locking stops everything for milliseconds, and what is copied by a GPU does not care for the CPU's caches.
-        """
+        Page-locking stops the process for milliseconds, and the CPU's caches do not matter for a GPU's copies."""
         while self.batches < self._most and may(wanted := min(2 * self.batches, self._most)):
             if not self._grow(wanted):
                 self._most = self.batches
@@ -51,11 +50,11 @@ class Depth:
             self.batches = wanted
 
     def saw_full(self) -> None:
-        """Tell that all of it was read when the user asked for a batch."""
+        """Note that the queue was full when the user requested a batch."""
         self._was_full = True
 
     def waited(self, seconds: float) -> None:
-        """Tell how long the user had to wait for one."""
+        """Note how long the user waited for a batch; grow if that helps."""
         if seconds < WAIT_S or not self._was_full or self.batches >= self._most:
             return
         self._was_full = False

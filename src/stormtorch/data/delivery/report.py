@@ -1,4 +1,4 @@
-"""What a loader did, as numbers and as text."""
+"""The report of a loader, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ...core.sizes import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderReport:
-    """``seconds`` is the time of all loops, the user's own work included; ``waited_s`` the part spent waiting for data.
+    """``seconds``: the time of all loops, user code included; ``waited_s``: the part spent waiting for data.
 
-    ``reading`` is how the data is read, ``reason`` why. ``depth``: batches read ahead now. ``ring_bytes``: RAM charged.
+    ``reading``: how the loader reads, ``reason``: why. ``depth``: batches to prefetch. ``ring_bytes``: RAM charged.
     """
 
     samples: int
@@ -39,6 +39,6 @@ class LoaderReport:
                 f"{self.samples_per_s:.0f} samples/s, {format_bytes(int(self.bytes_per_s))}/s",
                 f"waited for data: {self.waited_s:.2f} s ({share:.1%})",
                 f"reading: {self.reading} ({self.reason})",
-                f"read ahead: {self.depth} batches; RAM: {format_bytes(self.ring_bytes)}",
+                f"prefetch: {self.depth} batches; RAM: {format_bytes(self.ring_bytes)}",
             )
         )

@@ -1,4 +1,4 @@
-"""What a loader keeps from one loop to the next: the ledger, the reader with its threads, the way to the device."""
+"""The engine for sources whose bytes STORM reads: a ledger, a reader with its threads, the delivery to the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .to_device import open_delivery
 
 
 class RowsEngine(Engine):
-    """For sources whose bytes we read ourselves."""
+    """Reads rows and delivers them in groups."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RowsEngine(Engine):
             free_bytes=ledger.free_bytes(Tier.HOST) - _window_bytes(source, order, choice),
         )
         group_bytes = self._group * batch_bytes
-        ahead = 2 if self._group == 1 else 1  # the copy must have a step to hide behind
+        ahead = 2 if self._group == 1 else 1  # a copy overlaps with a step
         self._delivery = open_delivery(
             device, source.fields, self._batch_rows, ledger, batches=self._group, ahead=ahead
         )
@@ -88,7 +88,7 @@ class RowsEngine(Engine):
                 self._reader = open_decoded_reader(
                     source, order, ledger=ledger, threads=threads, batch_rows=self._batch_rows, used_rows=used_rows
                 )
-            if device.type == "cuda":  # up to a quarter of what is left: windows and groups come first
+            if device.type == "cuda":  # up to a quarter of the rest, after windows and groups
                 self._depth.grow_while(lambda wanted: 4 * wanted * group_bytes <= ledger.free_bytes(Tier.HOST))
         except BaseException:
             self._delivery.close()
@@ -126,7 +126,7 @@ class RowsEngine(Engine):
 
 
 def _rows_of_few_files(source: FileSource | DecodedSource, choice: Choice | None) -> int:
-    """How many rows may be read at once: where not all files may be open, no more than touch a few of those."""
+    """How many rows to read at once. If not all files may be open, as many as touch a few files."""
     if not isinstance(source, FileSource) or choice is None or choice.mode != "cached":
         return source.rows
     files, limit = {strip.path for shard in source.shards for strip in shard.strips}, open_limit()
@@ -134,11 +134,11 @@ def _rows_of_few_files(source: FileSource | DecodedSource, choice: Choice | None
 
 
 def _window_bytes(source: FileSource | DecodedSource, order: Order, choice: Choice | None) -> int:
-    """What windows will take. It is theirs: batches on their way come second."""
+    """The memory that windows will take; batches get the rest."""
     if choice is not None and choice.mode == "cached":
         return 0
     rows = order.window_rows
-    if isinstance(source, DecodedSource):  # whole groups of rows, of which the first and the last may be in two windows
+    if isinstance(source, DecodedSource):  # whole groups; the first and the last may lie in two windows
         rows = min(source.rows, rows + 2 * max(source.groups))
     return 2 * rows * source.row_bytes
 
@@ -155,7 +155,7 @@ def open_engine(
     nan: str,
     counts: Counts,
 ) -> Engine:
-    """Starts threads and takes memory, charged to a ledger of the loader's own under the budget ``ram``."""
+    """Start threads and take memory, charged to the loader's own ledger with the budget ``ram``."""
     if isinstance(source, ItemSource):
         return ItemEngine(source, order, device=device, batch_rows=batch_rows, workers=workers, nan=nan, counts=counts)
     ledger = open_ledger(device, ram=ram)

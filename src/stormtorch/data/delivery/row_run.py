@@ -1,7 +1,7 @@
-"""Batches out of a reader: read ahead, sent ahead, given in order.
+"""One iteration over a reader: prefetches groups of batches, sends them to the device, gives batches in order.
 
-No thread of Python's takes part. The call that asks for a batch first hands the reading threads what comes ``depth``
-groups of batches later, then waits, if it must, for its own.
+It uses no Python threads. A request for a batch first gives the reading threads the group ``depth`` groups ahead, then
+waits for its own group if that is not there yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .to_device import Delivery, HostGroup
 
 @dataclass(slots=True)
 class _Pending:
-    """A group that is being read; ``end`` is the place of the batch after it."""
+    """A group that is being read; ``end``: the place of the batch after it."""
 
     read: Read
     memory: HostGroup
@@ -32,7 +32,7 @@ class _Pending:
 
 
 class RowsRun(Run):
-    """Batches out of a reader, which reads and sends them in groups."""
+    """Gives the batches of a span; reads and sends them in groups."""
 
     def __init__(
         self,
@@ -48,19 +48,19 @@ class RowsRun(Run):
         group: int,
         check: NanCheck | None,
     ) -> None:
-        """``group``: how many batches are read and sent at once, at most; ``depth`` and ``delivery`` count groups."""
+        """``group``: the most batches to read and send at once; ``depth`` and ``delivery`` count groups."""
         self._span, self._reader, self._delivery, self._depth = span, reader, delivery, depth
         self._counts, self._check = counts, check
         self._batch_rows, self._rows_per_epoch, self._window_rows = batch_rows, rows_per_epoch, window_rows
         self._group = group
         self._pending: deque[_Pending] = deque()
         self._sent: deque[object] = deque()
-        self._now: object = None  # the group that is being given
-        self._left: deque[list[torch.Tensor]] = deque()  # its batches that are still to be given
+        self._now: object = None  # the group whose batches are being given
+        self._left: deque[list[torch.Tensor]] = deque()  # its remaining batches
         self._cursor = span.epoch, span.batch  # the batch to read next
         self._place = span.epoch, span.batch  # the batch to give next
-        self._single_until = span.epoch, span.batch  # up to this place, batches are read one by one
-        self._ramp = 1  # what the next group may be: nobody waits for a large one to get the first batch
+        self._single_until = span.epoch, span.batch  # up to this place, read batches one by one
+        self._ramp = 1  # the most batches of the next group: the first batch must not wait for a large group
         self._closed = False
         delivery.reset()
         reader.restart(span.epoch, span.batch * batch_rows)
@@ -71,7 +71,7 @@ class RowsRun(Run):
         given = self._delivery.own(self._now, self._left.popleft())
         if not self._left:
             self._now = None
-        if len(self._left) <= self._group // 2:  # the memory of the next one was allocated some steps ago by now
+        if len(self._left) <= self._group // 2:  # by now the memory of the next group was allocated some steps ago
             self._send_ahead()
         if self._group == 1:
             self._delivery.prepare()
@@ -89,7 +89,7 @@ class RowsRun(Run):
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of everything that is on its way."""
+        """Cancel everything that is being read or sent."""
         self._reader.stop()
         while self._pending:
             self._delivery.drop(self._pending.popleft().memory)
@@ -97,8 +97,8 @@ class RowsRun(Run):
             self._delivery.forget(self._sent.popleft())
 
     def _take_group(self) -> bool:
-        """Have the next group at hand; False if there are no more."""
-        self._read_ahead()
+        """Make the next group current; False if there are no more."""
+        self._prefetch()
         if len(self._pending) >= self._depth.batches and self._pending[-1].read.ready():
             self._depth.saw_full()
         if not self._sent:
@@ -111,9 +111,9 @@ class RowsRun(Run):
             self._delivery.prepare()
         return True
 
-    def _read_ahead(self) -> None:
+    def _prefetch(self) -> None:
         if len(self._pending) > self._depth.batches // 2:
-            return  # several at a time: threads are woken once, and this code finds itself in the CPU's caches
+            return  # request several at a time: wakes the threads once
         while len(self._pending) < self._depth.batches:
             epoch, batch = self._cursor
             if epoch >= self._span.end_epoch:
@@ -127,7 +127,7 @@ class RowsRun(Run):
             if read is None:
                 self._delivery.drop(memory)
                 if not self._pending and not self._sent:
-                    assert self._reader.refused is not None, "nothing is on its way that this read could wait for"
+                    assert self._reader.refused is not None, "this read has no earlier one to wait for"
                     raise self._reader.refused
                 return
             self._ramp = min(2 * self._ramp, self._group)
@@ -135,18 +135,18 @@ class RowsRun(Run):
             self._pending.append(_Pending(read, memory, self._cursor, batches))
 
     def _batches_from(self, batch: int) -> int:
-        """How many to read at once. A group ends with a window: memory for the next one may not be there yet."""
+        """How many batches to read at once. A group ends with its window: the next one may have no memory yet."""
         if self._cursor < self._single_until:
             return 1
         first = batch * self._batch_rows
-        last = first + self._batch_rows - 1  # of the first batch, which may lie across windows
+        last = first + self._batch_rows - 1  # of the first batch, which may cross windows
         end = last - last % self._window_rows + self._window_rows
         left = min(self._span.per_epoch - batch, (end - first) // self._batch_rows)
         groups = -(-left // self._ramp)
-        return -(-left // groups)  # of equal size: a small one costs as much as a large one
+        return -(-left // groups)  # equal sizes: a small group costs as much as a large one
 
     def _send_first(self) -> None:
-        """Wait for what is to be given next. If it cannot be read, the batches before the bad one are given first."""
+        """Wait for the next group and send it. If it cannot be read, give the batches before the bad one first."""
         try:
             self._send(wait=True)
         except StormError:
@@ -156,7 +156,7 @@ class RowsRun(Run):
             self._drop()
             self._cursor, self._single_until = self._place, failed.end
             self._reader.restart(self._place[0], self._place[1] * self._batch_rows)
-            self._read_ahead()
+            self._prefetch()
             self._send(wait=True)
 
     def _send_ahead(self) -> None:
@@ -167,7 +167,7 @@ class RowsRun(Run):
             try:
                 self._send(wait=False)
             except StormError:
-                first.failed = True  # it comes again when the batch is due
+                first.failed = True  # the error is raised when the batch is due
                 return
 
     def _send(self, *, wait: bool) -> None:
@@ -180,8 +180,8 @@ class RowsRun(Run):
                 waited = time.perf_counter() - begin
                 self._counts.waited_s += waited
                 self._depth.waited(waited)
-        pending.read.wait()  # at once: settles what the read has lent
+        pending.read.wait()  # does not block: releases what the read has borrowed
         if self._check is not None:
             self._check(pending.memory, pending.read)
         self._sent.append(self._delivery.send(pending.memory))
-        self._pending.popleft()  # not before: if it cannot be sent, it is still due
+        self._pending.popleft()  # only now: if sending fails, it is still due

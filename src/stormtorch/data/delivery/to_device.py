@@ -1,19 +1,18 @@
-"""From host memory to the user's device: where a batch is read to, how it gets across, and when memory is used again.
+"""Brings groups of batches (groups.py) from host memory to the user's device.
 
-What travels at once is a group of batches (groups.py), often of one. On the CPU it is read into what the user gets, and
-there is nothing to deliver.
+On the CPU the reader writes into the memory that the user gets, and there is nothing to deliver.
 
-On a GPU, names first. A *slot* is page-locked memory for one group, all fields. A *parcel* is the device memory of one
-group: fresh tensors from torch's allocator, taken on the stream that the user computes on. Two rules hold:
+On a GPU, a *slot* is page-locked memory for one group, all fields. *Device tensors* are the memory of one group there,
+fresh from torch's allocator on the user's stream. Two rules hold:
 
-- The lane's copy into a parcel waits for what the user's stream was doing when the parcel was allocated: until then the
-  bytes may belong to a tensor that queued work still reads. Parcels are therefore allocated ahead: by the time a copy
-  is queued, that moment lies a whole step back, and the copy runs beside the step before it is needed.
-- The user's stream waits for the copy before the tensors are handed out. From then on they are like any tensor that was
-  made on that stream, and torch frees them in its order. If the user has changed streams in between, torch is told.
+- A copy waits for the work that was queued on the user's stream when its target was allocated: until then the bytes
+  may belong to a tensor that queued work still reads. So targets are allocated ahead: when a copy is queued, that work
+  lies a whole step back, and the copy overlaps with the step before its use.
+- The user's stream waits for the copy before the user gets the tensors. From then on they are like any tensor made on
+  that stream, and torch frees them in its order. If user code has changed streams in between, they are recorded there.
 
-A slot is filled again when the event behind its copy has passed. The host never waits for that while another slot is
-free, so nothing in a steady loop stops the thread that launches work.
+A slot is filled again after its copy's event. The host waits for that only if no other slot is free, so a steady loop
+never stops the thread that launches work.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from ...memory.lanes.lane import Delay, Event
 from ..source import Field
 from .buffers import Buffers, Room
 
-_GRAIN = 512  # of the fields in a slot: what copy engines like best
+_ALIGNMENT = 512  # of the fields in a slot; copy engines are fastest with it
 
 
 @dataclass(slots=True)
 class HostGroup:
-    """Host memory for ``count`` rows: for each field a tensor, of bytes or of the field's kind, and its address."""
+    """Host memory for ``count`` rows: for each field a tensor, of bytes or of the field's dtype, and its address."""
 
     count: int
     fields: list[torch.Tensor]
@@ -49,54 +48,54 @@ class HostGroup:
 
 
 class Delivery(ABC):
-    """``ahead``: how many groups to send before they are asked for."""
+    """``ahead``: how many groups to send before their batches are requested."""
 
     ahead: int
 
     @abstractmethod
     def grow(self, depth: int) -> bool:
-        """Make room for ``depth`` groups in host memory; False, with nothing changed, if the budget refuses."""
+        """Make room for ``depth`` groups in host memory; returns False and changes nothing if the budget refuses."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Nothing is being read or sent any more: what an interrupt has left without an owner is free again."""
+        """Reclaim memory that an interrupt left without an owner. Nothing is being read or sent."""
 
     @abstractmethod
     def take(self, count: int, *, block: bool) -> HostGroup | None:
-        """Memory to read ``count`` rows to. None if all of it is in use, unless ``block``: then wait for some."""
+        """Memory for ``count`` rows. If all of it is in use: waits with ``block``, else returns None."""
 
     @abstractmethod
     def drop(self, group: HostGroup) -> None:
-        """A group that nobody will send. Nothing may write to it any more."""
+        """Take back a group that will not be sent. Nothing writes to it any more."""
 
     @abstractmethod
     def send(self, group: HostGroup) -> object:
-        """Let a group that was read go its way; returns at once. What comes back is for ``give``, in the same order."""
+        """Start sending a group that has been read; returns at once. Pass the result to ``give``, in the same order."""
 
     @abstractmethod
     def give(self, sent: object) -> list[list[torch.Tensor]]:
-        """The group's batches, each for ``own`` when its turn comes."""
+        """The group's batches; the caller passes each to ``own`` before it gives it to the user."""
 
     @abstractmethod
     def forget(self, sent: object) -> None:
-        """Instead of ``give``, for a group that nobody wants any more."""
+        """Discard a group that was sent, instead of ``give``."""
 
     @abstractmethod
     def own(self, sent: object, batch: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A batch of the group as the user's own memory, ready for the stream that is current now."""
+        """A batch of the group as the user's own memory, ready for the current stream."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Called after something was given, before the user computes with it."""
+        """Allocate for the next groups. Called after a batch is taken, before the user computes with it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Return the memory. Tensors that were given stay valid. Safe to call twice."""
+        """Return the memory. Tensors that the user got remain valid. Idempotent."""
 
     @property
     @abstractmethod
     def ring_bytes(self) -> int:
-        """Host memory that is charged."""
+        """Host memory charged to the ledger."""
 
 
 @dataclass(slots=True)
@@ -105,7 +104,7 @@ class _CpuGroup(HostGroup):
 
 
 class CpuDelivery(Delivery):
-    """The user gets the memory that was read to."""
+    """Gives the user the memory that the reader wrote to."""
 
     ahead = 0
 
@@ -116,7 +115,7 @@ class CpuDelivery(Delivery):
         self._reservations: list[Reservation] = []
 
     def grow(self, depth: int) -> bool:
-        # One more than are on their way: the user's last batch comes back just after the next was asked for.
+        # One more than are being read: the user drops the last batch just after requesting the next.
         more = (depth + 1) * self._group_bytes - self.ring_bytes
         try:
             self._reservations.append(self._ledger.reserve(Tier.HOST, Tag.DATA, max(0, more)))
@@ -130,7 +129,7 @@ class CpuDelivery(Delivery):
         pass
 
     def take(self, count: int, *, block: bool) -> HostGroup | None:  # noqa: ARG002
-        with torch.inference_mode(False):  # what is read ahead may be used outside of the mode that it is read in
+        with torch.inference_mode(False):  # user code may use prefetched tensors outside the present mode
             rooms = [buffers.take(count) for buffers in self._buffers]
         return _CpuGroup(count, [room.whole for room in rooms], [room.whole.data_ptr() for room in rooms], rooms)
 
@@ -146,7 +145,7 @@ class CpuDelivery(Delivery):
         assert isinstance(sent, _CpuGroup)
         with torch.inference_mode(False):
             parts = [buffers.batches(room) for buffers, room in zip(self._buffers, sent.rooms, strict=True)]
-        self.drop(sent)  # what is left of it is the user's
+        self.drop(sent)
         return [list(batch) for batch in zip(*parts, strict=True)]
 
     def forget(self, sent: object) -> None:
@@ -176,8 +175,8 @@ class _SlotGroup(HostGroup):
 
 
 @dataclass(slots=True)
-class _Parcel:
-    """Device memory for one group, and the moment of the user's stream from which on it may be written."""
+class _DeviceTensors:
+    """Device memory for one group, and the event on the user's stream after which copies may write to it."""
 
     tensors: list[torch.Tensor]
     place: Hashable  # the stream
@@ -186,13 +185,13 @@ class _Parcel:
 
 @dataclass(slots=True)
 class _Sent:
-    parcel: _Parcel
+    target: _DeviceTensors
     arrived: Event
-    followers: set[Hashable] = field(default_factory=set)  # streams that wait for it
+    followers: set[Hashable] = field(default_factory=set)  # streams that wait for ``arrived``
 
 
 class _Slot:
-    """Page-locked memory for one group; ``copied`` is the event behind the last copy from it."""
+    """Page-locked memory for one group; ``copied``: the event after the last copy from it."""
 
     def __init__(self, fields: list[torch.Tensor]) -> None:
         self.fields = fields
@@ -200,7 +199,7 @@ class _Slot:
 
 
 class LaneDelivery(Delivery):
-    """Slots, the lane, parcels."""
+    """Copies slots to device tensors on a lane."""
 
     def __init__(
         self,
@@ -213,18 +212,17 @@ class LaneDelivery(Delivery):
         ahead: int,
         delay: Delay | None = None,
     ) -> None:
-        """``batches``: of a group, at most. ``delay`` is for tests, as in ``open_lanes``: with one, a CPU can play the
-        device."""
+        """``batches``: the most in a group. ``delay`` is for tests, as in ``open_lanes``: it makes a CPU the device."""
         self.ahead, self._delay = ahead, delay
         self._device, self._fields, self._ledger = device, fields, ledger
         self._batch_rows, self._group_rows = batch_rows, batches * batch_rows
-        self._slot_bytes = sum(round_up(self._group_rows * field.row_bytes, _GRAIN) for field in fields)
+        self._slot_bytes = sum(round_up(self._group_rows * field.row_bytes, _ALIGNMENT) for field in fields)
         self._page_lock = page_lock_for(device)
         self._arenas: list[HostArena] = []
         self._slots: list[_Slot] = []
-        self._free: deque[int] = deque()  # slots, the one whose copy was queued first in front
+        self._free: deque[int] = deque()  # slots, by the order of their copies
         self._lanes: Lanes | None = None
-        self._parcels: deque[_Parcel] = deque()
+        self._allocated: deque[_DeviceTensors] = deque()
 
     def grow(self, depth: int) -> bool:
         more = depth + self.ahead + 1 - len(self._slots)
@@ -234,7 +232,7 @@ class LaneDelivery(Delivery):
             arena = HostArena(more * self._slot_bytes, ledger=self._ledger, tag=Tag.DATA, page_lock=self._page_lock)
         except OutOfBudget:
             return False
-        if self._arenas and arena.pinned != self._arenas[0].pinned:  # the lane is made for one kind
+        if self._arenas and arena.pinned != self._arenas[0].pinned:  # a lane takes one kind of memory
             arena.close()
             return False
         self._arenas.append(arena)
@@ -243,7 +241,7 @@ class LaneDelivery(Delivery):
         for _ in range(more):
             self._free.append(len(self._slots))
             sizes = [self._group_rows * field.row_bytes for field in self._fields]
-            self._slots.append(_Slot([arena.tensor((size,), torch.uint8, alignment=_GRAIN) for size in sizes]))
+            self._slots.append(_Slot([arena.tensor((size,), torch.uint8, alignment=_ALIGNMENT) for size in sizes]))
         return True
 
     def reset(self) -> None:
@@ -251,7 +249,7 @@ class LaneDelivery(Delivery):
 
     def take(self, count: int, *, block: bool) -> HostGroup | None:
         if not self._free:
-            assert not block, "a slot is free when nothing is on its way"
+            assert not block, "a slot is free if nothing is being read or sent"
             return None
         copied = self._slots[self._free[0]].copied
         if copied is not None:
@@ -272,35 +270,35 @@ class LaneDelivery(Delivery):
         assert self._lanes is not None
         lane = self._lanes.load
         is_short = group.count < self._group_rows
-        if not self._parcels or (is_short and not self._is_copied):  # what users keep has just its size
-            parcel = self._allocate(group.count)
+        if not self._allocated or (is_short and not self._is_copied):  # a batch that users keep has its exact size
+            target = self._allocate(group.count)
         else:
-            parcel = self._parcels.popleft()
+            target = self._allocated.popleft()
             if is_short:
-                parcel.tensors = [tensor[: group.count] for tensor in parcel.tensors]
-        lane.wait(parcel.allocated)
+                target.tensors = [tensor[: group.count] for tensor in target.tensors]
+        lane.wait(target.allocated)
         try:
-            for target, source in zip(parcel.tensors, as_fields(group, self._fields), strict=True):
-                lane.copy(target, source, Tag.DATA)
+            for tensor, source in zip(target.tensors, as_fields(group, self._fields), strict=True):
+                lane.copy(tensor, source, Tag.DATA)
         except BaseException:
-            self._lanes.compute.wait(lane.record())  # a part may be on its way, and the parcel is freed now
+            self._lanes.compute.wait(lane.record())  # some copies may run, and the target is freed now
             raise
         arrived = lane.record()
         self._slots[group.slot].copied = arrived
         self._free.append(group.slot)
-        return _Sent(parcel, arrived)
+        return _Sent(target, arrived)
 
     def give(self, sent: object) -> list[list[torch.Tensor]]:
         assert isinstance(sent, _Sent)
         self._follow(sent)
         if not self._is_copied:
-            return [sent.parcel.tensors]
-        parts = [tensor.split(self._batch_rows) for tensor in sent.parcel.tensors]
+            return [sent.target.tensors]
+        parts = [tensor.split(self._batch_rows) for tensor in sent.target.tensors]
         return [list(batch) for batch in zip(*parts, strict=True)]
 
     def forget(self, sent: object) -> None:
         assert isinstance(sent, _Sent)
-        self._follow(sent)  # so that the user's stream frees it behind its copy
+        self._follow(sent)  # the user's stream then frees the memory after the copy
 
     def own(self, sent: object, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         if not self._is_copied:
@@ -314,30 +312,30 @@ class LaneDelivery(Delivery):
 
     @property
     def _is_copied(self) -> bool:
-        """Whether batches are copied out of their group, so that they share no memory."""
+        """Whether batches are copied out of their group, because it has several."""
         return self._group_rows > self._batch_rows
 
     def _follow(self, sent: _Sent) -> None:
-        """Let the stream that is current now wait for the group, which may have been given on another."""
+        """Make the current stream wait for the group, which may have been given on another."""
         assert self._lanes is not None
         now = self._lanes.compute.place()
         if now in sent.followers:
             return
         self._lanes.compute.wait(sent.arrived)
         sent.followers.add(now)
-        if isinstance(now, torch.cuda.Stream) and now != sent.parcel.place:
-            for tensor in sent.parcel.tensors:
+        if isinstance(now, torch.cuda.Stream) and now != sent.target.place:
+            for tensor in sent.target.tensors:
                 tensor.record_stream(now)
 
     def prepare(self) -> None:
-        while len(self._parcels) < self.ahead:
-            self._parcels.append(self._allocate(self._group_rows))
+        while len(self._allocated) < self.ahead:
+            self._allocated.append(self._allocate(self._group_rows))
 
     def close(self) -> None:
         lanes, self._lanes = self._lanes, None
         if lanes is not None:
-            lanes.close()  # to its end: parcels on their way are about to be freed, in the order of another stream
-        self._parcels.clear()
+            lanes.close()  # waits for copies: their targets are freed next, in the order of another stream
+        self._allocated.clear()
         self._slots.clear()
         self._free.clear()
         while self._arenas:
@@ -347,17 +345,17 @@ class LaneDelivery(Delivery):
     def ring_bytes(self) -> int:
         return sum(arena.capacity_bytes for arena in self._arenas)
 
-    def _allocate(self, count: int) -> _Parcel:
+    def _allocate(self, count: int) -> _DeviceTensors:
         assert self._lanes is not None
         with torch.inference_mode(False):
             tensors = [
                 torch.empty((count, *field.shape), dtype=field.dtype, device=self._device) for field in self._fields
             ]
-        return _Parcel(tensors, self._lanes.compute.place(), self._lanes.compute.record())
+        return _DeviceTensors(tensors, self._lanes.compute.place(), self._lanes.compute.record())
 
 
 def as_fields(group: HostGroup, fields: Sequence[Field]) -> list[torch.Tensor]:
-    """The bytes of a group as what they are."""
+    """View the bytes of a group in the dtypes and shapes of the fields."""
     return [
         memory.view(field.dtype).view(group.count, *field.shape)
         for memory, field in zip(group.fields, fields, strict=True)
@@ -367,7 +365,7 @@ def as_fields(group: HostGroup, fields: Sequence[Field]) -> list[torch.Tensor]:
 def open_delivery(
     device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, batches: int, ahead: int
 ) -> Delivery:
-    """What brings groups of up to ``batches`` batches to ``device``. Takes no memory before ``grow``."""
+    """The delivery of groups of up to ``batches`` batches to ``device``. Takes no memory before ``grow``."""
     if device.type == "cpu":
         return CpuDelivery(fields, batch_rows, ledger, batches=batches)
     return LaneDelivery(device, fields, batch_rows, ledger, batches=batches, ahead=ahead)

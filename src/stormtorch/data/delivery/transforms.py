@@ -1,4 +1,4 @@
-"""What is done with a batch on its device, so that small numbers travel: bytes of an image instead of floats."""
+"""Transforms of a batch on its device, so that small dtypes cross the bus: an image's bytes instead of floats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Transform = Callable[[Any], Any] | Mapping[str, Callable[[torch.Tensor], torch.T
 
 @dataclass(frozen=True)
 class Cast:
-    """Another dtype: ``Cast(torch.int64)`` for tokens that travel as uint16."""
+    """Casts to another dtype: ``Cast(torch.int64)`` for tokens that are sent as uint16."""
 
     dtype: torch.dtype
 
@@ -25,7 +25,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Normalise:
-    """``(x - mean) / std`` in ``dtype``. Numbers, or one for each entry of dimension ``dim`` (of the batch)."""
+    """``(x - mean) / std`` in ``dtype``. Both are one number, or one for each entry of a batch's dimension ``dim``."""
 
     mean: float | Sequence[float]
     std: float | Sequence[float]
@@ -37,7 +37,7 @@ class Normalise:
             value = getattr(self, name)
             object.__setattr__(self, name, float(value) if isinstance(value, int | float) else tuple(value))
         if not self.dtype.is_floating_point:
-            raise SettingError(f"Normalise gives fractions, not {self.dtype}. Accepted: a floating dtype.")
+            raise SettingError(f"Normalise cannot give {self.dtype}. Accepted: a floating dtype.")
         spread = (self.std,) if isinstance(self.std, float) else self.std
         if any(value == 0 for value in spread):
             raise SettingError(f"Normalise divides by std={self.std!r}. Accepted: numbers other than 0.")
@@ -54,7 +54,7 @@ class Normalise:
         if like.shape[self.dim] != len(value):
             raise SettingError(
                 f"Normalise has {len(value)} values for dimension {self.dim}, which has {like.shape[self.dim]} in "
-                f"batches of shape {tuple(like.shape)}. Give one number, or as many as there are."
+                f"batches of shape {tuple(like.shape)}. Give one number, or one for each entry."
             )
         # Made on the device: a copy from pageable memory would make the host wait.
         parts = [torch.full((1,), number, dtype=like.dtype, device=like.device) for number in value]
@@ -62,14 +62,14 @@ class Normalise:
 
 
 def check_transform(transform: Transform | None, names: Sequence[str]) -> None:
-    """Refuse what can never fit the fields."""
+    """Raise SettingError for a transform that cannot fit the fields."""
     if transform is None:
         return
     if isinstance(transform, Mapping):
         unknown = [name for name in transform if name not in names]
         if unknown:
             raise SettingError(
-                f"transform= names {unknown[0]!r}, which is no field. The fields are: {', '.join(names)}."
+                f"transform= names {unknown[0]!r}, which is not a field. The fields are: {', '.join(names)}."
             )
     elif not callable(transform):
         raise SettingError(
@@ -83,7 +83,7 @@ def check_transform(transform: Transform | None, names: Sequence[str]) -> None:
 
 
 def apply(transform: Transform | None, names: Sequence[str], tensors: list[torch.Tensor]) -> Any:
-    """The batch as the user gets it: a tensor where there is one field, else a dict."""
+    """The batch as the user gets it: a tensor for one field, else a dict."""
     if isinstance(transform, Mapping):
         tensors = [
             transform[name](tensor) if name in transform else tensor

@@ -1,1 +1,1 @@
-"""What files hold: one module for each format, and open.py, which recognises them."""
+"""File formats: one module for each, and open.py, which recognises them."""

@@ -1,6 +1,6 @@
-"""Arrays in files: numpy's ``.npy``, and raw bytes whose dtype and shape the user says.
+"""Arrays in files: numpy's ``.npy``, and raw bytes whose dtype and shape the user gives.
 
-A record (a structured dtype of numpy) becomes one field for each of its members, with gaps between the rows of each.
+A record (a structured dtype of numpy) becomes one field for each member, with gaps between the rows of each.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .columns import one_after_another
 from .dtypes import BY_NAME, from_numpy, parse_dtype
 from .paths import Paths, file_size, listed, name_of_paths, whole_number
 
-NAME = "data"  # of the one field that an array is, unless the user gives it a name
+NAME = "data"  # of an array's only field, unless the user names it
 Record = list[tuple[Field, int]]  # the fields of one row, each with its offset in the row
 
 
 def npy_source(path: Path) -> FileSource:
-    """The rows of one ``.npy`` file: its first dimension counts them. Reads the header only."""
+    """The rows of one ``.npy`` file, along its first dimension. Reads the header only."""
     size = file_size(path)
     try:
         with path.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # headers that Python 2 wrote are read more slowly, which is no news here
+            warnings.simplefilter("ignore")  # numpy warns that headers of Python 2 are slow to read
             version = np.lib.format.read_magic(file)
             if version == (1, 0):
                 shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
@@ -54,7 +54,7 @@ def npy_source(path: Path) -> FileSource:
         TypeError,
         ValueError,
         tokenize.TokenError,
-    ) as error:  # numpy parses the header as a Python literal, which a stranger may have written
+    ) as error:  # numpy parses the header as a Python literal; the file may come from an untrusted source
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise StorageError(
             f"Cannot read {path}: its .npy header is damaged ({reason}). Write the file again."
@@ -62,7 +62,7 @@ def npy_source(path: Path) -> FileSource:
     if any(length < 0 for length in shape):
         raise StorageError(f"Cannot read {path}: its .npy header is damaged (shape {shape}). Write it again.")
     if not shape:
-        raise SettingError(f"{path} holds a single number and no rows. Save an array with a first dimension of rows.")
+        raise SettingError(f"{path} holds a single number and no rows. Save an array whose first dimension is rows.")
     if fortran:
         raise SettingError(
             f"{path} is in Fortran order, so its rows do not lie together. "
@@ -79,7 +79,7 @@ def npy_source(path: Path) -> FileSource:
 
 
 def memmap_source(array: np.memmap) -> FileSource:
-    """The rows of an ``np.memmap`` as it was opened, read from its file and not through the mapping."""
+    """The rows of an ``np.memmap`` as it was opened. The loader reads the file, not the mapping."""
     path, shape, dtype = array.filename, array.shape, array.dtype
     whole = isinstance(array.base, mmap.mmap) and array.flags.c_contiguous
     if path is None or not whole or array.mode == "c" or not shape:
@@ -97,8 +97,8 @@ def memmap_source(array: np.memmap) -> FileSource:
 def raw(paths: Paths, *, dtype: object, shape: int | Iterable[int] = (), offset: int = 0) -> FileSource:
     """Rows of ``dtype`` and ``shape`` in files without a header, or with one of ``offset`` bytes.
 
-    ``dtype`` is a torch or numpy dtype or a name ("bfloat16"); a structured numpy dtype makes a field of each member.
-    ``paths`` is a file, a list, a pattern, or a directory whose files are the shards. Files must hold whole rows.
+    ``dtype``: a torch or numpy dtype or a name ("bfloat16"); a structured numpy dtype makes a field of each member.
+    ``paths``: a file, a list, a pattern, or a directory whose files are the shards. Files must hold complete rows.
     """
     shape = _shape(shape)
     offset = whole_number("offset", offset, 0)
@@ -116,7 +116,7 @@ def raw(paths: Paths, *, dtype: object, shape: int | Iterable[int] = (), offset:
         if rest or size < offset:
             raise StorageError(
                 f"{path} has {size} bytes: after {offset} bytes of header, {rows} rows of {row_bytes} bytes and {rest} "
-                "bytes more. Either it is truncated, or dtype, shape or offset is not its own."
+                "bytes more. It is truncated, or dtype, shape or offset is wrong."
             )
         sources.append(_source(str(path), path, record, rows, offset, row_bytes))
     return one_after_another(name_of_paths(paths), sources)
@@ -129,7 +129,7 @@ def _source(name: str, path: Path, record: Record, rows: int, offset: int, strid
 
 
 def _record(path: Path, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Record:
-    """The fields of a row, and where each lies in it."""
+    """The fields of a row and their offsets."""
     if dtype.names and dtype.fields:
         if shape:
             raise SettingError(f"{path} has rows of {shape} records. Accepted: one record in each row.")
@@ -142,7 +142,7 @@ def _record(path: Path, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> 
         found = from_numpy(base)
         if found is None:
             raise SettingError(
-                f"{path} holds {base} ({name!r}), of which torch has no tensors. "
+                f"{path} holds {base} ({name!r}), a dtype that torch does not have. "
                 f"Save it again as one of {', '.join(BY_NAME)}, little endian."
             )
         field = Field(name=name, dtype=found, shape=shape + inner)

@@ -1,8 +1,8 @@
 """Arrow IPC files and streams.
 
-A record batch keeps each column in one piece, so a column of fixed width is a strip of the file. Where it begins is
-found by address: the file is mapped, pyarrow says at which address the column's numbers lie, the difference to the
-mapping's is the place in the file. Then the mapping goes; the loader reads the file itself.
+A record batch stores each column contiguously, so a column of fixed width is a strip of the file. `arrow_source` maps
+the file, takes the address of the column's numbers from pyarrow, and subtracts the mapping's address: that is the
+offset in the file. Then it drops the mapping; the loader reads the file itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .arrow_tables import Rows, pyarrow, rows_of, selected
 from .columns import cut_together
 from .paths import file_size, read_at
 
-Locate = Callable[[Rows], Strip | None]  # where rows lie, None if they are in no file
+Locate = Callable[[Rows], Strip | None]  # the strip of the rows; None if they are in no file
 
 
 class CompressedArrow(SettingError):
-    """The numbers of an Arrow file are not in it as they are."""
+    """The Arrow file is compressed, so its columns cannot be read from it directly."""
 
 
 def arrow_source(path: Path, columns: Sequence[str] | None = None) -> FileSource:
-    """The rows of one Arrow IPC file or stream. Maps it for the time of the call; reads layout and list offsets."""
+    """The rows of one Arrow IPC file or stream. Maps it during the call; reads the layout and list offsets."""
     size = file_size(path)
     if size == 0:
-        raise StorageError(f"{path} is empty: 0 bytes are no Arrow file. Write it again.")
+        raise StorageError(f"{path} is empty: 0 bytes are not an Arrow file. Write it again.")
     arrow = pyarrow()
     try:
         with arrow.memory_map(str(path)) as mapped:
@@ -41,12 +41,12 @@ def arrow_source(path: Path, columns: Sequence[str] | None = None) -> FileSource
 
             tables = (_checked(batch) for batch in batches_of(path, arrow.BufferReader(buffer)))
             fields, shards = shards_of(str(path), tables, columns, locate)
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the latter for names of columns
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for names of columns
         raise error if isinstance(error, StorageError) else _damaged(path, error) from error
     if None in shards:
         raise CompressedArrow(
-            f"{path} is compressed: its columns have no place in the file. Write it without compression "
-            "(pyarrow.ipc.IpcWriteOptions(compression=None)), or make rows of it with `storm data pack`."
+            f"{path} is compressed, so its columns cannot be read from it directly. Write it without compression "
+            "(pyarrow.ipc.IpcWriteOptions(compression=None)), or pack it with `storm data pack`."
         )
     return FileSource(name=str(path), fields=fields, shards=tuple(shard for shard in shards if shard))
 
@@ -64,7 +64,7 @@ def batches_of(path: Path, opened: Any) -> Iterator[Any]:
 def shards_of(
     where: str, tables: Iterable[Any], columns: Sequence[str] | None, locate: Locate
 ) -> tuple[tuple[Field, ...], list[Shard | None]]:
-    """A shard for each run of rows that lies in one piece, None for one that is in no file."""
+    """A shard for each contiguous run of rows; None if rows are in no file."""
     fields: tuple[Field, ...] = ()
     shards: list[Shard | None] = []
     first_row = 0
@@ -100,11 +100,11 @@ def shards_of(
 
 
 def _checked(batch: Any) -> Any:
-    """A batch as a table, if its buffers are as long as its columns need."""
+    """A batch as a table, after checking that its buffers are long enough for its columns."""
     batch.validate()
     return pyarrow().Table.from_batches([batch])
 
 
 def _damaged(path: Path, error: Exception) -> StorageError:
     reason = (str(error).splitlines() or ["unknown"])[0]
-    return StorageError(f"{path} is no whole Arrow file ({reason}). It is truncated or damaged: write it again.")
+    return StorageError(f"{path} is not a complete Arrow file ({reason}). It is truncated or damaged: write it again.")

@@ -1,7 +1,7 @@
-"""Arrow tables, in groups of rows. A column is one field of the loader's, if its rows have the same number of bytes.
+"""Arrow tables, in groups of rows. A column whose rows all have the same number of bytes becomes a field.
 
-Accepted are integers and floats, and lists of them (of lists) in which every row has the same length, whether the type
-says so or not. No nulls: a tensor has no place for them.
+Accepted: integers, floats, and (nested) lists of them in which every row has the same length, of a fixed-size type or
+not. Nulls are refused: a tensor cannot hold them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...core.errors import SettingError
 from ..source import DecodedSource, Field
 from .dtypes import BY_NAME
 
-_TYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # what Arrow calls them
+_TYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # by Arrow's name
 _GROUP_ROWS = 4096
 _PACK = "Leave it out (open_source(..., columns=[...])), or make rows or tokens of it with `storm data pack`."
 
@@ -38,7 +38,7 @@ def pyarrow(part: str = "") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of an array as they lie in memory: ``values`` is a flat Arrow array of all numbers, in order."""
+    """The rows of an array in memory. ``values``: a flat Arrow array of all numbers, in order."""
 
     field: Field
     values: Any
@@ -50,7 +50,7 @@ class Rows:
         return int(self.values.buffers()[1].address + self.values.offset * self.field.dtype.itemsize)
 
     def tensor(self) -> torch.Tensor:
-        """A copy: ``(count, *shape)``. Arrow's memory may not be written, and torch has no such tensors."""
+        """A copy: ``(count, *shape)``. Arrow's memory is read-only, and torch has no read-only tensors."""
         numbers = np.array(self.values.to_numpy(zero_copy_only=False), copy=True)
         return torch.from_numpy(numbers).view(self.count, *self.field.shape)
 
@@ -69,7 +69,7 @@ def rows_of(name: str, array: Any, where: str, first_row: int) -> Rows:
             row = first_row + _first_null(array) // max(int(np.prod(shape)), 1)
             raise SettingError(
                 f"{where}: column {name!r} has no value in row {row} ({array.null_count} nulls from row {first_row}). "
-                "Fill or drop them: a tensor has no place for nulls."
+                "Fill or drop them: a tensor cannot hold nulls."
             )
         if isinstance(array, pyarrow().ExtensionArray):
             array = array.storage
@@ -91,7 +91,7 @@ def rows_of(name: str, array: Any, where: str, first_row: int) -> Rows:
 
 
 def leaf_dtype(name: str, kind: Any, where: str) -> torch.dtype:
-    """The dtype of an Arrow type of numbers, or a SettingError that says why there is none."""
+    """The torch dtype of a numeric Arrow type. Raises SettingError, with the reason, if there is none."""
     types = pyarrow().types
     if types.is_boolean(kind):
         raise SettingError(
@@ -106,7 +106,7 @@ def leaf_dtype(name: str, kind: Any, where: str) -> torch.dtype:
 
 
 class TableSource(DecodedSource):
-    """A table in RAM, such as a ``datasets.Dataset.from_dict``. Decoding is a copy of its rows."""
+    """A table in RAM, such as ``datasets.Dataset.from_dict`` makes. Decoding copies its rows."""
 
     def __init__(self, name: str, table: Any, columns: Sequence[str] | None) -> None:
         self.name = name
@@ -122,7 +122,7 @@ class TableSource(DecodedSource):
 
 
 def tensors_of(fields: Sequence[Field], batch: Any, where: str, first_row: int) -> dict[str, Tensor]:
-    """The columns of a record batch as tensors. Raises SettingError if a row has not the shape of its field."""
+    """The columns of a record batch as tensors. Raises SettingError if a row does not have the shape of its field."""
     tensors = {}
     for field in fields:
         rows = rows_of(field.name, batch.column(field.name), where, first_row)
@@ -137,7 +137,7 @@ def tensors_of(fields: Sequence[Field], batch: Any, where: str, first_row: int) 
 
 
 def selected(where: str, schema: Any, columns: Sequence[str] | None) -> list[str]:
-    """The columns to read: all of the table's, or those asked for, in that order."""
+    """The columns to read: all, or ``columns`` in that order."""
     names = list(schema.names)
     if columns is None:
         columns = names

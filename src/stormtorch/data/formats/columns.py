@@ -1,7 +1,7 @@
-"""Sources put together: shards one after the other, fields side by side.
+"""Combines sources: shards one after another, fields side by side.
 
-Fields that come from different files may be cut into shards at different rows. ``side_by_side`` cuts all of them where
-any of them is cut, so that a shard of the result has one strip for each field.
+Fields from different files may be divided into shards at different rows. ``side_by_side`` cuts all fields where any of
+them is cut, so that each shard of the result has one strip for each field.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .dtypes import name_of
 
 
 def one_after_another(name: str, sources: Sequence[FileSource]) -> FileSource:
-    """All rows of ``sources`` in order. Their fields must be equal; sources without rows vanish."""
+    """All rows of ``sources`` in order. Their fields must be equal; skips sources without rows."""
     first = sources[0]
     for other in sources[1:]:
         check_equal_fields(first.name, first.fields, other.name, other.fields)
@@ -26,7 +26,7 @@ def one_after_another(name: str, sources: Sequence[FileSource]) -> FileSource:
 
 
 def side_by_side(name: str, sources: Mapping[str, FileSource]) -> FileSource:
-    """One field from each source, called by its key. All must have one field, and the same number of rows."""
+    """One field from each source, named by its key. All must have one field, and the same number of rows."""
     for key, source in sources.items():
         if len(source.fields) != 1:
             raise SettingError(
@@ -68,7 +68,7 @@ def check_equal_fields(first: str, expected: Sequence[Field], other: str, found:
 
 
 def describe(fields: Sequence[Field]) -> str:
-    """Fields in words: ``x float32 (3072), y int64``."""
+    """Fields as text: ``x float32 (3072), y int64``."""
     return ", ".join(
         f"{field.name} {name_of(field.dtype)}{' (' + ', '.join(map(str, field.shape)) + ')' if field.shape else ''}"
         for field in fields
@@ -77,8 +77,8 @@ def describe(fields: Sequence[Field]) -> str:
 
 def cut_together(columns: list[list[tuple[int, Strip]]]) -> list[Shard]:
     shards = []
-    at = [0] * len(columns)  # the piece that each column is in
-    used = [0] * len(columns)  # rows of it that went into shards already
+    at = [0] * len(columns)  # the current strip of each column
+    used = [0] * len(columns)  # its rows that are in shards already
     while at[0] < len(columns[0]):
         pieces = [column[index] for column, index in zip(columns, at, strict=True)]
         rows = min(piece[0] - done for piece, done in zip(pieces, used, strict=True))

@@ -1,4 +1,4 @@
-"""Names of dtypes as files and people write them, and the torch dtype that each means."""
+"""Torch dtypes by the names that files and users write."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _NAMES = {dtype: name for name, dtype in BY_NAME.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name by which ``BY_NAME`` knows a dtype."""
+    """The name of a dtype in ``BY_NAME``."""
     return _NAMES[dtype]
 
 
 def parse_dtype(value: object, *, setting: str = "dtype") -> torch.dtype:
-    """The torch dtype that a torch or numpy dtype or a name such as "uint16" means. Little endian is what is read."""
+    """The torch dtype of a torch or numpy dtype or a name such as "uint16". Accepts little endian only."""
     if isinstance(value, torch.dtype) and value in _NAMES:
         return value
     if isinstance(value, str) and value.removeprefix("torch.") in BY_NAME:
@@ -52,5 +52,5 @@ def parse_dtype(value: object, *, setting: str = "dtype") -> torch.dtype:
 
 
 def from_numpy(dtype: np.dtype[np.generic]) -> torch.dtype | None:
-    """The same dtype of torch; None if torch has none, or for the other byte order."""
+    """The equal torch dtype; None if torch has none, or for big endian."""
     return BY_NAME.get(dtype.name) if dtype.kind in "biufc" and dtype.isnative else None

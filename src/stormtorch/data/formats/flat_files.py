@@ -1,7 +1,7 @@
-"""Flat files of tokens, and what each kind says of itself.
+"""Flat files of tokens.
 
-Told by content: our packed directories, ``.npy`` of one dimension, Megatron's ``.bin`` with its ``.idx`` beside it,
-llm.c's ``.bin`` (a header of 256 int32), and files without a header as nanoGPT writes them.
+Recognised by content: STORM's packed directories, ``.npy`` of one dimension, Megatron's ``.bin`` with an ``.idx``
+beside it, llm.c's ``.bin`` (a header of 256 int32), and files without a header, as nanoGPT writes them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LLMC_HEADER_BYTES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Flat:
-    """One value for each of ``count`` tokens, without gaps, in each column: its name, dtype, file, first byte."""
+    """A contiguous run of ``count`` tokens. Each column has a name, a dtype, a file and the offset of its first one."""
 
     name: str
     count: int
@@ -38,7 +38,7 @@ class Flat:
 
 
 def flat_parts(path: Path, given: torch.dtype | None) -> list[Flat]:
-    """The runs of tokens of one file or packed directory. ``given`` is the dtype that the user says, if any."""
+    """The runs of tokens of one file or packed directory. ``given``: the dtype that the user names, if any."""
     if is_packed(path):
         flats = _packed(path)
     else:
@@ -56,7 +56,7 @@ def flat_parts(path: Path, given: torch.dtype | None) -> list[Flat]:
     found = flats[0].columns[0][1]
     if given is not None and found != given:
         raise SettingError(
-            f"{path} holds tokens of {name_of(found)}, and dtype={name_of(given)!r} was given. Leave dtype out."
+            f"{path} holds {name_of(found)} tokens, and dtype={name_of(given)!r} was given. Leave dtype out."
         )
     return flats
 
@@ -90,19 +90,19 @@ def _npy(path: Path) -> Flat:
     field, shard = source.fields[0], source.shards[0]
     if len(source.fields) != 1 or field.shape or name_of(field.dtype) not in INTEGERS:
         raise SettingError(
-            f"{path} holds {describe(source.fields)} in each row, not a flat run of tokens. "
+            f"{path} holds {describe(source.fields)} in each row, not flat tokens. "
             "Accepted: one dimension of integers. Rows of a fixed length need no tokens(): give the path itself."
         )
     return _flat(path, field.dtype, shard.rows, shard.strips[0].offset)
 
 
 def _megatron(path: Path, index: Path, size: int) -> Flat:
-    """Megatron's ``.bin``: sequences one after another; the ``.idx`` says their dtype, lengths and places."""
+    """Megatron's ``.bin``: sequences one after another. The ``.idx`` holds their dtype, lengths and offsets."""
     whole = file_size(index)
     head = read_at(index, 0, _MEGATRON_HEADER.size)
     if len(head) < _MEGATRON_HEADER.size or not head.startswith(_MEGATRON_MAGIC):
         raise StorageError(
-            f"{index} is no Megatron index ({whole} bytes, wrong magic), but it lies beside {path.name}. "
+            f"{index} is not a Megatron index ({whole} bytes, wrong magic), but it lies beside {path.name}. "
             "Move it away to read the .bin as flat tokens."
         )
     _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(head)
@@ -124,7 +124,7 @@ def _megatron(path: Path, index: Path, size: int) -> Flat:
     if size != promised:
         raise StorageError(
             f"{path} has {size} bytes, its index promises {promised} ({sequences} sequences of {name_of(dtype)}). "
-            "One of the two is truncated, or they do not belong together."
+            "One of them is truncated, or they do not belong together."
         )
     return _flat(path, dtype, size // dtype.itemsize)
 
@@ -147,8 +147,8 @@ def _headless(path: Path, given: torch.dtype | None, size: int) -> Flat:
     count, rest = divmod(size, dtype.itemsize)
     if rest:
         raise StorageError(
-            f"{path} has {size} bytes, which is no whole number of {name_of(dtype)} tokens. "
-            "Either it is truncated, or dtype is not its own."
+            f"{path} has {size} bytes, which is not a whole number of {name_of(dtype)} tokens. "
+            "It is truncated, or dtype is wrong."
         )
     if given is None:
         sample = np.frombuffer(read_at(path, 0, 1 << 14), dtype="<u2")
@@ -156,6 +156,6 @@ def _headless(path: Path, given: torch.dtype | None, size: int) -> Flat:
         if len(sample) >= 64 and sample[1::2].max() < 4 <= sample[::2].max():
             raise SettingError(
                 f"{path} looks like tokens of 32 or 64 bits: read as uint16, every second one of the first "
-                f"{len(sample)} is below 4. Say which: dtype='uint32', or dtype='uint16' if that is what it is."
+                f"{len(sample)} is below 4. Give dtype='uint32', or dtype='uint16' if that is right."
             )
     return _flat(path, dtype, count)

@@ -1,8 +1,8 @@
-"""What Hugging Face ``datasets`` holds and saves, read from its Arrow files.
+"""Hugging Face ``datasets``, read from their Arrow files.
 
-A ``datasets.Dataset`` holds mappings of such files, cut and put together by ``select``, ``concatenate_datasets`` and
-the like. Which file an address belongs to is asked of the kernel (``/proc/self/maps``), so all of that is honoured
-without knowing how it came about.
+A ``datasets.Dataset`` holds mappings of Arrow files, sliced and joined by ``select``, ``concatenate_datasets`` and
+similar calls. This module finds the file of an address in ``/proc/self/maps``, so it handles all of these without
+knowing which calls were made.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .items import ItemSource, item_source
 
 
 def dataset_source(dataset: Any, columns: Sequence[str] | None = None) -> FileSource | DecodedSource | ItemSource:
-    """The rows of a ``datasets.Dataset``: those columns, or what its format chooses.
+    """The rows of a ``datasets.Dataset``: ``columns``, or those that its format selects.
 
-    One that lies in RAM comes decoded, one with a transform as items.
+    A dataset in RAM is a ``DecodedSource``, one with a transform an ``ItemSource``.
     """
     if dataset.format["type"] == "custom" and columns is None:
-        return item_source(dataset)  # after set_transform only the user's function knows what an item is
+        return item_source(dataset)  # after set_transform only the user's function knows the items
     if dataset._indices is not None:
         raise SettingError(
             f"This datasets.Dataset of {dataset.num_rows} rows is a selection by row number (shuffle, filter, select), "
@@ -46,9 +46,9 @@ def dataset_source(dataset: Any, columns: Sequence[str] | None = None) -> FileSo
 
 
 def is_dataset(what: object) -> bool:
-    """Whether it is a ``datasets.Dataset``; refuses its relatives. Imports nothing: who has one has imported it."""
+    """Whether it is a ``datasets.Dataset``. Refuses similar classes. Imports nothing: an instance implies an import."""
     module = sys.modules.get("datasets")
-    if not hasattr(module, "DatasetDict"):  # not imported, or a module of the user's own that has this name
+    if not hasattr(module, "DatasetDict"):  # not imported, or another module with this name
         return False
     assert module is not None
     if isinstance(what, module.DatasetDict | module.IterableDatasetDict):
@@ -57,14 +57,14 @@ def is_dataset(what: object) -> bool:
         )
     if isinstance(what, module.IterableDataset):
         raise SettingError(
-            "A datasets.IterableDataset has no rows to choose from, so it cannot be shuffled, cut by rank or resumed. "
+            "A datasets.IterableDataset has no row numbers, so it cannot be shuffled, divided by rank or resumed. "
             "Load it without streaming=True, or write it to files with `storm data pack`."
         )
     return isinstance(what, module.Dataset)
 
 
 def saved_files(directory: Path) -> tuple[list[Path], list[str] | None] | None:
-    """The Arrow files of a directory that ``save_to_disk`` made, and the columns its format chose; None if none did."""
+    """The Arrow files of a directory that ``save_to_disk`` made, and the columns of its format; else None."""
     splits = directory / "dataset_dict.json"
     if splits.is_file():
         raise SettingError(f"{directory} holds several datasets ({_json(splits).get('splits')}). Name one of them.")
@@ -91,12 +91,12 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(read_small(inside(path.parent, path.name)))
     except ValueError as error:
-        raise StorageError(f"{path} is damaged: no JSON ({error}). Copy or write it again.") from error
+        raise StorageError(f"{path} is damaged: not JSON ({error}). Copy or write it again.") from error
     return found if isinstance(found, dict) else {}
 
 
 def _in_mapped_files() -> Locate:
-    """Finds the file that an address of this process is mapped from."""
+    """A function that finds the file that an address of this process is mapped from."""
     mapped = []
     for line in Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines():
         parts = line.split(maxsplit=5)
@@ -110,7 +110,7 @@ def _in_mapped_files() -> Locate:
         if index < 0 or rows.address + rows.count * rows.field.row_bytes > mapped[index][1]:
             return None
         start, _, offset, path = mapped[index]
-        if not path.is_file():  # deleted, or never a file: the mapping is all that is left of it
+        if not path.is_file():  # deleted, or not a file: only the mapping is left
             return None
         return Strip(path=path, offset=rows.address - start + offset, stride=rows.field.row_bytes)
 

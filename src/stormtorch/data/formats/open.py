@@ -1,4 +1,4 @@
-"""What a user hands to the loader, recognised: by its type if it is an object, by its content if it is a path."""
+"""Recognises a source of data: an object by its type, a path by its content."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Columns = Sequence[str] | None
 
 
 def open_source(what: object, *, columns: Columns = None) -> Source:
-    """The rows that ``what`` means. Reads headers, no data, and keeps no file open.
+    """Open ``what`` as a source. Reads headers, but no data, and keeps no file open.
 
-    A path, a pattern, a list of paths or a directory: files of one kind (.npy, safetensors, Arrow, Parquet), which are
-    shards in natural order of their names, or a directory that STORM packed or ``datasets`` saved. A dict of name to
-    any of these: fields side by side. ``tokens(...)`` and ``raw(...)`` for files that do not say what they hold. An
-    ``np.memmap``, a ``datasets.Dataset``, or any map-style torch ``Dataset``.
+    Accepts a path, a pattern, a list of paths or a directory: files of one kind (.npy, safetensors, Arrow, Parquet),
+    which are shards in natural order of their names, or a directory that STORM packed or ``datasets`` saved. A dict of
+    name to any of these puts fields side by side. ``tokens(...)`` and ``raw(...)`` are for files that do not describe
+    themselves. Also an ``np.memmap``, a ``datasets.Dataset``, or any map-style torch ``Dataset``.
 
-    ``columns`` names the fields to read, in the order given; without it, all of them.
+    ``columns``: the fields to read, in that order; default: all.
     """
     if isinstance(columns, str):
         columns = [columns]
@@ -53,7 +53,7 @@ def open_source(what: object, *, columns: Columns = None) -> Source:
     if columns is None:
         return source
     if not isinstance(source, FileSource):
-        raise SettingError(f"columns={list(columns)!r} cannot be chosen from {source.name}. Choose where it is made.")
+        raise SettingError(f"columns={list(columns)!r} does not work with {source.name}. Select them where it is made.")
     return choose(source, columns)
 
 
@@ -65,8 +65,8 @@ def _open_fields(what: Mapping[object, object]) -> FileSource:
         source = open_source(value)
         if not isinstance(source, FileSource):
             raise SettingError(
-                f"Field {name!r} is {source.name}, whose rows cannot be read straight from a file, so it cannot stand "
-                "beside others. Give .npy, raw, tokens, safetensors or uncompressed Arrow, or `storm data pack` it."
+                f"Field {name!r} is {source.name}, whose rows cannot be read straight from a file, so it cannot be "
+                "combined. Give .npy, raw, tokens, safetensors or uncompressed Arrow, or `storm data pack` it."
             )
         sources[str(name)] = source
     return side_by_side(f"{{{', '.join(sources)}}}", sources)
@@ -83,7 +83,7 @@ def _open_list(what: Sequence[object], columns: Columns) -> Source:
     if len(files) < len(sources):
         other = next(source for source in sources if not isinstance(source, FileSource))
         raise SettingError(
-            f"{other.name} stands in a list, but its rows cannot be read straight from a file. A list may hold paths "
+            f"{other.name} is in a list, but its rows cannot be read straight from a file. A list may hold paths "
             "of files of one kind, or sources of .npy, raw, tokens, safetensors, packed or uncompressed Arrow data."
         )
     return one_after_another(f"{files[0].name} and {len(files) - 1} more", files)
@@ -116,7 +116,7 @@ def open_files(name: str, paths: Sequence[Path], columns: Columns = None) -> Sou
 
 
 def kind_of(path: Path) -> Kind:
-    """The kind of a file, by its first bytes. Raises SettingError for what has no reader here."""
+    """The kind of a file, by its first bytes. Raises SettingError for kinds without a reader."""
     size = file_size(path)
     head = read_at(path, 0, 16)
     if head.startswith(b"\x93NUMPY"):
@@ -130,6 +130,6 @@ def kind_of(path: Path) -> Kind:
     if head.startswith(b"PK\x03\x04"):
         raise SettingError(f"{path} is a zip or .npz archive. Save each array on its own with np.save.")
     raise SettingError(
-        f"{path} ({size} bytes) is of no kind that says what its rows are. Accepted: .npy, safetensors, Arrow, "
-        "Parquet; for flat files raw(path, dtype=, shape=) or tokens(path, sequence=); for text `storm data pack`."
+        f"{path} ({size} bytes) is of no known kind. Accepted: .npy, safetensors, Arrow, Parquet; for flat files "
+        "raw(path, dtype=, shape=) or tokens(path, sequence=); for text `storm data pack`."
     )

@@ -1,8 +1,8 @@
-"""STORM's packed format: a directory of plain files, and one index that says what they hold.
+"""STORM's packed format: a directory of plain files, and one index that describes them.
 
-``docs/data_format.md`` is the specification. Each shard has one file for each column and nothing else in it, so every
-column begins on a page, direct I/O reads it without waste, and any other tool can read it too. The directory gets its
-name when all of it is on the disk: what has the name is complete.
+``docs/data_format.md`` is the specification. Each shard has one file for each column, without a header: every column
+begins on a page, direct I/O reads it without waste, and other tools can read it too. The writer names the directory
+after everything is on the disk, so a directory with its name is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import inside, parse_json, read_small
 from ..source import Field, FileSource, Shard, Strip
 from .dtypes import BY_NAME
@@ -29,7 +29,7 @@ Kind = Literal["rows", "tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFile:
-    """One column of one shard. ``crc32`` is that of the whole file."""
+    """One column of one shard. ``crc32``: of the whole file."""
 
     name: str
     bytes: int
@@ -46,7 +46,7 @@ class PackedShard:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What ``storm_data.json`` says. A field of tokens has the shape of one token: ``()``."""
+    """The content of ``storm_data.json``. A field of tokens has the shape of one token: ``()``."""
 
     kind: Kind
     fields: tuple[Field, ...]
@@ -58,7 +58,7 @@ def is_packed(path: Path) -> bool:
 
 
 def read_index(directory: Path) -> Index:
-    """The index of a packed directory, with the presence and size of every file checked. Reads no data."""
+    """The index of a packed directory. Checks that every file exists with its size. Reads no data."""
     place = inside(directory, INDEX)
     index = _parse(place, read_small(place))
     for shard in index.shards:
@@ -77,7 +77,7 @@ def packed_rows(directory: Path) -> FileSource:
     index = read_index(directory)
     if index.kind != "rows":
         raise SettingError(
-            f"{directory} holds packed tokens. Say how to cut them: tokens({str(directory)!r}, sequence=2048)."
+            f"{directory} holds packed tokens. Give the length of a row: tokens({str(directory)!r}, sequence=2048)."
         )
     shards = tuple(
         Shard(
@@ -95,18 +95,16 @@ def packed_rows(directory: Path) -> FileSource:
 def verify(directory: Path, progress: Callable[[int], None] = lambda _: None) -> None:
     """Read every file and compare its checksum; raises StorageError at the first that differs. Blocks.
 
-    ``progress`` is told the bytes of each piece read.
+    Calls ``progress`` with the bytes of each piece.
     """
     for shard in read_index(directory).shards:
         for file in shard.files:
             found = 0
-            try:
-                with (directory / file.name).open("rb", buffering=0) as opened:
-                    while piece := opened.read(1 << 22):
-                        found = zlib.crc32(piece, found)
-                        progress(len(piece))
-            except OSError as error:
-                raise storage_error(f"read {directory / file.name}", error) from error
+            path = directory / file.name
+            with storage_errors(f"read {path}"), path.open("rb", buffering=0) as opened:
+                while piece := opened.read(1 << 22):
+                    found = zlib.crc32(piece, found)
+                    progress(len(piece))
             if found != file.crc32:
                 raise StorageError(
                     f"{directory / file.name} is damaged: checksum {found:08x}, the index says {file.crc32:08x}. "
@@ -115,7 +113,7 @@ def verify(directory: Path, progress: Callable[[int], None] = lambda _: None) ->
 
 
 def to_json(index: Index, made_with: dict[str, object]) -> str:
-    """The text of ``storm_data.json``. ``made_with`` is for people; nothing reads it back."""
+    """The text of ``storm_data.json``. ``made_with`` is for people; no code reads it."""
     fields = [
         {"name": f.name, "dtype": str(f.dtype).removeprefix("torch."), "shape": list(f.shape)} for f in index.fields
     ]
@@ -172,16 +170,16 @@ def _parse(place: Path, text: bytes) -> Index:
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{str(value)[:40]!r} is no count")
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
     return value
 
 
 def _plain(name: object) -> str:
-    """A file's name; an index may not name files outside its directory."""
+    """A file's name, which must not lead out of the directory."""
     if not isinstance(name, str) or "/" in name or name in {"", ".", ".."}:
-        raise ValueError(f"{name!r} is no name of a file")
+        raise ValueError(f"{name!r} is not a file name")
     if "\0" in name or len(name.encode("utf-8", "replace")) > 255:
-        raise ValueError("a file has a name that no file can have")
+        raise ValueError("a file name is not valid")
     return name
 
 

@@ -1,4 +1,4 @@
-"""Parquet files. Their pages are encoded and mostly compressed, so rows come out of pyarrow, a row group at a time."""
+"""Parquet files. Their pages are encoded and mostly compressed, so pyarrow decodes them, a row group at a time."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class ParquetSource(DecodedSource):
         where = f"{place.path}, row group {place.number}"
         try:
             with _opened(place.path, self._footers[place.path]) as file:
-                # One thread: the loader decodes several groups at once, and has the cores counted.
+                # One thread: the loader decodes as many groups at once as it has cores for.
                 table = file.read_row_group(place.number, columns=names, use_threads=False)
         except (arrow.ArrowException, OSError) as error:
             raise error if isinstance(error, StorageError) else _damaged(where, error) from error
         if table.num_rows != self.groups[group]:
             raise StorageError(
-                f"{where} has {table.num_rows} rows, its footer said {self.groups[group]}. Write it again."
+                f"{where} has {table.num_rows} rows, its footer says {self.groups[group]}. Write it again."
             )
         batch = table.combine_chunks().to_batches()[0]
         return tensors_of(self.fields, batch, where, place.first_row)
@@ -85,7 +85,7 @@ class ParquetSource(DecodedSource):
 def _opened(path: Path, footer: Any = None) -> Any:
     """A ParquetFile, to be closed by its ``with``."""
     if file_size(path) == 0:
-        raise StorageError(f"{path} is empty: 0 bytes are no Parquet file. Write it again.")
+        raise StorageError(f"{path} is empty: 0 bytes are not a Parquet file. Write it again.")
     arrow = pyarrow()
     try:
         return pyarrow(".parquet").ParquetFile(path, metadata=footer)
@@ -103,7 +103,7 @@ def _fields(path: Path, file: Any, chosen: Sequence[str]) -> tuple[Field, ...]:
 
 
 def _check_lengths(path: Path, footer: Any, number: int, first_row: int, fields: Sequence[Field]) -> None:
-    """Compare the numbers that a row group says it has with what rows of equal length need."""
+    """Compare a row group's count of numbers with that of rows of equal length."""
     group = footer.row_group(number)
     by_name = {field.name: field for field in fields}
     for index in range(group.num_columns):
@@ -119,4 +119,6 @@ def _check_lengths(path: Path, footer: Any, number: int, first_row: int, fields:
 
 def _damaged(where: str, error: Exception) -> StorageError:
     reason = (str(error).splitlines() or ["unknown"])[0]
-    return StorageError(f"{where} is no whole Parquet file ({reason}). It is truncated or damaged: write it again.")
+    return StorageError(
+        f"{where} is not a complete Parquet file ({reason}). It is truncated or damaged: write it again."
+    )

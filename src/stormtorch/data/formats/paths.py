@@ -1,4 +1,4 @@
-"""Which files a user means, in which order, and what can be known of one without its format."""
+"""Finds the files that a path means, in order, and reads from them."""
 
 from __future__ import annotations
 
@@ -11,48 +11,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _BESIDE_DATA = frozenset({".json", ".md", ".txt", ".yaml", ".yml", ".sha256", ".idx", ".lock", ".log", ".py"})
 
 
 def natural_order(path: Path) -> list[tuple[int, int, str]]:
-    """A key by which ``shard-10`` comes after ``shard-9``, and equal numbers are told apart by their zeros."""
+    """A sort key that puts ``shard-10`` after ``shard-9``, and equal numbers in the order of their zeros."""
     parts = re.split(r"(\d+)", path.name)
     return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts if part]
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a readable file. Raises StorageError if it is missing, no plain file, or may not be read."""
-    try:
+    """Bytes of a readable file. Raises StorageError if it is missing, not a plain file, or not readable."""
+    with storage_errors(f"read {path}"):
         found = path.stat()
-        if stat.S_ISREG(found.st_mode):  # opening anything else could block for ever
+        if stat.S_ISREG(found.st_mode):  # opening another kind could block forever
             path.open("rb").close()
-    except OSError as error:
-        raise storage_error(f"read {path}", error) from error
     if not stat.S_ISREG(found.st_mode):
         raise StorageError(
-            f"Cannot read {path}: it is no plain file. Rows are read at any place of it; copy it to one."
+            f"Cannot read {path}: it is not a plain file, so rows cannot be read at any offset. Copy it to one."
         )
     return found.st_size
 
 
 def read_at(path: Path, offset: int, count: int) -> bytes:
     """At most ``count`` bytes from ``offset``: fewer at the end of the file. Blocks."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), count, offset)
-    except OSError as error:
-        raise storage_error(f"read {path}", error, numbers=f"{count} bytes at {offset}") from error
+    with storage_errors(f"read {path}", numbers=f"{count} bytes at {offset}"), path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), count, offset)
 
 
 def files_meant(what: str | os.PathLike[str], *, notes: bool = False) -> list[Path]:
-    """The files that one path means: itself, a directory's data files, or what a pattern such as ``a-*.npy`` matches.
+    """The files that one path means: itself, a directory's data files, or the matches of a pattern like ``a-*.npy``.
 
-    In a directory, hidden files, files whose name begins with an underscore, and notes (.json, .md, .txt, an .idx
-    beside its .bin, ...) are no data; with ``notes``, the latter are. Directories inside it are refused, so that
-    nothing is left out unsaid.
+    In a directory it skips hidden files, names that begin with an underscore, and, unless ``notes``, notes (.json, .md,
+    .txt, an .idx beside its .bin, ...). It refuses directories inside, so that it never leaves data out silently.
     """
     path = Path(what)
     if path.is_dir():
@@ -66,7 +60,7 @@ def files_meant(what: str | os.PathLike[str], *, notes: bool = False) -> list[Pa
 
 
 def name_of_paths(paths: Paths) -> str:
-    """What errors call these files: the path, or the first and how many more."""
+    """The name of these files in errors: the path, or the first and how many more."""
     if isinstance(paths, str | os.PathLike):
         return os.fspath(paths)
     return os.fspath(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
@@ -85,10 +79,8 @@ def _matches(pattern: Path) -> list[Path]:
 
 
 def _files_of(directory: Path, *, notes: bool) -> list[Path]:
-    try:
+    with storage_errors(f"list {directory}"):
         seen = [entry for entry in directory.iterdir() if not entry.name.startswith((".", "_"))]
-    except OSError as error:
-        raise storage_error(f"list {directory}", error) from error
     inner = sorted((entry for entry in seen if entry.is_dir()), key=natural_order)
     if inner:
         raise SettingError(
@@ -104,7 +96,7 @@ def _files_of(directory: Path, *, notes: bool) -> list[Path]:
 def whole_number(setting: str, value: object, least: int) -> int:
     """``value`` as an int of at least ``least``, or a SettingError that names ``setting``."""
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # the except answers for everything else
+        number = operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other types
     except TypeError:
         number = least - 1
     if number < least or isinstance(value, bool):

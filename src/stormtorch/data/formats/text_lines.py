@@ -20,9 +20,9 @@ Progress = Callable[[int], None]
 
 
 def lines(path: Path, progress: Progress | None = None, *, gzipped: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Each line with its number, counted from 1, without the byte order mark that some editors put in front.
+    """Each line with its number, counted from 1, without a byte order mark in front.
 
-    ``progress`` is told the bytes of the file that each line took.
+    Calls ``progress`` with the bytes of the file that each line took.
     """
     try:
         with path.open("rb", buffering=MiB) as file:
@@ -32,8 +32,8 @@ def lines(path: Path, progress: Progress | None = None, *, gzipped: bool = False
                 number += 1
                 if len(line) > LINE_LIMIT:
                     raise StorageError(
-                        f"{path}, line {number}: longer than {format_bytes(LINE_LIMIT)}, the most that a line may "
-                        "have. Break it into lines."
+                        f"{path}, line {number}: longer than {format_bytes(LINE_LIMIT)}, the limit of a line. Break it "
+                        "into lines."
                     )
                 yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
                 place = file.tell() if gzipped else seen + len(line)
@@ -49,18 +49,22 @@ def lines(path: Path, progress: Progress | None = None, *, gzipped: bool = False
 
 
 def decode(line: bytes) -> str:
-    """Raises ValueError with the reason in words."""
+    """Decode UTF-8. Raises ValueError with the reason."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
 
 
-def parse_json_line(line: str) -> Any:
-    """Raises ValueError with the reason in words, and the column: json counts lines from this one."""
+def parse_object(line: str) -> dict[str, Any]:
+    """Parse a line with one JSON object. Raises ValueError with the reason and the column."""
     try:
-        return json.loads(line.rstrip("\r\n"))  # json then reports a quote that is not closed as one
+        found = json.loads(line.rstrip("\r\n"))  # else json reports an unclosed quote as an invalid control character
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON ({error.msg.removesuffix(' at')} at column {error.colno})") from error
+        raise ValueError(f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON ({error})") from error
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(found, dict):
+        names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+        raise ValueError(f"a JSON {names.get(type(found), 'number')}, not an object")
+    return found

@@ -3,11 +3,11 @@
 Row ``i`` of a file is tokens ``[i * stride, i * stride + sequence + extra)``. With the defaults (``extra=1``,
 ``stride`` = ``sequence``) neighbouring rows share one token, and each row holds inputs and targets: ``row[:, :-1]`` and
 ``row[:, 1:]``. So every token of a file but its first is a target exactly once in an epoch, and each row gives
-``sequence`` predictions, a round number for kernels. Models that shift by themselves (Hugging Face's ``labels``) take
-``extra=0``. Tokens at a file's end that do not fill a row are left out: less than one row for each file.
+``sequence`` predictions, a round number for kernels. Use ``extra=0`` for models that shift by themselves (Hugging
+Face's ``labels``). Tokens at a file's end that do not fill a row are left out: less than one row for each file.
 
-Documents follow each other without padding; a window may begin in one and end in another. Tokens travel in the dtype
-of the file, which is half or a quarter of int64; the device casts them (``Cast`` in the loader's ``transform``, or
+Documents follow each other without padding; a window may begin in one and end in another. Tokens are sent in the dtype
+of the file, half or a quarter of int64, and cast on the device (``Cast`` in the loader's ``transform``, or
 ``batch.long()``), because torch has few operations for uint16.
 """
 
@@ -30,15 +30,15 @@ def tokens(
 ) -> FileSource:
     """Windows of ``sequence`` + ``extra`` tokens, one every ``stride`` (= ``sequence``) tokens of each file.
 
-    ``dtype`` is that of files which do not say it themselves: uint16 unless given. Where a file says it and ``dtype``
-    says otherwise, that is an error. Other columns of packed tokens (loss_mask, documents) are cut alike. Opens and
-    checks every file; reads headers only.
+    ``dtype``: that of files which do not name theirs, default uint16; another dtype than a file names is an error.
+    Other columns of packed tokens (loss_mask, documents) are cut in the same way. Opens and checks every file; reads
+    headers only.
     """
     length, extra = whole_number("sequence", sequence, 1), whole_number("extra", extra, 0)
     step = length if stride is None else whole_number("stride", stride, 1)
     given = None if dtype is None else parse_dtype(dtype)
     if given is not None and name_of(given) not in INTEGERS:
-        raise SettingError(f"dtype={dtype!r} is no dtype of tokens. Accepted: {', '.join(sorted(INTEGERS))}.")
+        raise SettingError(f"dtype={dtype!r} is not a dtype of tokens. Accepted: {', '.join(sorted(INTEGERS))}.")
     name = name_of_paths(paths)
     flats = [flat for path in _places(paths) for flat in flat_parts(path, given)]
     sources = [_windows(flat, length + extra, step) for flat in flats]

@@ -1,7 +1,7 @@
-"""Documents in files: a text in each line, a JSON object in each line, or a column of Arrow or Parquet.
+"""Reads documents from files: one text or JSON object in each line, or a column of Arrow or Parquet.
 
-A document is a text, or the numbers of its tokens where the file holds those. Files are read piece by piece;
-no more than one line, or one record batch, is in memory.
+A document is a text, or a list of token ids if the file holds those. At most one line, or one record batch, is in
+memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..formats.arrow import batches_of
 from ..formats.arrow_tables import pyarrow
 from ..formats.hf_datasets import saved_files
 from ..formats.paths import file_size, files_meant, read_at
-from ..formats.text_lines import JSON_LINES, decode, lines, parse_json_line
+from ..formats.text_lines import JSON_LINES, decode, lines, parse_object
 
 _BATCH_ROWS = 1024
 Content = str | Sequence[int]
@@ -28,8 +28,8 @@ _ARCHIVES = {b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2",
 def document_files(path: Path) -> list[Path]:
     """The files with documents that ``path`` means: itself, or those of a directory.
 
-    In a directory with Arrow or Parquet files those alone, in any other its text and JSON lines: notes that lie beside
-    the data, such as a README.md, are no documents unless they are named.
+    A directory with Arrow or Parquet files means those alone, any other its text and JSON lines. So notes beside the
+    data, such as a README.md, are documents only if the user names them.
     """
     if not path.is_dir():
         return files_meant(path)
@@ -49,7 +49,7 @@ def document_files(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """``content`` is to be learnt; ``prompt`` comes before it and is not. Texts, or tokens already."""
+    """``content``: trained on; ``prompt``: before it, masked. Texts, or token ids."""
 
     content: Content
     prompt: Content | None = None
@@ -57,20 +57,20 @@ class Document:
 
 @dataclass(kw_only=True)
 class DocumentReader:
-    """Reads documents from files, and counts what it read.
+    """Reads documents from files.
 
-    ``text_field`` and ``prompt_field`` name keys of JSON objects or columns; plain text has neither. With
-    ``skip_bad_lines``, lines that are not what they should be are counted in ``bad_lines`` and left out.
+    ``text_field`` and ``prompt_field``: keys of JSON objects, or columns; plain text has neither. ``skip_bad_lines``:
+    skip invalid lines, and count them in ``bad_lines``.
     """
 
     text_field: str = "text"
     prompt_field: str | None = None
     skip_bad_lines: bool = False
-    progress: Callable[[int], None] = lambda _: None  # told the bytes of the file that each piece took
+    progress: Callable[[int], None] = lambda _: None  # called with the bytes of the file that each piece took
     bad_lines: int = 0
 
     def read(self, path: Path) -> Iterator[Document]:
-        """The documents of one file in order. Lines with nothing in them are no documents."""
+        """The documents of one file, in order. Skips empty lines."""
         file_size(path)
         head = read_at(path, 0, 6)
         if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
@@ -78,7 +78,7 @@ class DocumentReader:
             return
         for magic, name in _ARCHIVES.items():
             if head.startswith(magic):
-                raise SettingError(f"{path} is compressed by {name}. Decompress it first; gzip is read as it is.")
+                raise SettingError(f"{path} is compressed with {name}. Decompress it first, or use gzip.")
         suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
         as_json = bool(suffixes) and suffixes[-1] in JSON_LINES
         if self.prompt_field is not None and not as_json:
@@ -89,7 +89,7 @@ class DocumentReader:
             except ValueError as error:
                 if not self.skip_bad_lines:
                     raise StorageError(
-                        f"{path}, line {number}: {error}. Correct it, or leave such lines out with --skip-bad-lines."
+                        f"{path}, line {number}: {error}. Correct it, or skip such lines with --skip-bad-lines."
                     ) from error
                 self.bad_lines += 1
                 continue
@@ -97,16 +97,13 @@ class DocumentReader:
                 yield document
 
     def _parse(self, line: bytes, *, as_json: bool) -> Document | None:
-        """Raises ValueError with the reason in words."""
+        """Raises ValueError with the reason."""
         text = decode(line)
         if not text.strip():
             return None
         if not as_json:
             return Document(content=text.rstrip("\r\n"))
-        found = parse_json_line(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"a JSON {type(found).__name__} and no object")
-        return self._document(found)
+        return self._document(parse_object(text))
 
     def _document(self, found: dict[str, Any]) -> Document | None:
         content = _content(found, self.text_field)
@@ -123,7 +120,7 @@ class DocumentReader:
                 if missing:
                     raise SettingError(
                         f"{path} has columns {', '.join(batch.schema.names)} and no {missing[0]!r}. "
-                        "Name the one with the text by --text-field."
+                        "Name the column with the text: --text-field."
                     )
                 for found in batch.select(names).to_pylist():
                     try:
@@ -131,7 +128,7 @@ class DocumentReader:
                     except ValueError as error:
                         if not self.skip_bad_lines:
                             raise StorageError(
-                                f"{path}, row {row}: {error}. Correct it, or leave such rows out with --skip-bad-lines."
+                                f"{path}, row {row}: {error}. Correct it, or skip such rows with --skip-bad-lines."
                             ) from error
                         self.bad_lines += 1
                         document = None
@@ -151,7 +148,7 @@ def _batches(path: Path, names: Sequence[str], *, parquet: bool) -> Iterator[tup
     if parquet:
         with pyarrow(".parquet").ParquetFile(path) as file:
             present = [name for name in names if name in file.schema_arrow.names]
-            chosen = present if len(present) == len(names) else None  # all of them, for the error to list
+            chosen = present if len(present) == len(names) else None  # all, for the caller's error to list
             each = path.stat().st_size / max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=chosen):
                 yield batch, int(each * batch.num_rows)
@@ -171,4 +168,4 @@ def _content(found: dict[str, Any], name: str) -> Content:
         return content
     if name not in found:
         raise ValueError(f"no field {name!r} among {', '.join(map(repr, list(found)[:8])) or 'none'}")
-    raise ValueError(f"field {name!r} is neither a text nor a list of whole numbers but {type(content).__name__}")
+    raise ValueError(f"field {name!r} is of type {type(content).__name__}, neither text nor a list of whole numbers")

@@ -1,4 +1,4 @@
-"""Documents to tokens: tokenised a batch at a time, in constant memory whatever the input's size."""
+"""Packs documents as tokens: tokenises a batch at a time, in constant memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1024, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    """How documents become tokens. ``end`` goes behind each document; ``dtype`` None is the smallest that fits.
+    """How documents become tokens. ``end``: the token after each document; ``dtype``: None for the smallest that fits.
 
-    That is uint16 for vocabularies up to 65,536, else int32: as small as uint32, and embeddings take it as it is.
+    That is uint16 for vocabularies up to 65,536, else int32: as small as uint32, and embeddings accept it.
     """
 
     tokenizer: TextTokenizer | None
@@ -38,18 +38,20 @@ class TokenOptions:
         if self.dtype is not None:
             if name_of(self.dtype) not in INTEGERS:
                 raise SettingError(
-                    f"--dtype {name_of(self.dtype)} is no dtype of tokens. Accepted: {', '.join(sorted(INTEGERS))}."
+                    f"--dtype {name_of(self.dtype)} is not a dtype of tokens. Accepted: {', '.join(sorted(INTEGERS))}."
                 )
             return self.dtype
         if self.tokenizer is None:
-            raise SettingError("Tokens without a tokenizer have no known range. Say --dtype, such as uint16 or int32.")
+            raise SettingError(
+                "Without a tokenizer the range of tokens is unknown. Give --dtype, e.g. uint16 or int32."
+            )
         return torch.uint16 if max(self.tokenizer.largest, self.end or 0) < 1 << 16 else torch.int32
 
 
 def pack_documents(
     paths: Sequence[Path], out: Path, *, reader: DocumentReader, options: TokenOptions, shard_bytes: int
 ) -> tuple[int, int]:
-    """Tokenise all documents of ``paths`` into ``out``; returns how many documents and tokens that were. Blocks."""
+    """Tokenise all documents of ``paths`` into ``out``; returns the numbers of documents and tokens. Blocks."""
     dtype = options.chosen_dtype()
     fields = [Field(name="tokens", dtype=dtype, shape=())]
     fields += [Field(name="loss_mask", dtype=torch.uint8, shape=())] if options.mask else []
@@ -79,7 +81,7 @@ def _batched(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _columns(batch: list[Document], options: TokenOptions, dtype: torch.dtype, first: int) -> Mapping[str, Tensor]:
-    """Tokens, mask and numbers of some documents, the first of which has the number ``first``."""
+    """Tokens, mask and numbers of some documents; the first has the number ``first``."""
     prompts = _encode([document.prompt or [] for document in batch], options.tokenizer)
     contents = _encode([document.content for document in batch], options.tokenizer)
     end = [] if options.end is None else [options.end]
@@ -88,13 +90,13 @@ def _columns(batch: list[Document], options: TokenOptions, dtype: torch.dtype, f
         flat = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64)
     except OverflowError as error:
         raise SettingError(
-            "A token is beyond 64 bits. Tokens are numbers of a vocabulary; correct the input."
+            "A token does not fit in 64 bits. Tokens are indices into a vocabulary; correct the input."
         ) from error
     limits = torch.iinfo(dtype)
     if len(flat) and not limits.min <= int(flat.min()) <= int(flat.max()) <= limits.max:
         raise SettingError(
             f"Token {flat.max() if flat.max() > limits.max else flat.min()} does not fit in {name_of(dtype)}. "
-            "Say a wider --dtype, such as int32."
+            "Give a wider --dtype, such as int32."
         )
     columns = {"tokens": torch.from_numpy(flat).to(dtype)}
     before = np.array([len(prompt) for prompt in prompts])

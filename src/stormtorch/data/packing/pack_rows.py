@@ -1,4 +1,4 @@
-"""Arrays to packed rows, a few MiB at a time, in constant memory whatever the input's size."""
+"""Packs arrays as rows, a few MiB at a time, in constant memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.errors import SettingError, StorageError
 from ...core.sizes import MiB
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ..formats.arrow import CompressedArrow, batches_of
 from ..formats.arrow_tables import pyarrow, rows_of, selected, tensors_of
 from ..formats.dtypes import name_of
@@ -38,9 +38,9 @@ def pack_rows(
     dtype: torch.dtype | None = None,
     progress: Progress = lambda _: None,
 ) -> int:
-    """Write rows that come in ``chunks`` into ``out``; returns how many. ``dtype`` is what floats become. Blocks."""
+    """Write the rows of ``chunks`` into ``out``; returns how many. ``dtype``: convert floats to it. Blocks."""
     if dtype is not None and not dtype.is_floating_point:
-        raise SettingError(f"--dtype {name_of(dtype)}: only floats of rows are converted. Accepted: a dtype of floats.")
+        raise SettingError(f"--dtype {name_of(dtype)}: rows convert floats only. Accepted: a floating dtype.")
     written = [
         replace(field, dtype=dtype) if dtype is not None and field.dtype.is_floating_point else field
         for field in fields
@@ -53,9 +53,9 @@ def pack_rows(
 
 
 def rows_to_pack(paths: Sequence[Path], columns: Sequence[str] | None) -> tuple[Sequence[Field], Iterator[Chunk], int]:
-    """What rows ``paths`` hold: their fields, the rows in chunks, and about how many bytes that will be.
+    """The fields of ``paths``, their rows in chunks, and the approximate size in bytes.
 
-    As ``open_source`` sees them, but compressed Arrow files are decoded here.
+    As ``open_source`` opens them, but decodes compressed Arrow files too.
     """
     try:
         source = open_source(paths[0] if len(paths) == 1 else list(paths), columns=columns)
@@ -64,12 +64,12 @@ def rows_to_pack(paths: Sequence[Path], columns: Sequence[str] | None) -> tuple[
         files = saved[0] if saved else [file for path in paths for file in files_meant(path)]
         fields, chunks = arrow_chunks(files, saved[1] if saved and columns is None else columns)
         return fields, chunks, sum(file_size(file) for file in files)
-    assert isinstance(source, FileSource | DecodedSource), "paths never mean items"
+    assert isinstance(source, FileSource | DecodedSource), "paths never give items"
     return source.fields, chunks_of(source), source.rows * source.row_bytes
 
 
 def chunks_of(source: FileSource | DecodedSource) -> Iterator[Chunk]:
-    """All rows of a source in order, a few MiB at a time, or a group of a decoded one."""
+    """All rows of a source in order, a few MiB or one decoded group at a time."""
     if isinstance(source, DecodedSource):
         for group in range(len(source.groups)):
             yield source.decode(group)
@@ -79,7 +79,7 @@ def chunks_of(source: FileSource | DecodedSource) -> Iterator[Chunk]:
 
 
 def arrow_chunks(paths: Sequence[Path], columns: Sequence[str] | None) -> tuple[tuple[Field, ...], Iterator[Chunk]]:
-    """The fields and rows of Arrow files of any form, compressed ones too."""
+    """The fields and rows of Arrow files, compressed or not."""
 
     def batches() -> Iterator[tuple[Path, int, Any]]:
         arrow = pyarrow()
@@ -123,14 +123,12 @@ def _chunks_of_shard(fields: Sequence[Field], shard: Shard) -> Iterator[Chunk]:
 def _read(path: Path, offset: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     data = np.empty(count, dtype=np.uint8)
     done = 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            while done < count and (got := os.preadv(file.fileno(), [data.data[done:]], offset + done)):
-                done += got
-    except OSError as error:
-        raise storage_error(f"read {path}", error, numbers=f"{count} bytes at {offset}") from error
+    with storage_errors(f"read {path}", numbers=f"{count} bytes at {offset}"), path.open("rb", buffering=0) as file:
+        while done < count and (got := os.preadv(file.fileno(), [data.data[done:]], offset + done)):
+            done += got
     if done < count:
         raise StorageError(
-            f"{path} ends at byte {offset + done}, {count} bytes at {offset} were expected. It has shrunk."
+            f"{path} ends at byte {offset + done}, but {count} bytes at {offset} were expected: it was truncated while "
+            "it was read. Restore it."
         )
     return data

@@ -1,4 +1,4 @@
-"""Text to tokens, by a ``tokenizers`` file or a Hugging Face tokenizer's directory."""
+"""Tokenises text with a ``tokenizers`` file or a Hugging Face tokenizer's directory."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from ...core.errors import SettingError, StormError
 from ...memory.disk.contained import parse_json, read_small
 
-# What a tokenizer.json without a configuration beside it calls the end of a document.
+# Names of the end token in a tokenizer.json without a configuration beside it.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 class TextTokenizer:
-    """``encode`` for many texts at once, ``end`` for the token between documents, ``largest`` for the dtype."""
+    """``end``: the token between documents. ``largest``: the largest token, for the dtype."""
 
     def __init__(self, path: Path) -> None:
-        """Loads the tokenizer: from a JSON file of ``tokenizers``, or from a directory that holds one."""
+        """Load a JSON file of ``tokenizers``, or a directory that holds one."""
         self.path = path
         file = path / "tokenizer.json" if path.is_dir() else path
         self._fast: Any = None
         self._slow: Any = None
         if file.is_file():
             self._fast = _load(path, "tokenizers", lambda module: module.Tokenizer.from_file(str(file)))
-            self._fast.no_truncation()  # or documents would lose their ends, and be filled up to the longest
+            self._fast.no_truncation()  # a tokenizer's file may ask to truncate and pad documents
             self._fast.no_padding()
             vocabulary: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
             name = _configured_end(file.parent)
@@ -44,11 +44,11 @@ class TextTokenizer:
         else:
             raise SettingError(f"--tokenizer {path} does not exist. Name a tokenizer.json, or the directory of one.")
         if not vocabulary:
-            raise SettingError(f"--tokenizer {path} has an empty vocabulary. Name one that was trained.")
+            raise SettingError(f"--tokenizer {path} has an empty vocabulary. Name a trained one.")
         self.largest = max(vocabulary.values())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without special ones. Uses all cores."""
+        """The tokens of each text, without special tokens. Uses all cores."""
         if self._fast is not None:
             return [found.ids for found in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
         found: list[list[int]] = self._slow(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
@@ -64,7 +64,7 @@ def _load(path: Path, package: str, load: Any) -> Any:
         ) from error
     except StormError:
         raise
-    except Exception as error:  # tokenizers raises bare Exception for whatever is wrong with a file
+    except Exception as error:  # tokenizers raises bare Exception for all errors in a file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SettingError(
             f"--tokenizer {path} cannot be loaded ({reason}). Name a tokenizer.json, or the directory of one."
@@ -72,12 +72,12 @@ def _load(path: Path, package: str, load: Any) -> Any:
 
 
 def _configured_end(directory: Path) -> str | None:
-    """The end token that a Hugging Face configuration in ``directory`` names."""
+    """The end token in the Hugging Face configuration in ``directory``."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
             found = parse_json(read_small(directory / name)).get("eos_token")
         except (OSError, ValueError, AttributeError):
-            continue  # not there, or not what it should be: then --eos-id says it
+            continue  # missing or invalid: the user gives --eos-id
         if isinstance(found, dict):
             found = found.get("content")
         if isinstance(found, str):

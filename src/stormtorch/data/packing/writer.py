@@ -1,8 +1,8 @@
-"""Writes a packed directory (``packed.py``), so that it either has its name and is whole, or does not exist.
+"""Writes a packed directory (``packed.py``). A directory with its name is always complete.
 
-Everything is written beside the place it will have, into ``.NAME.partial``; each file is on the disk before the next is
-begun; the index comes last; then the directory is renamed. An error or Ctrl-C removes what was written. Only a killed
-process or a power cut leaves the partial directory, which nothing takes for data, and the next writer clears.
+The writer fills ``.NAME.partial`` beside the final place. It fsyncs each file before the next, writes the index last,
+then renames the directory. An error or Ctrl-C removes the partial directory. Only a kill or a power cut leaves it: no
+reader takes it for data, and the next writer clears it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_error, storage_errors
 from ...memory.disk.contained import check_no_link
 from ..formats.packed import INDEX, Index, Kind, PackedFile, PackedShard, to_json
 from ..source import Field
 
 
 class PackWriter:
-    """Appends rows to shards of at most ``shard_bytes`` (at least one row). Use it in a ``with``; one thread only.
+    """Appends rows to shards of at most ``shard_bytes`` (at least one row). A context manager; for one thread.
 
-    The end of the ``with`` finishes the directory; an exception in it removes everything.
+    The end of the ``with`` publishes the directory; an exception in it removes everything.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PackWriter:
             self._partial.end()
 
     def write(self, columns: Mapping[str, Tensor]) -> None:
-        """Append rows: for each field a CPU tensor ``(rows, *shape)`` of its dtype. Blocks while the disk is behind."""
+        """Append rows: for each field a CPU tensor ``(rows, *shape)`` of its dtype. Blocks for the disk."""
         tensors = [columns[field.name] for field in self.fields]
         count = len(tensors[0])
         for tensor, field in zip(tensors, self.fields, strict=True):
@@ -75,7 +75,7 @@ class PackWriter:
         while done < count:
             if not self._open:
                 self._open_rows = 0
-                for field in self.fields:  # one by one: those that are open get closed if the next cannot be
+                for field in self.fields:  # one by one: if one cannot be opened, the others get closed
                     self._open.append(_Column(self._partial.place / self._file_name(field)))
             taken = min(count - done, self._rows_per_shard - self._open_rows)
             for column, tensor in zip(self._open, tensors, strict=True):
@@ -87,7 +87,7 @@ class PackWriter:
                 self._end_shard()
 
     def _file_name(self, field: Field) -> str:
-        # A field may have any name, a file not: its number says which it is, the index says what it is called.
+        # A field's name may not be valid for a file: use its number. The index holds its name.
         return f"{len(self._shards):05d}-{self.fields.index(field)}.bin"
 
     def _end_shard(self) -> None:
@@ -111,14 +111,12 @@ class PackWriter:
 
 
 class _Column:
-    """One file that is being written, with its checksum so far."""
+    """Writes one file and computes its checksum."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes, self.crc32 = path, 0, 0
-        try:
+        with storage_errors(f"create {path}"):
             self.file: BinaryIO = path.open("xb", buffering=0)
-        except OSError as error:
-            raise storage_error(f"create {path}", error) from error
 
     def append(self, rows: Tensor) -> None:
         data = rows.contiguous().view(-1).view(torch.uint8).numpy().data
@@ -141,7 +139,7 @@ class _Column:
 
 
 class _Partial:
-    """The directory that is being filled. A lock on it, which ends with the process, says that somebody does."""
+    """The directory that is being written, locked by its writer. The lock ends with the process."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -149,25 +147,27 @@ class _Partial:
         self._lock = -1
 
     def begin(self) -> None:
-        """Make the directory, or clear what a killed process left. Refuses if ``out`` exists or is being written."""
+        """Make the directory, or clear that of a killed process. Refuses if ``out`` exists or is being written."""
         if not self.out.name or self.out.name == "..":
-            raise SettingError(f"{str(self.out)!r} is no name for a directory. Name one that does not exist yet.")
+            raise SettingError(f"{str(self.out)!r} is not valid for a directory. Name one that does not exist yet.")
         try:
             if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
                 raise SettingError(f"{self.out} exists already. Remove it, or name another directory.")
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.place.mkdir(exist_ok=True)
-            check_no_link(self.place)  # what lies in there is removed
+            check_no_link(self.place)  # its content is removed below
             self._lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever wrote here may have ended between our open and our lock, and what we locked has its name now.
+            # Another writer may have published between our open and our lock: then we locked its data.
             if os.stat(self.place).st_ino != os.fstat(self._lock).st_ino:  # noqa: PTH116
                 raise BlockingIOError
             for left in self.place.iterdir():
                 left.unlink()
         except (BlockingIOError, FileNotFoundError) as error:
             self._release()
-            raise SettingError(f"Another process is packing into {self.out}. Wait for it, or name another.") from error
+            raise SettingError(
+                f"Another process is packing into {self.out}. Wait for it, or name another directory."
+            ) from error
         except OSError as error:
             self._release()
             raise error if isinstance(error, StorageError) else storage_error(f"create {self.place}", error) from error
@@ -176,8 +176,8 @@ class _Partial:
             raise
 
     def publish(self) -> None:
-        """Give the directory its name. What it holds is on the disk already; afterwards the name is too."""
-        try:
+        """Rename the directory, whose content is on the disk already, and make the name durable."""
+        with storage_errors(f"rename {self.place} to {self.out}"):
             os.fsync(self._lock)
             self.place.rename(self.out)
             parent = os.open(self.out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -185,11 +185,9 @@ class _Partial:
                 os.fsync(parent)
             finally:
                 os.close(parent)
-        except OSError as error:
-            raise storage_error(f"rename {self.place} to {self.out}", error) from error
 
     def end(self) -> None:
-        """Remove what was not published. Safe to call twice."""
+        """Remove the directory unless it was published. Idempotent."""
         if self._lock >= 0 and self.place.exists() and self.place.stat().st_ino == os.fstat(self._lock).st_ino:
             shutil.rmtree(self.place, ignore_errors=True)
         self._release()

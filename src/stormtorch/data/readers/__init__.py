@@ -1,1 +1,1 @@
-"""Which rows come when, and how they are read: from the page cache, or in windows read ahead."""
+"""The order of rows, and how they are read: from the page cache, or in prefetched windows."""

@@ -1,6 +1,6 @@
-"""Data that fits in RAM: each row is read from the page cache straight to its place in the batch. One copy.
+"""Data that fits in RAM: copies each row once, from the page cache straight to its place in the batch.
 
-Files are mapped, and copied from under a guard (see csrc/rows.c): a file that shrinks is an error, not a crash.
+Files are mapped, and the copy is guarded (see csrc/rows.c): a file that shrinks gives an error, not a crash.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class CachedRead(Read):
             failure = self._job.failure()
             field, at = divmod(failure.piece, len(self.rows))
             raise self._reader.layout.read_error(int(self.rows[at]), field, failure.error)
-        assert state == DONE, "a read that was dropped is not waited for"
+        assert state == DONE, "waited for a cancelled read"
 
 
 class CachedReader(Reader):
-    """Rows of ``source`` out of the page cache."""
+    """Reads rows of ``source`` from the page cache."""
 
     mode = "cached"
 
@@ -51,18 +51,18 @@ class CachedReader(Reader):
         self._one_shard = len(source.shards) == 1
         self._warmer: Warmer | None = None
         self._all_files = list(range(len(self.layout.files)))
-        self._blanks: list[Pieces] = []  # see _blank
+        self._templates: list[Pieces] = []  # see _template
 
     def stop(self) -> None:
         if self._warmer is not None and not self._warmer.ended:
             self._warmer.close()
-            self._warmer = None  # the next epoch goes on with it
+            self._warmer = None  # ``restart`` makes another
         self.pool.cancel()
         self.descriptors.give_back_all()
 
     def restart(self, epoch: int, first: int) -> None:
         self.stop()
-        if self._warmer is None:  # after the first epoch all is there, unless the kernel knows better
+        if self._warmer is None:  # a finished one remains: the data is cached
             self._warmer = Warmer(self.layout, self._order, self.descriptors, epoch, first)
 
     def start(self, epoch: int, first: int, count: int, targets: Sequence[int], keep: object) -> Read | None:
@@ -75,13 +75,13 @@ class CachedReader(Reader):
         try:
             lent = self.descriptors.lend(files)
             if lent is None and 2 * len(files) > self.descriptors.limit:
-                self._warmer.close()  # it has up to half of them, and nothing else may be on its way
+                self._warmer.close()  # it may hold up to half of the descriptors
                 lent = self.descriptors.lend(files)
         except CannotOpen as error:
             return FailedRead(rows, self.layout.open_error(rows, error.file, error.cause))
         if lent is None:
             return None
-        pieces = self._blank(count)
+        pieces = self._template(count)
         for at, (column, target) in enumerate(zip(layout.columns, targets, strict=True)):
             part = pieces[at * count : (at + 1) * count]
             if shards is None:
@@ -97,19 +97,19 @@ class CachedReader(Reader):
             part[:, 4] += target
         return CachedRead(self, rows, self.pool.submit(pieces, keep), files)
 
-    def _blank(self, count: int) -> Pieces:
-        """The pieces of ``count`` rows as far as they are the same for all: sizes, and places in the batch."""
-        if not self._blanks or len(self._blanks[0]) < count:
-            self._blanks = []
+    def _template(self, count: int) -> Pieces:
+        """A template for the pieces of ``count`` rows: their sizes, and places in the batch."""
+        if not self._templates or len(self._templates[0]) < count:
+            self._templates = []
             for column in self.layout.columns:
                 blank = np.zeros((count, len(PIECE)), dtype=np.int64)
                 blank[:, 2] = blank[:, 3] = column.row_bytes
                 blank[:, 4] = np.arange(count) * column.row_bytes
-                self._blanks.append(blank)
-        return np.concatenate([blank[:count] for blank in self._blanks])
+                self._templates.append(blank)
+        return np.concatenate([blank[:count] for blank in self._templates])
 
     def _files_of(self, shards: Rows | None) -> list[int]:
-        """The files that these shards lie in, sorted."""
+        """The files of these shards, sorted."""
         if shards is None:
             return self._all_files
         used = np.unique(shards)

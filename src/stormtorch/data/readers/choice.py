@@ -1,4 +1,4 @@
-"""How a source is read, with the reason: out of the page cache if it fits there, else in windows with direct I/O."""
+"""Chooses how to read a source: from the page cache if it fits there, else in windows with direct I/O."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .reader import Reader
 from .window_reader import WindowReader, windows_needed
 
 Reading = Literal["auto", "cached", "direct"]
-_LEAST_CORES = 4  # beside those that launch work and gather rows, one or two to copy once more
+_MIN_CORES = 4  # to launch work and gather rows, and one or two for one more copy
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``cached`` or ``direct``, and why."""
+    """``cached`` or ``direct``, and the reason."""
 
     mode: Literal["cached", "direct"]
     reason: str
 
 
 def choose(source: FileSource, reading: Reading) -> Choice:
-    """The way to read ``source``. Asks how much RAM is free, and nothing else."""
+    """How to read ``source``, by its size and the free RAM."""
     if reading not in ("auto", "cached", "direct"):
         raise SettingError(f"reading={reading!r} is not accepted. Accepted: 'auto', 'cached', 'direct'.")
     if reading != "auto":
@@ -56,14 +56,14 @@ def open_reader(
     used_rows: int,
     device: torch.device,
 ) -> Reader:
-    """The reader of that choice, for batches to ``device``. Starts threads; with windows, takes their memory."""
-    copiers = threads or max(1, min(4, usable_count() - 1))  # whoever waits for a batch is one more
+    """The reader of that choice, for batches to ``device``. Starts threads; takes memory for windows."""
+    copiers = threads or max(1, min(4, usable_count() - 1))  # the calling thread helps while it waits
     if choice.mode == "cached":
         return CachedReader(source, order, threads=copiers, reason=choice.reason)
     if order.settings.shuffle == "full":
         raise SettingError(
             f"shuffle='full' reads rows one by one, in random order, and {source.name} is read from disk "
-            f"({choice.reason}). Use shuffle=True, or reading='cached' where RAM is large enough after all."
+            f"({choice.reason}). Use shuffle=True, or reading='cached' if RAM is large enough."
         )
     with open_file(source.shards[0].strips[0].path) as trial:
         direct, why = trial.mode == "direct", trial.mode_reason
@@ -73,7 +73,7 @@ def open_reader(
         ledger=ledger,
         count=windows_needed(order, batch_rows),
         direct=direct,
-        staged=device.type == "cuda" and usable_count() >= _LEAST_CORES,
+        staged=device.type == "cuda" and usable_count() >= _MIN_CORES,
         reason=f"{choice.reason}; {why}",
     )
     try:

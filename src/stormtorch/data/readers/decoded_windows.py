@@ -1,7 +1,7 @@
-"""Windows of rows that must be decoded: whole groups, each decoded once while it is needed, by a few threads.
+"""Windows of rows that must be decoded: a few threads decode whole groups, each once.
 
-These are Python threads; a decoder (Parquet's) spends its time outside the GIL. A group that lies across two windows
-stays until both are used up.
+These are Python threads; Parquet's decoder releases the GIL. A group that crosses two windows remains until both are
+used up.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .permutations import Rows
 from .reader import Reader
 from .window_reader import Load, WindowReader, Windows, windows_needed
 
-_TICK_S = 0.2  # a wait for a thread that is not cut into slices cannot be interrupted
+_TICK_S = 0.2  # Ctrl-C can interrupt a wait for a thread only between slices
 
 
 class _Group:
-    """One group of rows in memory, or on its way there, and how many windows need it."""
+    """One group of rows, decoded or being decoded, and how many windows need it."""
 
     def __init__(self, rows: Future[Mapping[str, Tensor]], charge: Reservation) -> None:
         self.rows, self.charge, self.users = rows, charge, 0
 
 
 class DecodedWindows(Windows):
-    """Up to ``count`` windows of ``source``; each group is charged before it is decoded."""
+    """Up to ``count`` windows of ``source``; charges each group before decoding it."""
 
     mode = "decoded"
 
@@ -64,7 +64,7 @@ class DecodedWindows(Windows):
         return load
 
     def group(self, number: int) -> Mapping[str, Tensor]:
-        """The rows of a group; blocks until they are there, raises what went wrong."""
+        """The rows of a group; blocks until they are decoded, raises the decoder's error."""
         rows = self._groups[number].rows
         while not rows.done():
             wait([rows], timeout=_TICK_S)
@@ -79,7 +79,7 @@ class DecodedWindows(Windows):
         return rows.cancelled() or (rows.done() and rows.exception() is not None)
 
     def let_go(self, numbers: list[int]) -> None:
-        """A window that needed these groups does not any more."""
+        """Release these groups for one window; free those that no window needs."""
         while numbers:
             group = self._groups[numbers[-1]]
             group.users -= 1
@@ -160,7 +160,7 @@ class _DecodedLoad(Load):
 def open_decoded_reader(
     source: DecodedSource, order: Order, *, ledger: Ledger, threads: int | None, batch_rows: int, used_rows: int
 ) -> Reader:
-    """Starts threads; takes no memory before the first batch is asked for."""
+    """Start threads; take no memory before the first batch."""
     if order.settings.shuffle == "full":
         raise SettingError(
             f"shuffle='full' reads rows one by one, in random order, and {source.name} is decoded in whole groups. "

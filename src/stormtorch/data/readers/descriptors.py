@@ -1,4 +1,4 @@
-"""Open files of a dataset that may have more of them than a process may open: the least recently used are closed."""
+"""Open files of a dataset that may have more files than a process may open: closes the least recently used."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from ...core.errors import SettingError
 from ...native.rows import map_file, unmap_file
 
-_MOST = 4096
+_MAX_OPEN = 4096
 
 
 class CannotOpen(Exception):
-    """File number ``file`` cannot be opened, with the kernel's reason. Whoever knows the row makes an error of it."""
+    """File number ``file`` cannot be opened, for the kernel's reason. A caller that knows the row reports it."""
 
     def __init__(self, file: int, cause: OSError) -> None:
         super().__init__(file, cause)
@@ -29,14 +29,14 @@ class CannotOpen(Exception):
 
 
 def open_limit() -> int:
-    """How many files to keep open at most: half of what the process may, so that the user's own have room."""
+    """The most files to keep open: half of the process's limit, to leave room for user code."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST if soft == resource.RLIM_INFINITY else max(8, min(_MOST, soft // 2))
+    return _MAX_OPEN if soft == resource.RLIM_INFINITY else max(8, min(_MAX_OPEN, soft // 2))
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A descriptor, and the address of a map of the first ``mapped_bytes`` of the file; 0 without one."""
+    """A descriptor, and the address of a mapping of the file's first ``mapped_bytes``; 0: none."""
 
     fd: int
     map: int = 0
@@ -60,7 +60,7 @@ class Descriptors:
         limit: int | None = None,
         mapped_bytes: Sequence[int] | None = None,
     ) -> None:
-        """``mapped_bytes``: how much of each file to map; one that is shorter is not mapped."""
+        """``mapped_bytes``: how much of each file to map; shorter files are not mapped."""
         self.limit = limit or open_limit()
         self._paths, self._direct, self._mapped_bytes = paths, direct, mapped_bytes
         self._open: OrderedDict[int, OpenFile] = OrderedDict()  # by number, least recently used first
@@ -68,7 +68,7 @@ class Descriptors:
         self._end = weakref.finalize(self, _close_all, self._open)
 
     def lend(self, files: Sequence[int]) -> list[OpenFile] | None:
-        """The open ``files``, which stay open until ``give_back``; None if too many others are lent now.
+        """The open ``files``, which remain open until ``give_back``; None if too many others are lent.
 
         Raises CannotOpen.
         """
@@ -88,10 +88,10 @@ class Descriptors:
         return found
 
     def too_many(self, count: int) -> SettingError:
-        """The error for a read that needs more files than there can be."""
+        """The error for a read that needs more files than the limit."""
         return SettingError(
             f"Cannot read from {count} files at once: {self.limit} may be open. The limit is half of ulimit -n, at "
-            f"most {_MOST}. Raise it, or `storm data pack` the data into fewer files."
+            f"most {_MAX_OPEN}. Raise it, or `storm data pack` the data into fewer files."
         )
 
     def give_back(self, files: Sequence[int]) -> None:
@@ -103,11 +103,11 @@ class Descriptors:
                 self._users.pop(file, None)
 
     def give_back_all(self) -> None:
-        """Nothing reads any more, whoever borrowed."""
+        """Give back all files: nothing reads any more."""
         self._users.clear()
 
     def close(self) -> None:
-        """Close all. Nothing may read from them any more. Safe to call twice; they open again when lent."""
+        """Close all; nothing may still read from them. Idempotent; ``lend`` opens them again."""
         self._users.clear()
         _close_all(self._open)
 
@@ -126,7 +126,7 @@ class Descriptors:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # NONBLOCK: a pipe would wait for its writer
         except OSError as error:
             raise CannotOpen(file, error) from error
-        self._open[file] = OpenFile(fd)  # before anything can fail: it is closed with the others
+        self._open[file] = OpenFile(fd)  # before a call that may fail, so that ``close`` finds it
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise CannotOpen(file, OSError(errno.EISDIR, f"{path} is not a regular file"))

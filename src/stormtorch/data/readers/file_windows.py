@@ -1,12 +1,12 @@
-"""Windows of files: the blocks of a window are read with direct I/O, several at once, into memory that is used again.
+"""Windows of files: reads the blocks of a window with direct I/O, several at once, into memory that is used again.
 
-A direct read begins and ends at multiples of 4096 bytes. Each run of rows is therefore read as the whole sectors that
-cover it, to a place of its own; where its rows lie follows from where it begins in the first sector. Fields that lie in
-one file with the same stride, side by side in each record, are covered by one read; such fields are a *group*.
+A direct read begins and ends at multiples of 4096 bytes. So each run of rows is read as the sectors that cover it, to
+its own place; its offset in the first sector tells where its rows lie. One read covers fields of one file with the same
+stride, side by side in each record; such fields are a *group*.
 
-What the disk sees is meant to be what plain reads would ask of it: at any time as many blocks, whatever the number of
-groups, into memory that is small. Windows are not; so where the CPU has time for one more copy, threads read through
-stages (csrc/rows.c). It has where a GPU computes.
+The disk should see as many blocks in flight as with plain reads, for any number of groups, into a small memory. Windows
+are large. So if the CPU has time for one more copy, as when a GPU computes, threads read through staging buffers
+(csrc/rows.c).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .order import Order, Window
 from .permutations import Rows
 from .window_reader import Load, Windows
 
-READ_THREADS = 8  # blocks in flight: what a fast SSD needs to be busy, and what a slow disk does not mind
-_MOST_THREADS = 64  # a block is one read for each group of fields
-_STAGE_BYTES = 1 * MiB  # of a thread: half a block, see csrc/rows.c
+READ_THREADS = 8  # blocks in flight: enough for a fast SSD, not too many for a slow disk
+_MAX_THREADS = 64  # a block is one read for each group of fields
+_STAGE_BYTES = 1 * MiB  # per thread: half a block, see csrc/rows.c
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Fields that are read together: the first of them in the file, and how far behind it the last one ends."""
+    """Fields that are read together: the first of them in the file, and the distance to the end of the last."""
 
     fields: tuple[int, ...]
     first: int
@@ -46,7 +46,7 @@ class _Group:
 
 
 class FileWindows(Windows):
-    """Memory for ``count`` windows of ``source``; charged before it is mapped."""
+    """Memory for ``count`` windows of ``source``, charged before it is mapped."""
 
     mode = "direct"
 
@@ -61,7 +61,7 @@ class FileWindows(Windows):
         staged: bool,
         reason: str,
     ) -> None:
-        """``staged``: the CPU has the time to copy everything once more, for the sake of the disk."""
+        """``staged``: the CPU has time for one more copy, which makes the disk faster."""
         self.layout, self.reason = Layout(source), reason
         self.row_bytes = [column.row_bytes for column in self.layout.columns]
         self._groups = _groups(self.layout)
@@ -70,8 +70,8 @@ class FileWindows(Windows):
         self._check_room(ledger, order, count)
         self._arenas = [HostArena(self.window_bytes, ledger=ledger, tag=Tag.DATA) for _ in range(count)]
         self.free = [arena.tensor((self.window_bytes,), torch.uint8, alignment=ALIGNMENT) for arena in self._arenas]
-        # Else a read of a few labels would have the place of a block of images, for as long: queues are served in turn.
-        threads = min(READ_THREADS * len(self._groups), _MOST_THREADS)
+        # Per group: otherwise a read of a few labels would occupy the thread of a block of images.
+        threads = min(READ_THREADS * len(self._groups), _MAX_THREADS)
         self._stages = self._reserve_stages(ledger, threads * _STAGE_BYTES) if direct and staged else None
         self.pool = open_rows(threads, stage_bytes=_STAGE_BYTES if self._stages else 0)
 
@@ -99,7 +99,7 @@ class FileWindows(Windows):
             self._stages.release()
 
     def _most_bytes(self, order: Order) -> int:
-        """What the largest possible window takes: its rows, and for each run the rest of two sectors."""
+        """The memory of the largest possible window: its rows, and for each run the rest of two sectors."""
         rows, runs = min(order.window_rows, order.rows_per_epoch), order.most_runs()
         total = 0
         for group in self._groups:
@@ -108,7 +108,7 @@ class FileWindows(Windows):
         return round_up(total, ALIGNMENT)
 
     def _reserve_stages(self, ledger: Ledger, size: int) -> Reservation | None:
-        """None where windows are so small that they are in the CPU's caches themselves, or nothing is left."""
+        """None if windows are so small that they fit in the CPU's caches, or if the budget has no room."""
         if 8 * size > sum(arena.capacity_bytes for arena in self._arenas):
             return None
         try:
@@ -152,11 +152,11 @@ class _FileLoad(Load):
             self._bases.append(places + (begin - low))
             unmapped = np.zeros_like(low)
             lines.append(np.stack([column.files[self._shards], low, high - low, end - low, places, unmapped], axis=1))
-        assert address - memory.data_ptr() <= memory.nbytes, "a window is larger than the largest"
-        # Runs of all groups in the order of the runs: neighbours on the disk are read one after the other.
+        assert address - memory.data_ptr() <= memory.nbytes, "a window exceeds the largest size"
+        # By run, then by group: neighbours on the disk are read one after another.
         pieces = np.stack(lines, axis=1).reshape(-1, len(PIECE))
         self._job: RowsJob | None = None
-        self._failed: StormError | None = None  # it fails when it is wanted: what comes before is still good
+        self._failed: StormError | None = None  # raised when it is due: earlier windows are still good
         files = np.unique(pieces[:, 0]).tolist()
         try:
             lent = windows.descriptors.lend(files)
@@ -166,7 +166,7 @@ class _FileLoad(Load):
         if lent is None:
             raise OutOfBudget(
                 f"Cannot open {len(files)} files for a window of {layout.source.name}",
-                f"{windows.descriptors.limit} may be open, and those of the window before are still read",
+                f"{windows.descriptors.limit} may be open, and those of the previous window are still being read",
                 "The limit is half of ulimit -n.",
                 "Raise it, or `storm data pack` the data into fewer files.",
             )
@@ -188,7 +188,7 @@ class _FileLoad(Load):
         self._give_back_files()
         if state == FAILED:
             raise self._error(self._job.failure())
-        assert state == DONE, "a window that was dropped is not waited for"
+        assert state == DONE, "waited for a cancelled window"
 
     def failed(self) -> bool:
         return self._job is None or self._windows.pool.state(self._job) not in (PENDING, DONE)
@@ -213,7 +213,7 @@ class _FileLoad(Load):
         self._windows.free.append(self._memory)
 
     def _give_back_files(self) -> None:
-        """The job is over."""
+        """Give the files back once the job is over."""
         files, self._files = self._files, []
         self._windows.descriptors.give_back(files)
 
@@ -224,14 +224,14 @@ class _FileLoad(Load):
         shard, first = int(self._shards[run]), int(self._window.firsts[run])
         column = layout.columns[group.first]
         begin = int(column.offsets[shard]) + (first - int(layout.starts[shard])) * int(column.strides[shard])
-        there = max(0, failure.got - begin % ALIGNMENT)  # bytes of rows that did come
+        there = max(0, failure.got - begin % ALIGNMENT)  # bytes of rows that were read
         whole = 0 if there < group.span else (there - group.span) // int(column.strides[shard]) + 1
         row = first + min(whole, int(self._window.counts[run]) - 1)
         return layout.read_error(row, group.fields[-1], failure.error)
 
 
 def _groups(layout: Layout) -> Sequence[_Group]:
-    """Fields in one file with one stride, all within one stride, in every shard; the others by themselves."""
+    """Group fields that lie in one file with one stride, within one stride, in every shard; other fields are alone."""
     groups: list[list[int]] = []
     for number, column in enumerate(layout.columns):
         for group in groups:

@@ -1,4 +1,4 @@
-"""Where every row of a ``FileSource`` lies, as arrays: for a batch of row numbers at once, without a loop over rows."""
+"""The places of a ``FileSource``'s rows as arrays, for a batch of row numbers at once, without a loop over rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .permutations import Rows
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One field: for each shard the number of its file, the offset of its first row there, and the stride."""
+    """One field: for each shard the number of its file, the offset of its first row, and the stride."""
 
     row_bytes: int
     files: Rows
@@ -26,7 +26,7 @@ class Column:
 
 
 class Layout:
-    """``files`` are all files of the source, by number; ``columns`` are its fields."""
+    """``files``: all files of the source, by number; ``columns``: its fields."""
 
     def __init__(self, source: FileSource) -> None:
         self.source = source
@@ -45,7 +45,7 @@ class Layout:
         self.starts = self.ends - _array(shard.rows for shard in source.shards)
 
     def file_ends(self) -> list[int]:
-        """For each file, where the last row in it ends."""
+        """For each file, the end of its last row."""
         ends = np.zeros(len(self.files), dtype=np.int64)
         for column in self.columns:
             last = column.offsets + (self.ends - self.starts - 1) * column.strides + column.row_bytes
@@ -65,22 +65,22 @@ class Layout:
         return self.files[int(column.files[shard])], inside, begin + column.row_bytes
 
     def open_error(self, rows: Rows, file: int, cause: OSError) -> StorageError:
-        """What it means that a file cannot be opened, for the first of ``rows`` that lies in it."""
+        """The error for a file that cannot be opened, with the first of ``rows`` that lies in it."""
         shards = self.shards_of(rows)
         for number, column in enumerate(self.columns):
             inside = np.flatnonzero(column.files[shards] == file)
             if len(inside):
                 row = int(rows[inside[0]])
                 return storage_error(f"read {self.describe(row, number)}", cause)
-        raise AssertionError("a file that none of the rows lies in")
+        raise AssertionError("none of the rows lies in the file")
 
     def describe(self, row: int, field: int) -> str:
-        """A row in words: where it lies, and its number."""
+        """A row for errors: its file and its number."""
         path, inside, _ = self.place_of(row, field)
         return f"row {inside} of {path} (row {row} of {self.source.name})"
 
     def read_error(self, row: int, field: int, code: int) -> StorageError:
-        """What a failed read of one row means, in one line: the file, the row, and what is there instead."""
+        """The error for a failed read of one row, with the file, the row and the file's present size."""
         path, _, end = self.place_of(row, field)
         what = f"read {self.describe(row, field)}"
         try:
@@ -89,8 +89,8 @@ class Layout:
             return storage_error(what, error)
         if size < end or code == errno.ENODATA:
             short = StorageError(
-                f"Cannot {what}: it ends at byte {end}, but the file has {size} bytes now. It was cut short since it "
-                "was opened; restore it, or make the loader anew."
+                f"Cannot {what}: it ends at byte {end}, but the file has {size} bytes now. It was truncated after it "
+                "was opened. Restore it, or make a new loader."
             )
             short.errno = errno.ENODATA
             return short

@@ -1,25 +1,25 @@
-"""Which rows come when. A pure function of seed, epoch and the data's layout; nothing here reads data or keeps state.
+"""The order of rows: a pure function of seed, epoch and the data's layout. Reads no data and keeps no state.
 
-How a shuffled epoch is made:
+A shuffled epoch is made in four steps:
 
-1. Every shard is cut into *blocks*, runs of consecutive rows of about 2 MiB.
-2. The blocks of all shards are permuted. Their rows, one block after the other, are the epoch's *line*.
-3. Each rank takes an equal, consecutive part of the line.
-4. The part is cut into *windows* of equal size, at most 256 MiB, and the rows of each window are permuted.
+1. Cut every shard into *blocks*, runs of consecutive rows of about 2 MiB.
+2. Permute the blocks of all shards. Their rows, one block after another, are the epoch's *line*.
+3. Give each rank an equal, consecutive part of the line.
+4. Cut the part into *windows* of equal size, at most 256 MiB, and permute the rows of each window.
 
-A disk reads whole blocks, one window ahead, at the rate of large reads; and data no larger than a window is shuffled
-with nothing to be desired. It never matters how the bytes are read: the order depends on the number of rows, the
-sizes of shards and rows, and the settings, so that a run can go on on another machine.
+The disk reads whole blocks, one window ahead, at the rate of large reads. Data no larger than a window is shuffled
+fully. The order depends on the number of rows, the sizes of shards and rows, and the settings, not on how the bytes are
+read, so a run can resume on another machine.
 
-How close that is to uniform. The place of any one row in the epoch *is* uniform, because its block's place is: the mean
-of ``|place - row| / rows`` is 1/3, as for a full shuffle. What is not independent is neighbours: two rows that are
-neighbours in the file lie in the same window, mostly, and so meet in one batch with probability
-``(batch - 1) / (window - 1)`` instead of ``(batch - 1) / (rows - 1)``. With windows of 21,000 rows (of 12 KiB each)
-and batches of 128 that is 0.6 %. ``tests/data/test_order.py`` measures both. Where that matters, ``shuffle="full"``
-gives every row a place of its own, at the price of random reads, which only data in RAM bears.
+How close that is to uniform. The place of each row in the epoch *is* uniform, because its block's place is: the mean
+of ``|place - row| / rows`` is 1/3, as for a full shuffle. Neighbours are not independent: two rows that are neighbours
+in the file mostly lie in the same window, and so are in one batch with probability ``(batch - 1) / (window - 1)``
+instead of ``(batch - 1) / (rows - 1)``. With windows of 21,000 rows (of 12 KiB each) and batches of 128 that is 0.6 %.
+``tests/data/test_order.py`` measures both. If that matters, ``shuffle="full"`` places every row independently, with
+random reads, which only data in RAM can afford.
 
-Memory: 16 bytes per block, 8 MiB per TiB of data, and the rows of one window at a time. The road not taken is a
-permutation of all rows as an array: 8 bytes per row are gigabytes for data of billions of rows, in every worker.
+Memory: 16 bytes per block, 8 MiB per TiB of data, and the rows of one window at a time. The road not taken: an array
+with a permutation of all rows. 8 bytes per row are gigabytes for billions of rows, in every worker.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .permutations import Rows, Scatter, mix, permutation
 Shuffle = bool | Literal["full"]
 BLOCK_BYTES = 2 * MiB
 WINDOW_BYTES = 256 * MiB
-_PLAIN_WINDOW_BYTES = 32 * MiB  # without shuffling a window is only what is read at once
-_MOST_WINDOW_ROWS = 1 << 20  # rows of a few bytes: sorting more of them at once would be a noticeable pause
-_RUNS = 64  # blocks at a time where there are no windows
-_CHUNK = 4096  # rows looked up at once where there are no windows
+_PLAIN_WINDOW_BYTES = 32 * MiB  # without shuffling, a window is only the unit of reading
+_MAX_WINDOW_ROWS = 1 << 20  # sorting more rows at once would be a noticeable pause
+_RUNS = 64  # blocks at a time without windows
+_CHUNK = 4096  # rows to look up at once without windows
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows that are read together: runs of consecutive rows of one shard each, and the order in which they are used.
+    """Rows that are read together: runs of consecutive rows of one shard each, and the order of use.
 
-    ``firsts`` and ``counts`` are the runs. Counting through them, row ``mixed[i]`` is used as number ``i``; None: in
+    ``firsts`` and ``counts``: the runs. Counting through them, row ``mixed[i]`` is used as number ``i``; None: in
     order.
     """
 
@@ -56,21 +56,21 @@ class Window:
     mixed: Rows | None
 
     def natural(self) -> Rows:
-        """The rows' numbers, run by run."""
+        """The row numbers, run by run."""
         starts = np.cumsum(self.counts) - self.counts
         rows = np.arange(int(self.counts.sum()), dtype=np.int64)
         rows += np.repeat(self.firsts - starts, self.counts)
         return rows
 
     def rows(self) -> Rows:
-        """The rows' numbers in the order of their use."""
+        """The row numbers in the order of use."""
         natural = self.natural()
         return natural if self.mixed is None else natural[self.mixed]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderSettings:
-    """What an order depends on besides the data. ``window_bytes`` is how much is shuffled at a time."""
+    """The settings that determine an order, besides the data. ``window_bytes``: how much is shuffled at a time."""
 
     shuffle: Shuffle = False
     seed: int = 0
@@ -84,29 +84,28 @@ class OrderSettings:
             raise SettingError(f"shuffle={self.shuffle!r} is not accepted. Accepted: True, False, 'full'.")
         if self.world < 1 or not 0 <= self.rank < self.world:
             raise SettingError(
-                f"rank={self.rank!r}, world={self.world!r} do not fit. Accepted: a world of at least 1, and a rank "
-                f"from 0 to world - 1."
+                f"rank={self.rank!r}, world={self.world!r} is not accepted. Accepted: a world of at least 1, and a "
+                "rank from 0 to world - 1."
             )
 
 
 class Order:
-    """The rows of every epoch for one rank. ``rows_per_epoch`` is how many that are, the same for every rank.
+    """The rows of every epoch for one rank. ``rows_per_epoch``: their number, equal for every rank.
 
-    Where the rows cannot be divided evenly, some are repeated so that each rank has as many; with ``drop_last`` some
-    are left out instead.
+    If the rows cannot be divided evenly, some are repeated; with ``drop_last`` some are left out instead.
     """
 
     def __init__(
         self, shards: Sequence[int], row_bytes: int, settings: OrderSettings, *, whole_shards: bool = False
     ) -> None:
-        """``shards``: rows of each. ``whole_shards``: a shard is one block, because it can only be read as a whole."""
+        """``shards``: the rows of each. ``whole_shards``: a shard is one block: it can only be read as a whole."""
         self.settings = settings
         self.total_rows = sum(shards)
         share, rest = divmod(self.total_rows, settings.world)
         self.rows_per_epoch = share + (rest > 0 and not settings.drop_last)
         window = settings.window_bytes if settings.shuffle else min(settings.window_bytes, _PLAIN_WINDOW_BYTES)
-        most = max(1, min(window // max(1, row_bytes), _MOST_WINDOW_ROWS))
-        # Equal ones: while a large one is used up, the disk would have nothing to do but to read a small last one.
+        most = max(1, min(window // max(1, row_bytes), _MAX_WINDOW_ROWS))
+        # Equal sizes: with a small last window, the disk would be idle while the one before it is used up.
         self.window_rows = max(1, -(-self.rows_per_epoch // max(1, -(-self.rows_per_epoch // most))))
         rows = np.asarray(shards, dtype=np.int64)
         block = max(1, BLOCK_BYTES // max(1, row_bytes))
@@ -121,7 +120,7 @@ class Order:
             if whole_shards
             else np.minimum(np.repeat(rows, per_shard) - numbers * block, block)
         )
-        there = self._counts > 0  # a group without rows is in no run
+        there = self._counts > 0  # shards without rows are in no run
         self._firsts, self._counts = self._firsts[there], self._counts[there]
         self._line: tuple[int, Rows, Rows, Rows] | None = None  # epoch, firsts, counts, ends
         self._rows: tuple[int, int, Rows] | None = None  # epoch, window, its rows
@@ -129,11 +128,11 @@ class Order:
 
     @property
     def windows(self) -> int:
-        """How many windows an epoch has."""
+        """The number of windows in an epoch."""
         return -(-self.rows_per_epoch // self.window_rows)
 
     def rows(self, epoch: int, first: int, count: int) -> Rows:
-        """The rows at places ``first`` to ``first + count`` of an epoch, which must not lie behind its end."""
+        """The rows at places ``first`` to ``first + count`` of an epoch, which lie within it."""
         found: list[Rows] = []
         size = _CHUNK if self.settings.shuffle == "full" else self.window_rows
         while count > 0:
@@ -144,7 +143,7 @@ class Order:
         return found[0] if len(found) == 1 else np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
     def window(self, epoch: int, number: int) -> Window:
-        """One window. Not for ``shuffle="full"``, which has none."""
+        """One window. ``shuffle="full"`` has none."""
         assert self.settings.shuffle != "full"
         settings = self.settings
         begin = number * self.window_rows
@@ -156,7 +155,7 @@ class Order:
         return Window(firsts, counts, permutation(count, key))
 
     def windows_from(self, epoch: int, first: int) -> Iterator[Window]:
-        """The windows of an epoch from that of place ``first`` on; for ``shuffle="full"`` the data in its own order."""
+        """The windows of an epoch from that of place ``first`` on; for ``shuffle="full"``, the data in file order."""
         if self.settings.shuffle != "full":
             for number in range(first // self.window_rows, self.windows):
                 yield self.window(epoch, number)
@@ -165,10 +164,10 @@ class Order:
             yield Window(self._firsts[begin : begin + _RUNS], self._counts[begin : begin + _RUNS], None)
 
     def most_runs(self) -> int:
-        """An upper bound of the runs in any window: as many as there are if the shortest blocks come together."""
+        """An upper bound of the runs in any window: those of a window of the shortest blocks."""
         rows = min(self.window_rows, self.rows_per_epoch)
         whole = int(np.searchsorted(np.cumsum(np.sort(self._counts)), rows, side="right"))
-        return whole + 4  # a part at each end, and two more where rows repeat and the line begins anew
+        return whole + 4  # a part at each end, and two more where rows repeat and the line starts again
 
     def _rows_of(self, epoch: int, window: int) -> Rows:
         if self._rows is None or self._rows[:2] != (epoch, window):
@@ -199,7 +198,7 @@ class Order:
         return self._line
 
     def _cut(self, epoch: int, begin: int, count: int) -> tuple[Rows, Rows]:
-        """The runs of ``count`` rows of the line from ``begin`` on; behind its end it begins anew."""
+        """The runs of ``count`` rows of the line from ``begin`` on; after its end the line starts again."""
         _, firsts, counts, ends = self._line_of(epoch)
         runs: list[tuple[Rows, Rows]] = []
         while count > 0:

@@ -1,13 +1,13 @@
-"""Permutations that are the same for ever: on every machine, with every version of every library.
+"""Permutations that never change: not between machines, and not with versions of any library.
 
-A random generator of a library may change with its next version, and a run that was stopped before would go on with
-other samples. So the randomness is a hash (the finaliser of splitmix64) of seed, epoch and index, written out here.
+A library's random generator may change in its next version, and a resumed run would then get other samples. So the
+randomness is a hash (the finaliser of splitmix64) of seed, epoch and index, implemented here.
 
 - ``permutation``: sorts hashes. Each key carries its index in its low bits, so that keys are distinct and one sort of
-  integers gives the order. Memory in proportion to ``count``.
-- ``Scatter``: any element of a permutation by itself, without memory: a Feistel network over pairs ``(high, low)`` of
-  numbers below ``side``, where ``side`` squared is just above ``count``. What falls behind ``count`` is sent through
-  again until it does not, which keeps it a permutation and is rare, because so few numbers lie behind.
+  integers gives the order. Memory is proportional to ``count``.
+- ``Scatter``: computes single elements of a permutation, without memory: a Feistel network over pairs ``(high, low)``
+  of numbers below ``side``, where ``side`` squared is just above ``count``. A result of ``count`` or more goes through
+  the network again, until it is below. That keeps it a permutation, and is rare.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROUNDS = 6
 
 
 def mix(*values: int) -> int:
-    """One 64-bit number out of several: each changes all of it."""
+    """Hash several numbers to one of 64 bits."""
     state = 0
     for value in values:
         state = (state + value + _GOLDEN) & _MASK
@@ -36,7 +36,7 @@ def mix(*values: int) -> int:
 
 
 def _hashes(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """As ``mix``, for many; wraps around as C does. ``values`` is not changed."""
+    """As ``mix``, for many; wraps around as in C. Does not change ``values``."""
     state = values * _U64(_GOLDEN)
     state += _U64(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -47,7 +47,7 @@ def _hashes(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 
 def permutation(count: int, key: int) -> Rows:
-    """The numbers below ``count`` in the order that ``key`` stands for."""
+    """The numbers below ``count``, permuted by ``key``."""
     bits = max(1, (count - 1).bit_length())
     low = _U64((1 << bits) - 1)
     index = np.arange(count, dtype=_U64)
@@ -60,7 +60,7 @@ def permutation(count: int, key: int) -> Rows:
 
 
 class Scatter:
-    """A permutation of the numbers below ``count``, looked up where it is needed."""
+    """A permutation of the numbers below ``count``, computed at single positions."""
 
     def __init__(self, count: int, key: int) -> None:
         self.count = count
@@ -68,7 +68,7 @@ class Scatter:
         self._keys = [mix(key, number) for number in range(_ROUNDS)]
 
     def at(self, positions: Rows) -> Rows:
-        """Where the permutation sends each of ``positions``, which are below ``count``."""
+        """The permutation at each of ``positions``, which are below ``count``."""
         found = self._once(positions.astype(_U64))
         while len(outside := np.flatnonzero(found >= _U64(self.count))):
             found[outside] = self._once(found[outside])
@@ -78,7 +78,7 @@ class Scatter:
         side = self._side
         high, low = np.divmod(values, side)
         for key in self._keys:
-            # A number below side out of 32 bits of the hash by a product, then addition modulo side: no division.
+            # Scale 32 bits of the hash to a number below side by a product, then add modulo side: no division.
             added = ((_hashes(low, key) >> _U64(32)) * side >> _U64(32)) + high
             high, low = low, np.where(added >= side, added - side, added)
         found: NDArray[np.uint64] = high * side + low

@@ -1,4 +1,4 @@
-"""What reads batches, whichever way: rows at given places of the order, written to given addresses."""
+"""Interfaces of readers: they read the rows at given places of the order to given addresses."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .permutations import Rows
 
 
 class Read(ABC):
-    """One batch on its way into host memory. ``rows`` are its row numbers."""
+    """One batch that is being read into host memory. ``rows``: its row numbers."""
 
     rows: Rows
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether it is all there. Does not block, and moves on what waits for nothing but us."""
+        """Whether it is complete. Does not block; submits work that is ready."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until it is all there. Raises StormError with the file and the row if it never will be."""
+        """Block until it is complete. Raises StormError, with the file and the row, if it failed."""
 
 
 class FailedRead(Read):
-    """A batch whose read could not even begin. It fails when it is wanted: those before it are still good."""
+    """A batch whose read could not start. It raises when it is due: earlier batches are still good."""
 
     def __init__(self, rows: Rows, error: StormError) -> None:
         self.rows, self._error = rows, error
@@ -41,11 +41,11 @@ class Reader(ABC):
 
     mode: str
     reason: str
-    refused: OutOfBudget | None = None  # why the last ``start`` that gave None must wait, if it is for memory
+    refused: OutOfBudget | None = None  # the reason of the last ``start`` that gave None, if it was memory
 
     @abstractmethod
     def stop(self) -> None:
-        """Drop all reads that were started. When it returns nothing writes to their targets any more."""
+        """Cancel all reads. When it returns, nothing writes to their targets any more."""
 
     @abstractmethod
     def restart(self, epoch: int, first: int) -> None:
@@ -53,12 +53,12 @@ class Reader(ABC):
 
     @abstractmethod
     def start(self, epoch: int, first: int, count: int, targets: Sequence[int], keep: object) -> Read | None:
-        """Begin to read the rows at places ``first`` to ``first + count``; None if that must wait for earlier reads.
+        """Start to read the rows at places ``first`` to ``first + count``; None if that must wait for earlier reads.
 
-        Batches are started in the order of the epochs. ``targets`` is an address for each field, where the rows go one
-        after the other; ``keep`` is what keeps that memory.
+        The caller starts batches in the order of the epochs. ``targets``: an address for each field, where the rows go
+        one after another. ``keep``: an object that keeps this memory alive.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Drop all reads, end the threads, return the memory. Safe to call twice."""
+        """Cancel all reads, end the threads, return the memory. Idempotent."""

@@ -1,8 +1,8 @@
-"""Brings data into the page cache, in the order in which it will be used first, at the rate of large reads.
+"""Brings data into the page cache, in the order of its first use, at the rate of large reads.
 
-Rows in random order out of files that are not in the page cache yet would be read a few KiB at a time. So while the
-first epoch runs, a thread goes through its windows and asks the kernel to read their blocks. Whatever is there already
-costs next to nothing. The data fits in RAM, or it would not be read this way; so there is no harm in being far ahead.
+Random rows of files that are not cached yet would be read a few KiB at a time. So during the first epoch, a thread goes
+through its windows and makes the kernel read their blocks. Blocks that are cached already cost almost nothing. The
+data fits in RAM, or it would not be read this way, so there is no limit on how far the thread is ahead.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .descriptors import CannotOpen, Descriptors
 from .layout import Layout
 from .order import Order, Window
 
-_JOBS = 2  # windows handed to the thread at a time, so that it never runs dry
+_JOBS = 2  # windows queued at a time, so that the thread is never idle
 
 
 class Warmer:
-    """``step`` it now and then; it ends by itself."""
+    """Call ``step`` now and then; ends by itself."""
 
     def __init__(self, layout: Layout, order: Order, descriptors: Descriptors, epoch: int, first: int) -> None:
-        """Begins with the window of place ``first`` of ``epoch``."""
+        """Start with the window of place ``first`` of ``epoch``."""
         self._layout, self._descriptors = layout, descriptors
         self._windows: Iterator[Window] = order.windows_from(epoch, first)
         self._jobs: deque[tuple[RowsJob, list[int]]] = deque()
         self._pool: RowsPool | None = open_rows(1)
 
     def step(self) -> None:
-        """Hand over what comes next, if the thread has little left to do. Does not block."""
+        """Queue the next windows, if the thread has few left. Does not block."""
         while self._pool is not None:
             while self._jobs and self._pool.state(self._jobs[0][0]) != PENDING:
                 self._descriptors.give_back(self._jobs.popleft()[1])
@@ -39,7 +39,7 @@ class Warmer:
                 return
             window = next(self._windows, None)
             if window is not None:
-                self._announce(window)
+                self._queue(window)
             elif not self._jobs:
                 self.close()
             else:
@@ -47,18 +47,18 @@ class Warmer:
 
     @property
     def ended(self) -> bool:
-        """Whether it came to its end, or was closed."""
+        """Whether it has finished, or was closed."""
         return self._pool is None
 
     def close(self) -> None:
-        """Drop what is left. Blocks for the block at hand at most."""
+        """Cancel the rest. Blocks for the current block at most."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
         while self._jobs:
             self._descriptors.give_back(self._jobs.popleft()[1])
 
-    def _announce(self, window: Window) -> None:
+    def _queue(self, window: Window) -> None:
         layout = self._layout
         shards = layout.shards_of(window.firsts)
         inside = window.firsts - layout.starts[shards]
@@ -71,9 +71,9 @@ class Warmer:
         try:
             lent = self._descriptors.lend(files) if len(files) <= self._descriptors.limit // 4 else None
         except CannotOpen:
-            return  # the read that needs it tells
+            return  # the read that needs the file reports it
         if lent is None:
-            return  # only a hint, not worth the descriptors of reads
+            return  # warming is only a hint: leave the descriptors to reads
         pieces[:, 0] = np.asarray([file.fd for file in lent])[np.searchsorted(files, pieces[:, 0])]
         assert self._pool is not None
         self._jobs.append((self._pool.submit(pieces, None), files))

@@ -1,12 +1,11 @@
-"""Data beyond RAM: whole windows are read ahead, and batches are gathered out of them.
+"""Data larger than RAM: prefetches whole windows, and gathers batches from them.
 
-A window's rows are used in random order, so all of it must be there before its first batch, and its memory is free
-only after its last. While one is used the next is read: two windows of memory keep the disk busy without a pause,
-because the memory of a window that was used up is filled again before anybody waits for the next one. A batch that
-lies across two windows is gathered in two parts for that reason: the first must not hold up its window.
+A window's rows are used in random order, so it must be complete before its first batch, and its memory is free only
+after its last. The next window is read while one is used. Two windows of memory keep the disk busy without a pause,
+because the reader refills a used-up window before it waits for the next one. For the same reason it gathers a batch
+that crosses two windows in two parts: the batch must not hold the first window.
 
-Reading runs on into the next epoch, as the order of that is known already. Whoever then asks for something else lets
-those reads be dropped.
+Prefetching continues into the next epoch, whose order is known already. A restart elsewhere cancels those reads.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from .reader import Read, Reader
 
 
 class Load(ABC):
-    """A window on its way into memory."""
+    """A window that is being loaded into memory."""
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether it is all there. Does not block."""
+        """Whether it is complete. Does not block."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until it is all there; raises StormError with the file and the row if it never will be."""
+        """Block until it is complete; raises StormError, with the file and the row, if it failed."""
 
     @abstractmethod
     def failed(self) -> bool:
-        """Whether it is known that it never will be. Does not block."""
+        """Whether it is known to have failed. Does not block."""
 
     @abstractmethod
     def addresses(self, field: int) -> Rows:
-        """Where each row of one field lies, in the order of use. Only when it is all there."""
+        """The address of each row of one field, in the order of use. The window must be complete."""
 
     @abstractmethod
     def release(self) -> None:
-        """Its memory may be used for another window. Nothing may read it any more. If it is still on its way, block."""
+        """Free its memory for another window; nothing may still read it. Blocks if it is still being loaded."""
 
 
 class Windows(ABC):
-    """Memory for a few windows, and what fills it."""
+    """Memory for a few windows, and the code that fills it."""
 
     mode: str
     reason: str
@@ -58,15 +57,15 @@ class Windows(ABC):
 
     @abstractmethod
     def has_room(self) -> bool:
-        """Whether there is memory for one more."""
+        """Whether there is memory for one more window."""
 
     @abstractmethod
     def load(self, window: Window) -> Load:
-        """Begin to load a window. There must be room."""
+        """Start to load a window. There must be room."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Drop the loads that are on their way, so that releasing them is quick. Blocks until nothing is written."""
+        """Cancel the running loads, so that releasing them is quick. Blocks until nothing writes any more."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -74,17 +73,17 @@ class Windows(ABC):
 
 @dataclass(eq=False)
 class _Resident:
-    """A window in memory, or on its way there. ``left`` rows have not been handed to the pool."""
+    """A window in memory, or being loaded. ``left``: rows not yet given to the pool."""
 
     key: tuple[int, int]
     window: Window
     load: Load
     left: int
-    gathers: list[RowsJob] = field(default_factory=list)  # copies out of it that may still run
+    gathers: list[RowsJob] = field(default_factory=list)  # copies from it that may still run
     tables: dict[int, Rows] = field(default_factory=dict)
 
     def addresses(self, number: int) -> Rows:
-        """Where the rows of one field lie, in the order of use; the window must be there."""
+        """The addresses of one field's rows, in the order of use; the window must be complete."""
         if number not in self.tables:
             self.tables[number] = self.load.addresses(number)
         return self.tables[number]
@@ -92,12 +91,12 @@ class _Resident:
 
 @dataclass(slots=True)
 class _Part:
-    """Rows of a batch that come out of one window. ``job`` is None until the window is there."""
+    """Rows of a batch from one window. ``job``: None until the window is complete."""
 
     resident: _Resident
     skip: int
     count: int
-    at: int  # row of the batch where they go
+    at: int  # the first row in the batch
     job: RowsJob | None = None
 
 
@@ -115,7 +114,7 @@ class WindowRead(Read):
         return all(part.job is not None and self._reader.pool.state(part.job) == DONE for part in self._parts)
 
     def gather(self) -> bool:
-        """Hand over the parts whose windows are there; False if some are not, or never will be: ``wait`` says why."""
+        """Submit the parts whose windows are complete; False if some are not, or failed: ``wait`` raises the reason."""
         for part in self._parts:
             if part.job is None:
                 if not part.resident.load.ready():
@@ -126,29 +125,29 @@ class WindowRead(Read):
     def wait(self) -> None:
         for part in self._parts:
             if part.job is None:
-                self._reader.drain(part.resident)  # the next window is asked for before we wait for this one
+                self._reader.drain(part.resident)  # request the next window before waiting for this one
                 part.resident.load.wait()
                 part.job = self._reader.submit(part, self._targets, self._keep)
         for part in self._parts:
             assert part.job is not None
             state = self._reader.pool.wait(part.job, help=True)
-            assert state == DONE, f"copies of memory cannot fail, but this ended as {state}"
+            assert state == DONE, f"a copy in memory ended as {state}"
         self._keep = None
         self._reader.refill()
 
 
 class WindowReader(Reader):
-    """Batches out of windows."""
+    """Gathers batches from windows."""
 
     def __init__(self, windows: Windows, order: Order, *, threads: int, used_rows: int) -> None:
-        """``used_rows``: of an epoch, those that are asked for; what fills no batch may be left out."""
+        """``used_rows``: the rows of an epoch that are requested; ``drop_last`` may leave some out."""
         self.mode, self.reason = windows.mode, windows.reason
         self.pool: RowsPool = open_rows(threads)
         self._windows, self._order, self._used_rows = windows, order, used_rows
         self._resident: deque[_Resident] = deque()
         self._next = (0, 0)  # the window to load next
-        self._ahead: Window | None = None  # that window, once it was worked out
-        self._skip = 0  # rows at its begin that nobody will ask for
+        self._ahead: Window | None = None  # that window, once computed
+        self._skip = 0  # rows at its beginning that will not be requested
         self._unread: deque[WindowRead] = deque()  # reads with parts that wait for their windows
 
     def stop(self) -> None:
@@ -160,7 +159,7 @@ class WindowReader(Reader):
         number, skip = divmod(first, self._order.window_rows)
         while self._resident and self._resident[0].left == 0:
             self._resident.popleft().load.release()
-        # What was read ahead into the next epoch is welcome if that is what comes, and nothing has been taken from it.
+        # Keep prefetched windows if this epoch is the next one, and no rows were taken from them.
         head = self._resident[0] if self._resident else None
         if (
             head is None
@@ -206,23 +205,23 @@ class WindowReader(Reader):
         return job
 
     def refill(self) -> None:
-        """Gather from windows that have come, release those that are used up, load the next ones. Does not block."""
+        """Gather from complete windows, release used-up ones, load the next. Does not block."""
         self._gather()
         while self._resident and self._is_used_up(self._resident[0]):
             self._resident.popleft().load.release()
-        self._load_ahead()
+        self._prefetch()
 
     def _gather(self) -> None:
         while self._unread and self._unread[0].gather():
             self._unread.popleft()
 
     def drain(self, before: _Resident | None) -> None:
-        """Wait for copies out of windows that are used up, up to ``before``, which takes no time; load ahead."""
+        """Wait for copies from used-up windows up to ``before``, which is quick; prefetch."""
         while self._resident and self._resident[0] is not before and self._resident[0].left == 0:
             for job in self._resident[0].gathers:
                 self.pool.wait(job)
             self._resident.popleft().load.release()
-        self._load_ahead()
+        self._prefetch()
 
     def close(self) -> None:
         try:
@@ -231,14 +230,14 @@ class WindowReader(Reader):
         finally:
             self._windows.close()
 
-    def _load_ahead(self) -> None:
+    def _prefetch(self) -> None:
         while self._windows.has_room():
             epoch, number = self._next
             self._ahead = self._ahead or self._order.window(epoch, number)
             try:
                 load = self._windows.load(self._ahead)
             except OutOfBudget as error:
-                self.refused = error  # when the one in use has gone there may be room
+                self.refused = error  # there may be room when the window in use is released
                 return
             self.refused = None
             left = self._rows_of(number) - self._skip
@@ -268,6 +267,6 @@ class WindowReader(Reader):
 
 
 def windows_needed(order: Order, batch_rows: int) -> int:
-    """One that is used and one that is read; more if a batch is larger than a window, fewer if there are no more."""
+    """One in use and one being read; more if a batch is larger than a window, fewer if there are no more."""
     across = -(-max(0, batch_rows - 1) // order.window_rows) + 1  # windows that one batch may touch
     return max(2, across + (across > 2))

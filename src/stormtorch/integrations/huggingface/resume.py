@@ -20,7 +20,7 @@ from ...streams.home.parameter import HomeView
 
 
 def newest_complete(directory: str | Path) -> Path | None:
-    """The newest checkpoint in ``directory`` that was written to its end; None if there is none.
+    """The newest complete checkpoint in ``directory``; None if there is none.
 
     The trainer writes in place, its state file last, and resumes from the highest number: after a kill that may be half
     a checkpoint.
@@ -40,10 +40,10 @@ def newest_complete(directory: str | Path) -> Path | None:
 
 
 def load_optimizer(directory: str | Path, optimizer: Any, scheduler: Any) -> None:
-    """Read both states, the larger one through the page cache; does nothing unless both are there.
+    """Read both states, the larger one from a mapping; does nothing unless both files exist.
 
-    The trainer would read the whole file into RAM first, beside the memory that it is for; and for optimizers unknown
-    to us, torch would round the fp32 states of a bf16 model.
+    The trainer would first read the whole file into RAM, beside its target; and for optimizers that STORM does not
+    know, torch would round the fp32 states of a bf16 model.
     """
     files = [Path(directory) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
     if not all(file.is_file() for file in files):

@@ -33,7 +33,7 @@ def checked(storm: object) -> dict[str, Any]:
 
 
 def keep_in_ram(init: Callable[..., None], given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """If TRL loads the model itself, by its name, let it load into RAM: on a GPU it may not fit.
+    """If TRL loads the model by its name, make it load into RAM: on a GPU it may not fit.
 
     Changes ``args.model_init_kwargs``, unless it has a ``device_map``.
     """
@@ -45,7 +45,7 @@ def keep_in_ram(init: Callable[..., None], given: tuple[Any, ...], named: dict[s
 
 
 def refuse_arguments(args: Any, storm: Mapping[str, Any]) -> None:
-    """Raise for settings with which the trainer would itself copy, shard, compile or move the model."""
+    """Refuse settings that make the trainer copy, shard, compile or move the model."""
     if args.deepspeed:
         raise SettingError("DeepSpeed and STORM both place the model. Remove deepspeed=..., or use the plain trainer.")
     if args.fsdp:
@@ -74,7 +74,7 @@ def refuse_arguments(args: Any, storm: Mapping[str, Any]) -> None:
         raise SettingError(f"{what} and STORM both move activations. Remove it, and set storm={{'activations': ...}}.")
     name = str(getattr(args.optim, "value", args.optim))
     if "lomo" in name or "layerwise" in name:
-        raise SettingError(f"optim={name!r} updates inside of backward itself. Use storm={{'step': 'backward'}}.")
+        raise SettingError(f"optim={name!r} updates inside backward itself. Use storm={{'step': 'backward'}}.")
     if storm.get("step") == "backward" and (args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1):
         raise SettingError(
             f"step='backward' uses gradients before their norm and their sum are known, but max_grad_norm is "
@@ -84,11 +84,11 @@ def refuse_arguments(args: Any, storm: Mapping[str, Any]) -> None:
 
 
 def refuse_model(model: Any) -> None:
-    """Raise for models that are not ordinary tensors in one place."""
+    """Refuse models that are quantized or spread over several devices."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1 or "disk" in places:
         raise SettingError(
-            f"The model was spread over {', '.join(sorted(places))} by device_map. Load it into RAM: device_map=None "
+            f"device_map spread the model over {', '.join(sorted(places))}. Load it into RAM: device_map=None "
             "(with TRL: model_init_kwargs={'device_map': None})."
         )
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:

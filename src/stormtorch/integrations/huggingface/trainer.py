@@ -2,7 +2,7 @@
 
 The trainer keeps its loop, its data, its logs and its files. A session opens when the optimizer exists, before
 ``accelerate`` prepares both, and closes when ``train`` ends, also by an error: the model is then an ordinary one in RAM
-again. Evaluation outside of ``train`` gets a session of its own. Four things differ from a plain trainer:
+again. Evaluation outside ``train`` opens its own session. Four things differ from a plain trainer:
 
 - only the session moves the model, the optimizer's state or the batches to the device: ``_move_model_to_device`` does
   nothing, and ``accelerator.device_placement`` is off (the trainer itself still moves each batch);
@@ -34,7 +34,7 @@ _Base: Any = object
 
 
 class Streaming(_Base):  # type: ignore[misc]  # a trainer follows in the method resolution order
-    """A mixin, to be put before a trainer among the bases of a class."""
+    """A mixin for a trainer; put it before the trainer among the bases."""
 
     session: Session | None
     """Open during ``train``, ``evaluate`` and ``predict``."""
@@ -57,7 +57,7 @@ class Streaming(_Base):  # type: ignore[misc]  # a trainer follows in the method
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise StormError(
-                "This process was started for DeepSpeed or FSDP, by `accelerate launch` perhaps. Use python."
+                "A launcher (`accelerate launch`?) started this process for DeepSpeed or FSDP. Start it with python."
             )
         self.accelerator.device_placement = False
         self._plain_clip = self.accelerator.clip_grad_norm_

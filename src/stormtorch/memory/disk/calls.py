@@ -5,11 +5,12 @@ The calls go through one small object, so that a test can make a disk fail, fill
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,3 +112,14 @@ def storage_error(what: str, cause: OSError, *, numbers: str = "") -> StorageErr
     error.errno = cause.errno
     error.__cause__ = cause
     return error
+
+
+@contextlib.contextmanager
+def storage_errors(what: str, *, numbers: str = "") -> Iterator[None]:
+    """Raise an OSError of the block as `storage_error`, unless it is a StorageError already."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(what, error, numbers=numbers) from error

@@ -1,4 +1,4 @@
-"""The model of a run: which kind it is, how it is built, how a batch becomes its loss."""
+"""Builds the model of a run, with the function that computes a batch's loss."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Built:
     """A model that is ready to be streamed.
 
-    ``weights``: the directory whose files are to be read into it afterwards; None where its values are there.
+    ``weights``: the directory whose files to read into it afterwards; None if it has its values.
     """
 
     model: nn.Module
     loss: Loss
     weights: Path | None
-    read_bytes: int  # of the files that its values come from; 0 where there are none
-    by_tokens: bool  # whether the loss is a mean over the tokens that are to be learnt
-    origin: str  # where its values come from, for the user
-    copy_files: Callable[[Path], None]  # puts files of the model that training does not touch into a checkpoint
-    opening: Callable[[str], str]  # how to open a checkpoint of it, in one line
+    read_bytes: int  # of the files that its values come from; 0: none
+    by_tokens: bool  # whether the loss is a mean over trained tokens
+    origin: str  # of its values, for the user
+    copy_files: Callable[[Path], None]  # copies the model's files that training does not change into a checkpoint
+    opening: Callable[[str], str]  # one line that tells how to open a checkpoint
 
 
 def build(settings: TrainSettings, *, values: bool) -> Built:
-    """Build the model; without ``values`` a checkpoint follows, so none are made where that saves time."""
+    """Build the model. Without ``values`` a checkpoint brings them, so none are made if that saves time."""
     assert settings.model is not None
     if is_callable_name(settings.model):
         model = make_model(settings.model, DTYPES.get(settings.dtype))
@@ -58,7 +58,7 @@ def build(settings: TrainSettings, *, values: bool) -> Built:
 
 
 def build_outline(settings: TrainSettings) -> nn.Module | None:
-    """The model on the meta device, adapters and all; None for one that only code of the user's can build."""
+    """The model on the meta device, with its adapters; None for a model that only user code can build."""
     assert settings.model is not None
     if is_callable_name(settings.model):
         return None
@@ -67,12 +67,12 @@ def build_outline(settings: TrainSettings) -> nn.Module | None:
 
 
 def check_base(settings: TrainSettings) -> None:
-    """Adapters need a model under them that is somewhere."""
+    """Refuse adapters on a model without weights."""
     path = Path(str(settings.model))
     if path.exists() and not hf_model.weight_files(path):
         raise SettingError(
-            f"--lora-rank {settings.lora_rank}, and --model {path} has no weights: adapters are saved without the "
-            "model under them, which would be lost. Name a model with weights, or train all of it."
+            f"--lora-rank {settings.lora_rank}: --model {path} has no weights, and checkpoints hold adapters without "
+            "their model, which would be lost. Name a model with weights, or train all of it."
         )
 
 
@@ -81,7 +81,7 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
     config = hf_model.read_config(path)
     weights: Path | None = None
     files = hf_model.weight_files(path) if values else []
-    with torch.random.fork_rng(devices=[]):  # random weights are those of the seed
+    with torch.random.fork_rng(devices=[]):  # random weights depend on the seed alone
         model = hf_model.build_empty(config, dtype)
     if not values:
         origin = "from the checkpoint"
@@ -91,11 +91,11 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
     else:
         reason = hf_model.why_not_direct(model, path)
         if reason is None:
-            weights, origin = path, f"read from {path} straight into their homes"
+            weights, origin = path, f"read from {path} straight into home memory"
         else:
             _check_room(model, path)
             model = hf_model.build_in_ram(path, config, dtype)
-            origin = f"loaded by transformers, then moved: {reason}"
+            origin = f"loaded by transformers, then moved to home memory: {reason}"
     base = model
     hf_model.take_generation_config(base, path)
     if settings.lora_rank:
@@ -114,22 +114,23 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
 
 
 def _name_base(model: nn.Module, path: Path) -> None:
-    """What adapters call their base. peft reads a path from the directory that it runs in, so one that the user gave as
-    relative stays so; what lies in the Hub's cache has a name that is known everywhere."""
+    """Set the base model's name in the adapters' config: the Hub's name for a model in its cache, else the user's path.
+
+    A relative path remains relative: peft resolves it in the current directory."""
     found = hf_model.hub_name(path)
     anything: Any = model
     anything.name_or_path = anything.config.name_or_path = str(path) if found is None else found[0]
 
 
 def _check_room(model: nn.Module, path: Path) -> None:
-    """Before a model is made in RAM, where nobody counts yet: what it takes at least. The system would kill us."""
+    """Refuse a model that does not fit in free RAM. No ledger counts while it is made: the system would kill us."""
     size, room = sum(parameter.nbytes for parameter in model.parameters()), host_available_bytes()
     if size > room:
         raise OutOfBudget(
             f"Cannot make {path} in RAM",
             f"its weights alone take {format_bytes(size)}, and {format_bytes(room)} are free",
-            "The limit is what other programs leave.",
-            "Take a smaller model, or a machine with more RAM.",
+            "The limit is the free RAM.",
+            "Use a smaller model, or a machine with more RAM.",
         )
 
 

@@ -1,11 +1,10 @@
-"""The loss of a causal model without all of its logits: these may need more memory than everything else on the device.
+"""The loss of a causal model without all of its logits, which may need more memory than the rest of the device's use.
 
-The model runs as it is, but its head, instead of logits, computes the loss of what it was given, by
-`linear_cross_entropy`, tile by tile. That is done inside of the head's own call, where its weight is on the device, and
-needs no code for any model; what is wanted is that nothing is done to the logits afterwards. Some models scale or cap
-them. So the first thing is a test: both ways on a few tokens, and a refusal where they differ.
+The head computes the loss instead of logits, tile by tile, with `linear_cross_entropy`. That happens inside the head's
+own call, while its weight is on the device, and works for any model that does not change its logits afterwards. Some
+models scale or cap them. So a check compares both ways on a few tokens first, and refuses models for which they differ.
 
-A head that runs again in backward, for a checkpoint, must do the same again: it keeps the labels until the next batch.
+A head that runs again in backward, for recomputation, needs the same labels: it keeps them until the next batch.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from .hf_model import hf_loss
 from .own_model import Batch
 from .untouched import untouched
 
-_CLOSE = 0.01  # of the loss: rounding of bf16 logits is less, another formula is more
+_TOLERANCE = 0.01  # of the loss: bf16 rounding differs by less, another formula by more
 _TOKENS = 64
 
 
 class ChunkedLoss:
-    """A loss for ``Built``; changes the model's head for as long as the model lives."""
+    """A loss for ``Built``; replaces the forward of the model's head for good."""
 
     def __init__(self, model: nn.Module) -> None:
         anything: Any = model
         head = anything.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             what = "has adapters" if hasattr(head, "base_layer") else f"is a {type(head).__name__}"
-            raise SettingError(f"chunked_loss needs a plain linear head, and this one {what}. Leave it out.")
+            raise SettingError(f"chunked_loss needs a plain linear head; this one {what}. Leave it out.")
         self._head: Any = head
         self._plain = self._head.forward
         self._labels: torch.Tensor | None = None
         self._inside = False
-        setattr(self._head, "forward", self._forward)  # noqa: B010  # a method of this one instance
+        setattr(self._head, "forward", self._forward)  # noqa: B010  # of this instance alone
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         self._labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
@@ -50,15 +49,15 @@ class ChunkedLoss:
             self._inside = False
 
     def check(self, model: nn.Module, batch: Batch) -> None:
-        """Raises SettingError if the model does something to its logits. Changes nothing."""
+        """Raise SettingError if the model changes its logits. Leaves the model unchanged."""
         few = {name: tensor[:1, :_TOKENS] for name, tensor in batch.items()}
         few["labels"] = few["input_ids"]
         with untouched(model, few["input_ids"].device):
             chunked, plain = self(model, few).float().item(), hf_loss(model, few).float().item()
-        if not abs(chunked - plain) <= _CLOSE * abs(plain):
+        if not abs(chunked - plain) <= _TOLERANCE * abs(plain):
             raise SettingError(
-                f"chunked_loss gives {chunked:.4f} where {type(model).__name__} gives {plain:.4f}: it does something "
-                "to its logits. Leave it out."
+                f"chunked_loss gives {chunked:.4f} and {type(model).__name__} gives {plain:.4f}: the model changes its "
+                "logits. Leave chunked_loss out."
             )
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Adapters through peft. They are put into a model that may hold no memory yet, and get their first values here."""
+"""Adds peft's adapters to a model, which may have no memory yet, and initialises them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from .hf_model import hub_name
 
 
 def add_adapters(model: nn.Module, settings: TrainSettings, *, values: bool = True) -> nn.Module:
-    """The model with adapters, the only parameters that train; torch's seed decides their first values. Without
-    ``values`` those of a model on the meta device are there too."""
+    """The model with adapters, the only trained parameters; torch's seed decides their initial values.
+
+    Without ``values``, the adapters of a model on the meta device remain there."""
     peft = require("peft", extra="hf", why="lora_rank")
     targets = list(settings.lora_targets) if settings.lora_targets is not None else linear_layers(model)
     widest = max(max(parameter.shape, default=0) for parameter in model.parameters())
     if settings.lora_rank > widest:
         raise SettingError(
-            f"lora_rank={settings.lora_rank} is more than any side of the model's matrices, of which the longest has "
-            f"{widest}. Accepted: usually 4 to 256."
+            f"lora_rank={settings.lora_rank} is larger than any side of the model's matrices; the longest is {widest}. "
+            "Usual values: 4 to 256."
         )
     config = peft.LoraConfig(
         r=settings.lora_rank,
@@ -41,19 +42,19 @@ def add_adapters(model: nn.Module, settings: TrainSettings, *, values: bool = Tr
     wrapper: Any = getattr(peft.tuners.lora.layer, "ParamWrapper", ())  # older versions have none
     for name, module in adapted.named_modules():
         if isinstance(module, wrapper):
-            # It replaces the weight in each forward, and so does whoever streams it.
+            # peft replaces this weight in each forward, and so does streaming.
             raise SettingError(
-                f"lora_targets: {name} is no linear layer, and its weights cannot be streamed with adapters. Name "
+                f"lora_targets: {name} is not a linear layer, and its weights cannot be streamed with adapters. Name "
                 "others, such as q_proj v_proj."
             )
         if values and hasattr(module, "reset_lora_parameters"):
-            _give_values(module)
+            _initialise(module)
     _check_all_are_used(targets, adapted)
     return adapted
 
 
 def _check_all_are_used(targets: list[str], adapted: Any) -> None:
-    """Peft leaves a name that fits nothing out without a word, as long as another fits."""
+    """Refuse a target that matches nothing: peft ignores it silently if another matches."""
     used = [str(name) for name in adapted.targeted_module_names]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in used):
@@ -64,7 +65,7 @@ def _check_all_are_used(targets: list[str], adapted: Any) -> None:
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """Their last names, the head's excepted: what transformers calls linear, GPT-2's own kind included."""
+    """The last names of linear layers, GPT-2's own kind included, except the head's."""
     anything: Any = model
     head = anything.get_output_embeddings()
     found = {
@@ -75,15 +76,15 @@ def linear_layers(model: nn.Module) -> list[str]:
     return sorted(found)
 
 
-def _give_values(layer: Any) -> None:
-    """Peft puts adapters where the base weight lies, be it the meta device; there they have no values."""
+def _initialise(layer: Any) -> None:
+    """Initialise adapters that peft put on the meta device, beside their base weight."""
     for name in list(layer.lora_A):
         parts = [layer.lora_A[name], layer.lora_B[name]]
         if any(parameter.is_meta for part in parts for parameter in part.parameters()):
             for part in parts:
                 part.to_empty(device=torch.device("cpu"))
             layer.reset_lora_parameters(name, True)
-    for name in list(layer.lora_embedding_A):  # an embedding's are parameters, not modules
+    for name in list(layer.lora_embedding_A):  # an embedding's adapters are parameters, not modules
         if layer.lora_embedding_A[name].is_meta:
             for parameters in (layer.lora_embedding_A, layer.lora_embedding_B):
                 parameters[name] = nn.Parameter(torch.empty_like(parameters[name], device="cpu"))

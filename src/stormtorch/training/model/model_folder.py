@@ -1,4 +1,4 @@
-"""What a model's folder may hold, which may come from a stranger: nothing that runs code, asks the Hub or leads out."""
+"""Checks a model's folder, which may be untrusted: nothing in it may run code, access the Hub or lead out of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...checkpoint.folder import check_as_model
 from ...core.errors import StorageError
 from ...core.notices import say_once
 from ...core.sizes import MiB
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import inside, parse_json, read_small
 from ..errors import reason
 
@@ -21,7 +21,7 @@ _READ_FOLDERS = ("additional_chat_templates",)
 _READ_KINDS = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".spm", ".bpe", ".tiktoken"}
 _FOR_CODE = {"auto_map", "trust_remote_code", "custom_pipelines", "transformers_weights", "configuration_files"}
 _EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
-_KERNELS: dict[str, tuple[object, ...]] = {  # what of them is PyTorch's own: any other name may be one on the Hub
+_KERNELS: dict[str, tuple[object, ...]] = {  # PyTorch's own: any other name may be one on the Hub
     "attn_implementation": (None, "eager", "sdpa"),
     "_attn_implementation": (None, "eager", "sdpa"),
     "_attn_implementation_internal": (None, "eager", "sdpa"),
@@ -34,10 +34,10 @@ _KERNELS: dict[str, tuple[object, ...]] = {  # what of them is PyTorch's own: an
 
 
 def read_plain(transformers: Any, file: Path, given: dict[str, Any]) -> Any:
-    """The config without what would have transformers run code, or ask the Hub for code or kernels."""
+    """The config without values that would make transformers run code, or fetch code or kernels from the Hub."""
     kept, left_out = without_code(given)
     if "auto_map" in left_out and given["model_type"] not in transformers.CONFIG_MAPPING:
-        raise ValueError(f"model_type {str(given['model_type'])[:40]!r} needs custom code, which is not run here")
+        raise ValueError(f"model_type {str(given['model_type'])[:40]!r} needs custom code, which STORM does not run")
     with tempfile.TemporaryDirectory() as folder:
         plain = file
         if left_out:
@@ -45,14 +45,14 @@ def read_plain(transformers: Any, file: Path, given: dict[str, Any]) -> Any:
             plain.write_text(json.dumps(kept), encoding="utf-8")
             chosen = sorted(name for name in left_out if name not in _FOR_CODE)
             if chosen:
-                say_once(f"{file} chooses {', '.join(chosen)}, which is left to PyTorch: its own kernels are used.")
+                say_once(f"{file} chooses {', '.join(chosen)}; STORM ignores that and uses PyTorch's own kernels.")
         config = transformers.AutoConfig.from_pretrained(str(plain), local_files_only=True, trust_remote_code=False)
     config.name_or_path = str(file)
     return config
 
 
 def without_code(given: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """A config, and those in it, without the names that choose code; and these, as far as they chose any."""
+    """A config, and configs in it, without names that choose code; and those names that had a value."""
     kept: dict[str, Any] = {}
     left_out: set[str] = set()
     for name, value in given.items():
@@ -67,17 +67,16 @@ def without_code(given: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
 
 
 def has_value(given: dict[str, Any], name: str) -> bool:
-    """Whether a config, or one in it, has a value of that name."""
+    """Whether a config, or a config in it, has a value of that name."""
     inner = [value for value in given.values() if isinstance(value, dict)]
     return bool(given.get(name)) or any(has_value(value, name) for value in inner)
 
 
 def check_model_folder(path: Path) -> None:
-    """Raise unless a model's folder keeps to itself: no link in it leads out, no index names a file elsewhere, and the
-    small files of a checkpoint are as they were written."""
+    """Raise if a link or an index in a model's folder leads out of it, or a checkpoint's small files are damaged."""
     if not path.is_dir():
         return
-    try:
+    with storage_errors(f"read {path}"):
         for entry in sorted(path.iterdir()):
             if entry.is_symlink() and (entry.suffix in _READ_KINDS or entry.name in _READ_FOLDERS):
                 inside(path, entry.name)
@@ -90,26 +89,22 @@ def check_model_folder(path: Path) -> None:
         tokenizer = path / "tokenizer_config.json"
         if tokenizer.is_file():
             _check_named_files(tokenizer)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise storage_error(f"read {path}", error) from error
     check_as_model(path)
 
 
 def _check_named_files(config: Path) -> None:
-    """Old versions of transformers open what a tokenizer's configuration names as its files, wherever that is."""
+    """Refuse files outside: old versions of transformers open any file that a tokenizer's configuration names."""
     try:
         given = parse_json(read_small(config, limit_bytes=CONFIG_LIMIT_BYTES))
     except ValueError:
-        return  # the tokenizer's own reading says it better
+        return  # loading the tokenizer reports it better
     for name, value in given.items() if isinstance(given, dict) else ():
         if name.endswith("_file") and isinstance(value, str) and os.path.exists(config.parent / value):  # noqa: PTH110
             inside(config.parent, value)
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Which file holds which weight."""
+    """The file of each weight."""
     try:
         given = parse_json(read_small(inside(index.parent, index.name)))
         return {str(name): str(file) for name, file in given["weight_map"].items()}

@@ -1,4 +1,4 @@
-"""The optimizer that the settings name, with the options that it takes."""
+"""Makes the optimizer of the settings, with its options."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ...core.errors import SettingError
 from ..errors import reason
 from ..settings.train_settings import TrainSettings
 
-_UNUSABLE = {"lbfgs": "it calls the model several times in a step", "sparseadam": "gradients here are not sparse"}
+_UNUSABLE = {"lbfgs": "it calls the model several times in a step", "sparseadam": "gradients are not sparse"}
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
-    """Over the parameters that train; decay is for matrices, so that norms and biases keep their scale."""
+    """Make the optimizer for trained parameters. Decays matrices alone, so that norms and biases keep their scale."""
     kind, options = optimizer_and_options(settings)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise SettingError("Nothing is to be trained: no parameter of the model requires a gradient.")
+        raise SettingError("Nothing to train: no parameter of the model requires a gradient.")
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     others = [parameter for parameter in trained if parameter.dim() <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     given: Any = [group for group in groups if group["params"]] if settings.weight_decay else trained
     try:
         return kind(given, **options)
-    except (ValueError, TypeError) as error:  # Muon, for one, takes matrices only
+    except (ValueError, TypeError) as error:  # e.g. Muon, which takes matrices only
         raise SettingError(f"optimizer={settings.optimizer} cannot be used: {reason(error)}. Use another.") from error
 
 
 def optimizer_and_options(settings: TrainSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class that the settings name, and what it is given; raises SettingError where it takes no such thing."""
+    """The optimizer's class and options; raises SettingError for an option that it does not have."""
     kind = _kind(settings.optimizer)
     taken = inspect.signature(kind).parameters
     options: dict[str, Any] = {"lr": settings.lr}
@@ -57,7 +57,7 @@ def _kind(name: str) -> type[torch.optim.Optimizer]:
     }
     if name.lower() not in found:
         near = difflib.get_close_matches(name.lower(), found, n=len(found))
-        near = sorted(near, key=lambda word: word != "adamw")[:3]  # most mean the default, and many names are near it
+        near = sorted(near, key=lambda word: word != "adamw")[:3]  # the default first: many names are similar
         meant = f"Did you mean {' or '.join(near)}?" if near else f"Accepted: {', '.join(sorted(found))}."
         raise SettingError(f"optimizer={name!r} is not in torch.optim. {meant}")
     if name.lower() in _UNUSABLE:

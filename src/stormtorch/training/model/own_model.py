@@ -1,4 +1,4 @@
-"""``module:callable``: models and losses of the user's own, found by name in the current directory or on the path."""
+"""``module:callable``: models and losses of user code, found by name in the current directory or on the path."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
 
 def find_callable(name: str, *, setting: str) -> Callable[..., Any]:
-    """What ``module:callable`` names; the current directory is searched too, as Python itself would."""
+    """Import ``module:callable``; searches the current directory too, as Python does."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise SettingError(f"{setting} {name!r} is no name of a callable. Accepted: module:callable.")
+        raise SettingError(f"{setting} {name!r} is not the name of a callable. Accepted: module:callable.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -37,18 +37,18 @@ def find_callable(name: str, *, setting: str) -> Callable[..., Any]:
     found = getattr(module, attribute, None)
     if not callable(found):
         raise SettingError(f"{setting} {name}: {module_name} has no callable {attribute!r}.")
-    return found  # type: ignore[no-any-return]  # callable() has told so
+    return found  # type: ignore[no-any-return]  # callable() was checked
 
 
 def check_callables(model: str, loss: str | None) -> None:
-    """Raises SettingError where one of the two names nothing that can be called."""
+    """Raise SettingError if one of the two names no callable."""
     find_callable(model, setting="--model")
     if loss is not None:
         find_callable(loss, setting="--loss")
 
 
 def make_model(name: str, dtype: torch.dtype | None) -> nn.Module:
-    """Calls what ``name`` names, without arguments; ``dtype`` None leaves the model as it was built."""
+    """Call ``name`` without arguments; ``dtype`` None leaves the model as it was built."""
     make = find_callable(name, setting="--model")
     try:
         model = make()
@@ -64,7 +64,7 @@ def make_model(name: str, dtype: torch.dtype | None) -> nn.Module:
 
 
 def own_loss(name: str | None) -> Loss:
-    """How a batch becomes a loss: the model is called with the batch's fields, and its output asked for the loss."""
+    """A function that calls the model with a batch's fields and takes the loss from its output."""
     function = None if name is None else find_callable(name, setting="--loss")
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -78,7 +78,7 @@ def own_loss(name: str | None) -> Loss:
             return found.reshape(())
         shown = type(found).__name__ if found is not None else f"not in the model's {type(output).__name__}"
         if isinstance(found, torch.Tensor):
-            shown = f"a tensor of shape {tuple(found.shape)}" if found.numel() != 1 else "computed of no weight"
+            shown = f"a tensor of shape {tuple(found.shape)}" if found.numel() != 1 else "not computed from weights"
         raise SettingError(
             f"The loss is {shown}. Accepted: a tensor with one number that depends on the weights: what the model "
             "returns, its .loss, its entry 'loss', the first of a tuple, or from --loss module:callable(output, batch)."

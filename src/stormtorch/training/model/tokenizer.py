@@ -1,4 +1,4 @@
-"""The tokenizer of a run: that of the model's directory, or the one the user names."""
+"""Loads the tokenizer of a run: that of the model's directory, or the one that the user names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def load_tokenizer(settings: TrainSettings) -> Any:
     transformers = require("transformers", extra="hf", why="Reading text")
     if settings.tokenizer is None and not _may_hold_tokenizer(path):
         raise SettingError(
-            f"--model {given} has no tokenizer with it. Say --tokenizer PATH, a tokenizer's directory or a "
-            "tokenizer.json."
+            f"--model {given} has no tokenizer. Give --tokenizer PATH, a tokenizer's directory or a tokenizer.json."
         )
     if not path.exists():
         raise SettingError(f"--tokenizer {given} does not exist. Name a tokenizer's directory, or a tokenizer.json.")
@@ -34,17 +33,17 @@ def load_tokenizer(settings: TrainSettings) -> Any:
     except StormError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
-        raise SettingError(f"No tokenizer can be read from {path}: {reason(error)}. Say --tokenizer PATH.") from error
+        raise SettingError(f"No tokenizer can be read from {path}: {reason(error)}. Give --tokenizer PATH.") from error
 
 
 def _may_hold_tokenizer(folder: Path) -> bool:
-    """Whether it has a file of any kind that tokenizers come in. transformers' own complaint is a list of guesses."""
+    """Whether it has a file of any kind of tokenizer. Without one, transformers' error is a list of guesses."""
     kinds = ("*token*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "*.tiktoken")
     return folder.is_dir() and any(next(folder.glob(kind), None) is not None for kind in kinds)
 
 
 def _bare(transformers: Any, file: Path) -> Any:
-    """A ``tokenizer.json`` without a configuration: what ends a document is known by its usual names."""
+    """A ``tokenizer.json`` without a configuration: finds the end token by its usual names."""
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
     end = TextTokenizer(file).end
     if end is not None:

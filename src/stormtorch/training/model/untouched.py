@@ -1,4 +1,4 @@
-"""Work between steps that must leave no trace in training: random numbers, and the mode of the model."""
+"""Isolates work between steps from training: restores random numbers and the mode of the model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In here the model is in eval mode without gradients; afterwards modes and all random numbers are as before."""
+    """Run the block in eval mode without gradients; afterwards restore modes and all random generators."""
     modes = [(module, module.training) for module in model.modules()]
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []  # no other: to ask one for its state costs memory there
+    devices = [device] if device.type == "cuda" else []  # reading the state of another device would use its memory
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         model.eval()
         try:

@@ -1,4 +1,4 @@
-"""Saving during a run: in the background, the oldest removed when the newest is there. A full disk does not end it."""
+"""Saves checkpoints during a run, in the background, and removes old ones. A full disk does not end the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ...checkpoint.folder import read_manifest
 from ...core.errors import CheckpointError, StorageError
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...session.api import Session
 from ..reporting.usage import Spent
 from .run_folder import RunFolder
@@ -19,10 +19,10 @@ OnSaved = Callable[[int, Spent], None]
 
 
 class Checkpoints:
-    """``save`` starts or makes a checkpoint; ``poll``, after every step, tidies up when one was completed.
+    """``save`` starts or makes a checkpoint; ``poll``, after every step, prunes when one was completed.
 
-    ``write_files`` puts files beside the weights: it is given the folder, the step, and whether the optimizer's states
-    are there too. ``on_saved`` is told of each that is complete: its step, and what it took since it was asked for.
+    ``write_files`` adds files beside the weights; its arguments: the folder, the step, and whether the optimizer's
+    states are saved. ``on_saved`` is called for each complete checkpoint with its step and cost.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Checkpoints:
         self._write_files, self._warn, self._on_saved = write_files, warn, on_saved
         self._coming: Path | None = None
         self._step, self._began_s = 0, 0.0
-        self.last = last  # the newest that is known to be complete
-        self.weights_alone: Path | None = None  # what was saved at the end, where there was no room for more
+        self.last = last  # the newest known to be complete
+        self.weights_alone: Path | None = None  # saved at the end because a full checkpoint did not fit
 
     def save(self, step: int, also: dict[str, Any], *, wait: bool) -> bool:
-        """Whether it went well so far. A disk that is full is said; the run goes on, and the last one is intact."""
+        """Start a save; False if it failed. Warns of a full disk; the run goes on, and the last one is intact."""
         path = self._folder.checkpoint(step)
         self.finish()
         began_s = time.perf_counter()
@@ -60,21 +60,21 @@ class Checkpoints:
         return True
 
     def save_weights_alone(self, step: int, also: dict[str, Any]) -> None:
-        """For the end of a run whose last checkpoint was not saved: what can be used is, if there is room for that.
+        """At the end of a run whose last save failed, save the weights without the optimizer, if they fit.
 
-        Nothing is removed for it: the last one with the optimizer's states stays."""
+        Removes nothing: the last checkpoint with the optimizer's states remains."""
         path = self._folder.checkpoint(step)
         began_s = time.perf_counter()
         try:
             self._write(path, step, also, wait=True, optimizer=False)
         except StorageError as error:
-            self._warn(f"Nor were the weights alone: {error}")
+            self._warn(f"The weights alone were not saved either: {error}")
             return
         self.weights_alone = path
         self._on_saved(step, _spent(path, began_s))
 
     def poll(self) -> None:
-        """Note what was completed in the background, and remove what is too old. Costs one look at a file name."""
+        """Note a completed background save, and prune. Costs one check of a file name."""
         if self._coming is None or not self._coming.exists():
             return
         self.last, self._coming = self._coming, None
@@ -85,7 +85,7 @@ class Checkpoints:
             self._warn(f"An old checkpoint could not be removed: {error}")
 
     def finish(self) -> bool:
-        """Wait for a save in the background; whether there is none that failed."""
+        """Wait for a save in the background; False if it failed."""
         if self._coming is None:
             return True
         try:
@@ -102,7 +102,7 @@ class Checkpoints:
         self._warn(f"{path.name} was not saved: {error} {'Training goes on. ' if goes_on else ''}{good}")
 
     def _write(self, path: Path, step: int, also: dict[str, Any], *, wait: bool, optimizer: bool) -> None:
-        try:
+        with storage_errors(f"write {path}"):  # the tokenizer's own writing raises OSError
             self._session.save(
                 path,
                 also=also,
@@ -110,15 +110,11 @@ class Checkpoints:
                 wait=wait,
                 optimizer=optimizer,
             )
-        except StorageError:
-            raise
-        except OSError as error:  # what a tokenizer's own writing raised
-            raise storage_error(f"write {path}", error) from error
 
 
 def _spent(path: Path, began_s: float) -> Spent:
     seconds = time.perf_counter() - began_s
     try:
         return Spent(seconds, read_manifest(path).total_bytes)
-    except (CheckpointError, StorageError):  # it was there; somebody has removed it meanwhile
+    except (CheckpointError, StorageError):  # removed in the meantime
         return Spent(seconds, 0)

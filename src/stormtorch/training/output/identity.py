@@ -1,7 +1,7 @@
-"""What decides the numbers of a run. A checkpoint carries it; a run that resumes must have the same.
+"""The identity of a run: everything that decides its numbers. A checkpoint holds it; a resumed run must have the same.
 
-Placement (vram, ram, device, step, activations) is not in it: where something is computed never changes a result. Nor
-is how often something is saved, logged or evaluated. The data is, by its tokens.
+It leaves out placement (vram, ram, device, step, activations), which never changes a result, and how often the run
+saves, logs or evaluates. It includes the data, by its tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..settings.train_settings import TrainSettings, is_callable_name
 
 RUN_FILE = Path("storm") / "run.json"
 _CONFIG, _SAMPLES = "config of the model", "samples of the model's weights"
-_NEWER = {_CONFIG, _SAMPLES}  # older checkpoints do not say
+_OPTIONAL = {_CONFIG, _SAMPLES}  # older checkpoints do not have them
 _SETTINGS = (
     "sequence",
     "batch",
@@ -44,7 +44,7 @@ _SETTINGS = (
 
 
 def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any]:
-    """By name, as JSON holds it."""
+    """The identity by name, in JSON's types."""
     found = {name: value for name, value in settings.as_mapping().items() if name in _SETTINGS}
     own = is_callable_name(settings.model)
     found["dtype"] = settings.dtype
@@ -61,15 +61,15 @@ def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any
 
 
 def of_schedule(settings: TrainSettings, total: int) -> dict[str, Any]:
-    """What the learning rate depends on, besides the settings themselves."""
+    """The values that the learning rate depends on, besides the settings."""
     steps = {} if settings.schedule == "constant" else {"steps in all": total}
     return steps | {"warm-up steps": warmup_steps(settings, total)}
 
 
 class RunRecord(NamedTuple):
-    """What a checkpoint says of the run that made it; ``optimizer``: whether its states are in it.
+    """A checkpoint's record of its run. ``optimizer``: whether it holds the optimizer's states.
 
-    ``total``: the steps that the run was to have; None where an older checkpoint does not say."""
+    ``total``: the planned steps of the run; None in older checkpoints."""
 
     step: int
     made_with: dict[str, Any]
@@ -102,7 +102,7 @@ def read_run_file(checkpoint: Path) -> RunRecord:
         step, made_with = content["step"], dict(content["identity"])
         total = content.get("total", made_with.get("steps in all"))
         if not _is_count(step) or not (total is None or _is_count(total)):
-            raise ValueError("its steps are no numbers")
+            raise ValueError("its steps are not numbers")
         if not isinstance(made_with.get(_CONFIG, {}), dict):
             raise ValueError("it names no config")
         return RunRecord(step, made_with, bool(content.get("optimizer", True)), total)
@@ -111,7 +111,7 @@ def read_run_file(checkpoint: Path) -> RunRecord:
             f"{checkpoint} was not made by storm train: it has no {RUN_FILE}. Open it as --model, in a new --output."
         ) from None
     except (StorageError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}). Take another checkpoint.") from None
+        raise CheckpointError(f"{path} is damaged ({error}). Use another checkpoint.") from None
 
 
 def _is_count(value: object) -> bool:
@@ -119,27 +119,30 @@ def _is_count(value: object) -> bool:
 
 
 def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises SettingError with one line for each difference."""
-    then, now = _flat(then), _flat({name: value for name, value in now.items() if name in then or name not in _NEWER})
+    """Raise SettingError with one line for each difference."""
+    then, now = (
+        _flat(then),
+        _flat({name: value for name, value in now.items() if name in then or name not in _OPTIONAL}),
+    )
     names = list(dict.fromkeys([*then, *now]))
     different = [name for name in names if _json(then.get(name)) != _json(now.get(name))]
     if different:
         lines = [f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now" for name in different]
         raise SettingError(
-            f"{checkpoint} was made with settings that give other numbers. Make them as they were, or begin anew with "
+            f"{checkpoint} was made with settings that give other numbers. Restore them, or start a new run with "
             "another --output:" + (f" {lines[0]}" if len(lines) == 1 else "\n  " + "\n  ".join(lines))
         )
 
 
 def _flat(made_with: dict[str, Any]) -> dict[str, Any]:
-    """With the config's values beside the settings."""
+    """Put the config's values beside the settings."""
     rest = {name: value for name, value in made_with.items() if name != _CONFIG}
     config = made_with.get(_CONFIG) or {}
     return rest | {f"{name} in the model's config": value for name, value in config.items()}
 
 
 def _json(value: Any) -> str:
-    """For comparing: a NaN is a NaN, and the order of names does not matter."""
+    """For comparison: NaN equals NaN, and the order of names does not matter."""
     return json.dumps(value, sort_keys=True)
 
 

@@ -1,6 +1,6 @@
-"""``metrics.jsonl``: one JSON object per line, flushed as it is written; and TensorBoard beside it, where asked for.
+"""Writes ``metrics.jsonl``, one JSON object per line, flushed at once; and TensorBoard files, if the user wants them.
 
-A run that goes on from a checkpoint first cuts the file back to that step: what was written after it happens again.
+A resumed run first cuts the file back to the checkpoint's step, because it does the later steps again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Self, TextIO
 
 from ...core.errors import StorageError
 from ...core.sizes import MiB
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_error, storage_errors
 from ...memory.disk.contained import check_no_link, open_to_write, opened, parse_json
 from ..errors import require
 from ..settings.train_settings import TrainSettings
@@ -26,8 +26,7 @@ _LONGEST = 64 * MiB
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Leave out every record of a later step than ``step``, and a last line that was cut in two. Atomic. What others
-    have written there, stays."""
+    """Remove all records after ``step``, and an incomplete last line. Keeps lines that are not ours. Atomic."""
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
     try:
         check_no_link(path)
@@ -44,12 +43,12 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """With their ends; one that is too long for a record of ours is left out, and is not held in memory."""
+    """Lines with their line ends. Skips lines that are too long for a record, without holding them in memory."""
     begins = True
     while line := file.readline(_LONGEST):
         ends = line.endswith(b"\n")
         if begins and (ends or len(line) < _LONGEST):
-            yield line if ends else line + b"\n"  # the last: a kill may have come just before its end
+            yield line if ends else line + b"\n"  # a kill may have come just before the last line end
         begins = ends
 
 
@@ -65,13 +64,13 @@ def _is_kept(line: bytes, step: int) -> bool:
 
 
 def check_tensorboard(settings: TrainSettings) -> None:
-    """Raises SettingError if it is wanted and not installed: before hours of loading, not after them."""
+    """Raise SettingError if it is wanted and not installed, before hours of loading."""
     if settings.tensorboard:
         require("torch.utils.tensorboard", extra="log", why="--tensorboard")
 
 
 def open_metrics(settings: TrainSettings, folder: RunFolder, done: int) -> Metrics:
-    """Those of a run of which ``done`` steps are done."""
+    """Open the metrics of a run after ``done`` steps."""
     cut_back(folder.metrics, done)
     board = folder.tensorboard if settings.tensorboard else None
     return Metrics(folder.metrics, tensorboard=board, purge_step=done + 1)
@@ -81,10 +80,8 @@ class Metrics:
     """Writes records, each with a step and a kind: load, resume, step, skip, nan, evaluation, sample, save or end."""
 
     def __init__(self, path: Path, *, tensorboard: Path | None, purge_step: int) -> None:
-        try:
+        with storage_errors(f"write {path}"):
             self._file: TextIO = os.fdopen(open_to_write(path, append=True), "a", encoding="utf-8")
-        except OSError as error:
-            raise error if isinstance(error, StorageError) else storage_error(f"write {path}", error) from error
         self._path = path
         self._board: Any = None
         self._full = False
@@ -121,7 +118,7 @@ class Metrics:
         self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # said when it was written
+        with contextlib.suppress(OSError):  # the write has reported it
             self._file.close()
         if self._board is not None:
             self._board.close()

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from. It never begins anew in a folder that has checkpoints, without being told."""
+"""Finds the checkpoint that a run resumes from. A run never starts over in a folder with checkpoints by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ...checkpoint.folder import all_complete, check_complete, check_sums, read_manifest, remove
 from ...core.errors import CheckpointError, SettingError, StorageError, WrongModel
 from ...data.loader import DataLoader
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...session.api import Session
 from ..reporting.usage import Spent
 from ..reporting.watcher import Watcher
@@ -22,13 +22,13 @@ from .run_folder import RunFolder
 
 
 def candidates(folder: RunFolder, settings: TrainSettings) -> list[Path]:
-    """Checkpoints to try, the best one first; none: the run begins with its first step."""
+    """Checkpoints to try, the best one first; empty: the run starts with its first step."""
     there = [path for path in sorted(folder.checkpoints.iterdir()) if path.is_dir() and path.name.startswith("step-")]
     if settings.resume == "never":
         if there:
             raise SettingError(
-                f"{folder.checkpoints} holds {len(there)} checkpoints, and --resume never would mix two runs. Use "
-                "another --output, or delete them."
+                f"{folder.checkpoints} holds {len(there)} checkpoints: --resume never would mix two runs. Use another "
+                "--output, or delete them."
             )
         return []
     if settings.resume != "auto":
@@ -36,56 +36,53 @@ def candidates(folder: RunFolder, settings: TrainSettings) -> list[Path]:
     found = [path for path in all_complete(folder.checkpoints) if _lies_in(path, folder.path)]
     if there and not found:
         raise CheckpointError(
-            f"None of the {len(there)} checkpoints in {folder.checkpoints} is complete. Nothing is begun anew over "
-            "them: use another --output, or delete them."
+            f"None of the {len(there)} checkpoints in {folder.checkpoints} is complete. Use another --output, or "
+            "delete them."
         )
     return found[::-1]
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    """Whether it is no link that leads out. A folder from a stranger names its own checkpoints; --resume any other."""
+    """Whether no link leads out of the folder: an untrusted one may name its own checkpoints alone."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _named(path: Path, folder: RunFolder) -> Path:
     inside = all_complete(path / "checkpoints") or all_complete(path)
     if inside:
-        raise SettingError(f"--resume {path} holds checkpoints and is none. Name one of them, such as {inside[-1]}.")
+        raise SettingError(f"--resume {path} is a folder of checkpoints. Name one of them, such as {inside[-1]}.")
     check_complete(path)
     step = read_run_file(path).step
     later = [other for other in all_complete(folder.checkpoints) if read_run_file(other).step > step]
     if later:
         raise SettingError(
-            f"{later[-1]} is of a later step than --resume {path}, and would be taken for the newest. Go on from "
-            "it with --resume auto, or use another --output."
+            f"{later[-1]} is of a later step than --resume {path}, and would count as the newest. Resume from it with "
+            "--resume auto, or use another --output."
         )
     return path
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run goes on from, and what reading it took."""
+    """The checkpoint that a run resumed from, and the cost of reading it."""
 
     path: Path
     record: RunRecord
     spent: Spent
 
     def tidy(self, folder: RunFolder, keep: int) -> list[Path]:
-        """What is newer than this checkpoint is damaged, and must not count as the newest.
+        """Move newer checkpoints to ``damaged/``, and prune; returns their new paths.
 
-        It is moved to ``damaged/``, for whoever wants to look at it; returns where. What a kill left unpruned goes too.
-        """
+        They are damaged, or the run would have resumed from them, and must not count as the newest."""
         moved = []
         for path in sorted(folder.checkpoints.iterdir()):
             if folder.is_own(path) and int(path.name.removeprefix("step-")) > self.record.step:
                 target = folder.damaged / path.name
-                try:
+                with storage_errors(f"move {path} to {target}"):
                     target.parent.mkdir(exist_ok=True)
                     if os.path.lexists(target):
                         remove(target)
                     path.rename(target)
-                except OSError as error:
-                    raise storage_error(f"move {path} to {target}", error) from error
                 moved.append(target)
         folder.prune(keep)
         return moved
@@ -94,7 +91,7 @@ class Resumed:
 def same_run(
     found: Sequence[Path], made_with: dict[str, Any], settings: TrainSettings, total: int, warn: Callable[[str], None]
 ) -> list[Path]:
-    """Those of ``found`` whose run gives the same numbers; raises SettingError if one was made with other settings."""
+    """The checkpoints of runs that give the same numbers; raises SettingError if one was made with other settings."""
     usable = []
     first: CheckpointError | None = None
     for path in found:
@@ -103,22 +100,22 @@ def same_run(
         except CheckpointError as error:
             first = first or error
             if path != found[-1]:
-                warn(f"{error} The checkpoint before it is tried.")
+                warn(f"{error} Trying the checkpoint before it.")
             continue
         try:
             now = made_with
-            if record.total is not None and record.total < total:  # a run may be given more steps
+            if record.total is not None and record.total < total:  # the user may extend a run
                 now = made_with | of_schedule(settings, record.total)
             check_same(path, record.made_with, now)
         except SettingError:
             if RunFolder.is_own(path) or settings.resume != "auto":
                 raise
-            warn(f"{path} is left alone: it was made with settings that give other numbers, under a name of yours.")
+            warn(f"{path} is ignored: it was made with settings that give other numbers, and you named it.")
             continue
         if path == found[0] and not record.optimizer and settings.save_optimizer and record.step < total:
             raise SettingError(
-                f"{path} holds the weights alone: whoever goes on from it begins the optimizer anew, with other "
-                "numbers. Say --no-save-optimizer if you want that, or delete it to go on from the one before it."
+                f"{path} holds the weights alone: resuming from it starts the optimizer again and changes the numbers. "
+                "Give --no-save-optimizer if you want that, or delete it to resume from the one before it."
             )
         usable.append(path)
     if first is not None and not usable:
@@ -127,9 +124,9 @@ def same_run(
 
 
 def _damage(path: Path) -> CheckpointError | None:
-    """What is wrong with the files of a checkpoint that seems to be of another model: a bit of a name may have changed.
+    """The damage of a checkpoint that seems to be of another model: a flipped bit may have changed a name.
 
-    Reads all of them."""
+    Reads all of its files."""
     try:
         manifest = check_complete(path)
         check_sums(path, manifest, manifest.files)
@@ -141,7 +138,7 @@ def _damage(path: Path) -> CheckpointError | None:
 def go_on(
     found: Sequence[Path], session: Session, loader: DataLoader, folder: RunFolder, total: int, watcher: Watcher
 ) -> Resumed | None:
-    """Load the first of ``found`` that is whole; None if there are none. Says which was, and which were not."""
+    """Load the first undamaged checkpoint of ``found``; None if ``found`` is empty. Warns of damaged ones."""
     first: Exception | None = None
     for path in found:
         began_s = time.perf_counter()
@@ -152,10 +149,10 @@ def go_on(
             if isinstance(caught, WrongModel):
                 error = _damage(path) or caught
                 if error is caught:
-                    raise  # an older one is of the same model
+                    raise  # older ones are of the same model
             first = first or error
             if path != found[-1]:
-                watcher.warn(f"{error} The checkpoint before it is tried.")
+                watcher.warn(f"{error} Trying the checkpoint before it.")
             continue
         seconds, record = time.perf_counter() - began_s, read_run_file(path)
         watcher.say(f"resumed    {path}: {record.step} of {total} steps are done (read in {seconds:.1f} s)")

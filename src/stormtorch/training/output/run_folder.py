@@ -1,7 +1,7 @@
 """The folder of a run: ``checkpoints/step-00000100``, ``metrics.jsonl``, ``data/``. One process at a time writes it.
 
-The folder may come from a stranger. It may itself be a link, which the user has named; a link inside of it, at a name
-that a run writes or removes, is refused.
+The folder may be untrusted. It may itself be a link, because the user named it; links inside it, at names that a run
+writes or removes, are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOCK = ".lock"
 
 
 class RunFolder:
-    """Made if it is not there, and locked while entered; what killed processes have left is removed then."""
+    """A context manager that makes the folder, locks it, and removes leftovers of killed processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,11 +40,11 @@ class RunFolder:
 
     @staticmethod
     def is_own(path: Path) -> bool:
-        """Whether a checkpoint has a name that runs give. A copy under any other is the user's, and stays."""
+        """Whether a checkpoint has a name that runs give. Other names are the user's, and are never removed."""
         return _CHECKPOINT.fullmatch(path.name) is not None
 
     def prune(self, keep: int) -> None:
-        """Remove all but the ``keep`` newest of the run's own."""
+        """Remove all but the ``keep`` newest of the run's own checkpoints."""
         remove_all([path for path in all_complete(self.checkpoints) if self.is_own(path)][:-keep])
 
     def __enter__(self) -> Self:

@@ -1,1 +1,1 @@
-"""What a run tells its user: the plan, the pace, and what it used."""
+"""Reports of a run to its user: the plan, the pace, and the resources used."""

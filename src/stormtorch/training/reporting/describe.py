@@ -1,4 +1,4 @@
-"""What a run is, before it begins: what goes where, and why."""
+"""Describes a run before it starts: the model, the schedule, and the placement."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def _counted(count: int, noun: str) -> str:
 
 
 def describe_placement(session: Session) -> list[str]:
-    """Each tier with its budget, and what lies there already."""
+    """Each tier with its budget and its present use."""
     lines = []
     budgets, ledger = session.ledger.budgets, session.ledger
     placement = session.placement
     device, host = budgets[Tier.DEVICE], budgets[Tier.HOST]
     lines.append(
         f"device     {session.device}, {_device_limit(session, device)}: {format_bytes(placement.pool_bytes)} for "
-        f"weights and gradients on their way ({placement.reason})"
+        f"streamed weights and gradients ({placement.reason})"
     )
     held = ", ".join(
         f"{line.tag.value} {format_bytes(line.used_bytes)}"
@@ -63,10 +63,10 @@ def describe_placement(session: Session) -> list[str]:
 
 
 def _device_limit(session: Session, budget: Budget) -> str:
-    """On the CPU there is no driver to leave room for, and what is free is the RAM of the other budget."""
+    """The device's limit. On the CPU it is a part of the RAM, without room for a driver."""
     if session.device.type != "cpu":
         return _limit(budget)
-    return f"whose memory is RAM as well, at most {format_bytes(budget.limit_bytes)} of it ({budget.given})"
+    return f"whose memory is RAM too, at most {format_bytes(budget.limit_bytes)} of it ({budget.given})"
 
 
 def _limit(budget: Budget) -> str:

@@ -1,4 +1,4 @@
-"""How fast a run is, and how long it has to go: from the last steps, without the pauses between them."""
+"""Measures the pace of a run from its last steps, without the pauses between them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-_FIRST = 5  # steps that are not like the others: memory is found, kernels are chosen
+_FIRST = 5  # slower steps: torch allocates memory and chooses kernels
 
 
 class Pace:
@@ -26,7 +26,7 @@ class Pace:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what is no part of a step: evaluation, samples, saving."""
+        """Exclude the block from the pace: evaluation, samples, saving."""
         began = self._clock()
         try:
             yield
@@ -35,10 +35,10 @@ class Pace:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step, of the last ones; None before the first."""
+        """Seconds per step, over the last steps; None before the first."""
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
 
     @property
     def mean_step_s(self) -> float | None:
-        """Seconds of a step, of all but the first; None before there is one."""
+        """Seconds per step, over all but the first steps; None before those."""
         return (self._ends[-1] - self._steady_s) / (self.steps - _FIRST) if self.steps > _FIRST else None

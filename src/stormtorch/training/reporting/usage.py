@@ -1,4 +1,4 @@
-"""What a run needed, when it is over: for the user in a few lines, for programs in the last record of the metrics."""
+"""The resources that a run used: a few lines for the user, and the last record of the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...session.api import Session
 
 
 class Spent(NamedTuple):
-    """What reading or writing took."""
+    """The time and bytes of reading or writing."""
 
     seconds: float
     size_bytes: int
@@ -30,7 +30,7 @@ class Spent(NamedTuple):
 
 @dataclass
 class Times:
-    """Of what is no step."""
+    """The cost of loading, resuming and saving."""
 
     load: Spent | None = None
     resume: Spent | None = None
@@ -44,7 +44,7 @@ class Times:
 
 
 def peaks(session: Session) -> dict[str, int]:
-    """The most memory that this process has had: all of its RAM, and the device's."""
+    """The peak memory of this process: RAM and device."""
     device = session.device
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {
@@ -54,7 +54,7 @@ def peaks(session: Session) -> dict[str, int]:
 
 
 def peak_rss_bytes() -> int:
-    """VmHWM, pages of files that are mapped included. `getrusage` would count those of the process that started us."""
+    """VmHWM, which includes mapped pages of files. `getrusage` would include the process that started us."""
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):

@@ -1,4 +1,4 @@
-"""Who watches a run: the command shows it on a terminal, a test collects it. Training only tells."""
+"""The observer of a run: the command line shows its events on a terminal, tests collect them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Where a run stands. ``loss`` is that of the last step whose result has arrived."""
+    """The progress of a run. ``loss``: of the last step whose result has arrived."""
 
     step: int
     total: int
@@ -25,16 +25,16 @@ class Status:
 
 class Watcher(Protocol):
     def say(self, line: str) -> None:
-        """Something that the user should read."""
+        """Show a line to the user."""
 
     def warn(self, line: str) -> None:
-        """Something that went wrong and does not end the run."""
+        """Report an error that does not end the run."""
 
     def reading(self, total_bytes: int) -> Callable[[int], None]:
-        """Text of that many bytes is about to be read; what is returned is told of each piece."""
+        """Called before text of that many bytes is read; returns a function to call with the bytes of each piece."""
 
     def show(self, status: Status) -> None:
-        """After every step; ``log`` says which of them deserve a line."""
+        """Called after every step; ``log`` is called for those that deserve a line."""
 
     def log(self, status: Status) -> None:
-        """A step whose numbers were written to the metrics."""
+        """Called for a step whose numbers were written to the metrics."""

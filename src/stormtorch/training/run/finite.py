@@ -1,4 +1,4 @@
-"""Not a number: what is wrong, in which step, and whether weights may still be saved."""
+"""Errors for values that are not finite, and the check of weights before a save."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import nn
 
 from ...core.errors import StormError
 
-_PIECE = 1 << 24  # elements looked at in one go: what `isfinite` makes of them is as large
+_PIECE = 1 << 24  # elements at a time: `isfinite` makes a tensor of as many
 
 
 class NotFinite(StormError):
-    """A step gave something that is no finite number; nothing that it touched was saved."""
+    """A step gave a value that is not finite; no weights that it changed were saved."""
 
 
 def problem_in_weights(model: nn.Module) -> str | None:
-    """Which trained weight holds something that is not finite; one pass over RAM."""
+    """The first trained weight with a value that is not finite, as text; one pass over RAM."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             flat = parameter.detach().reshape(-1)

@@ -1,11 +1,11 @@
-"""The loop: what happens in a step, and between two of them.
+"""The training loop: a step, and the work between two steps.
 
-It waits for nothing that the device computes, but keeps no more than two steps ahead of it: so much hides everything,
-and a Ctrl-C or a bad loss is noticed soon. Losses are looked at as they arrive. Before a checkpoint all of them are,
-and where no norm of the gradients was taken, or a step was skipped, the weights too: a poisoned state is never saved.
+The host runs at most two steps ahead of the device: enough to hide its own work, and a Ctrl-C or a bad loss is noticed
+soon. The loop checks losses as they arrive. Before a checkpoint it waits for all of them, and if no gradient norm was
+computed, or a step was skipped, it checks the weights too: it never saves a state with NaN.
 
-Order between steps: evaluation and samples come before the save, so that whoever resumes from a checkpoint has
-everything that belongs to its step in the metrics.
+Between steps, evaluation and samples come before the save, so that the metrics up to a checkpoint are complete when a
+run resumes from it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .readings import Reading, Readings
 from .sampling import sample
 from .stopping import Stopping
 
-_AHEAD = 2  # steps that the host may be ahead of the device
-_MOST_SKIPPED = 10  # in a row: then it is the weights, and not the data
+_AHEAD = 2  # the most steps that the host is ahead of the device
+_MAX_SKIPPED = 10  # in a row: then the weights are bad, not the data
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """Everything that a run has. ``run`` trains from the step after ``done`` to ``total``."""
+    """The parts of a run. ``run`` trains from the step after ``done`` to ``total``."""
 
     settings: TrainSettings
     session: Session
@@ -58,26 +58,26 @@ class Loop:
     stopping: Stopping
     total: int
     done: int = 0
-    before_first: Callable[[nn.Module, Batch], None] | None = None  # something to find out about the first batch
+    before_first: Callable[[nn.Module, Batch], None] | None = None  # a check on the first batch
     _pace: Pace = field(default_factory=Pace, init=False)
     _last: Reading | None = field(default=None, init=False)
-    _saved: bool = field(default=True, init=False)  # whether the last save went well
+    _saved: bool = field(default=True, init=False)  # whether the last save succeeded
     _saved_step: int = field(default=0, init=False)
     _skipped_in_row: int = field(default=0, init=False)
-    _suspect: bool = field(default=False, init=False)  # whether the weights are to be looked at before the next save
+    _suspect: bool = field(default=False, init=False)  # whether to check the weights before the next save
 
     def __post_init__(self) -> None:
         self._saved_step = self.done
         self._readings = Readings(self.session.device, self.session.ledger)
 
     def run(self) -> bool:
-        """Train; whether the last step done is saved. Raises NotFinite. A signal ends it after the step that runs."""
+        """Train; returns whether the last step is saved. Raises NotFinite. A signal ends it after the current step."""
         batches: Iterator[Batch] = iter(self.loader)
         try:
             while self.done < self.total and self.stopping.signal is None:
                 self._step(self.done + 1, batches)
                 self.done += 1
-                self._between(last=self.done == self.total)
+                self._after_step(last=self.done == self.total)
             if self.stopping.signal is not None:
                 self._note(self._readings.all())
                 self._save_last()
@@ -86,7 +86,7 @@ class Loop:
             self._readings.close()
 
     def write_end(self) -> None:
-        """The last record of a run, with what it needed."""
+        """Write the last record of a run, with the resources that it used."""
         step_s = self._pace.mean_step_s
         self._write(
             "end",
@@ -113,7 +113,7 @@ class Loop:
         if settings.clip:
             norm = self.session.clip_grad_norm_(settings.clip)
         elif settings.on_nan == "skip":
-            norm = self.session.clip_grad_norm_(float("inf"))  # the norm alone
+            norm = self.session.clip_grad_norm_(float("inf"))  # computes the norm, clips nothing
         self._readings.put(step, loss, norm)
         if settings.on_nan == "stop" or not self._skipped():
             self.optimizer.step()
@@ -123,7 +123,7 @@ class Loop:
         self.watcher.show(self._status(step))
 
     def _skipped(self) -> bool:
-        """Wait for this step's numbers; whether its update is to be left out."""
+        """Wait for this step's numbers; returns whether to skip its update."""
         skip = False
         for reading in self._readings.all():
             problem = reading.problem()
@@ -133,32 +133,32 @@ class Loop:
             else:
                 skip = self._suspect = True
                 self._skipped_in_row += 1
-                self.watcher.warn(f"Step {reading.step} is skipped: {problem}.")
+                self.watcher.warn(f"Skipped step {reading.step}: {problem}.")
                 self._write("skip", reading.step, reason=problem)
-                if self._skipped_in_row == _MOST_SKIPPED:
-                    raise self._not_finite(reading.step, f"{problem}, for the {_MOST_SKIPPED}th time in a row")
+                if self._skipped_in_row == _MAX_SKIPPED:
+                    raise self._not_finite(reading.step, f"{problem}, for the {_MAX_SKIPPED}th time in a row")
         return skip
 
-    def _between(self, *, last: bool) -> None:
+    def _after_step(self, *, last: bool) -> None:
         settings, step = self.settings, self.done
         self.checkpoints.poll()
         with self._pace.pause():
-            self._save_asked()  # before an evaluation: what asks by a signal will not wait for long
+            self._save_on_signal()  # before an evaluation: a scheduler that sends a signal does not wait long
             try:
                 if self.eval_loader is not None and _due(step, settings.eval_every, last):
                     self._evaluate()
                 if settings.sample_prompts and _due(step, settings.sample_every, last):
                     self._sample()
                 if self.stopping.signal is not None:
-                    return  # saved at once, before somebody loses patience
-            except Exception:  # of memory, say: the work up to here is kept
+                    return  # saves at once: the sender of a signal may kill the run soon
+            except Exception:  # e.g. out of memory: keep the work so far
                 self._note(self._readings.all())
                 self._save_last()
                 raise
             self._save_due(last=last)
 
-    def _save_asked(self) -> None:
-        """Begin the checkpoint that SIGUSR1 asks for, unless this step is saved, or is being so."""
+    def _save_on_signal(self) -> None:
+        """Start the checkpoint that SIGUSR1 requests, unless this step is saved or being saved."""
         if self.stopping.signal is None and self.stopping.take_save() and not self._is_saved:
             self._note(self._readings.all())
             self._save(wait=False)
@@ -176,7 +176,7 @@ class Loop:
 
     @property
     def _is_saved(self) -> bool:
-        """Whether the last step done is saved, or is being so."""
+        """Whether the last step is saved or being saved."""
         return self._saved_step == self.done and self._saved
 
     def _save(self, *, wait: bool) -> None:
@@ -190,7 +190,7 @@ class Loop:
             self.checkpoints.save_weights_alone(step, also)
 
     def _save_last(self) -> None:
-        """At the end: what was done is saved, unless it is, or is being so."""
+        """At the end, save the last step, unless it is saved or being saved."""
         if self._is_saved:
             self._saved = self.checkpoints.finish()
         if not self._is_saved:
@@ -210,18 +210,18 @@ class Loop:
                 stop=lambda: self.stopping.signal is not None or self.stopping.save_asked,
             )
             if self.stopping.signal is not None and loss is None:
-                self.watcher.warn(f"The evaluation of step {self.done} is left out.")
+                self.watcher.warn(f"The evaluation of step {self.done} was skipped.")
                 return
-            self._save_asked()  # in the middle random numbers are not the run's: it ends, and begins again
+            self._save_on_signal()  # random generators are not the run's during an evaluation: it starts again
         self._write("evaluation", self.done, loss=loss if math.isfinite(loss) else None)
         self.watcher.say(f"step {self.done}: loss {loss:.4f} on the evaluation data")
 
     def _sample(self) -> None:
         for prompt in self.settings.sample_prompts or ():
             if self.stopping.signal is not None:
-                self.watcher.warn(f"Samples of step {self.done} are left out.")
+                self.watcher.warn(f"The samples of step {self.done} were skipped.")
                 return
-            self._save_asked()
+            self._save_on_signal()
             text = sample(
                 self.model, self.tokenizer, prompt, tokens=self.settings.sample_tokens, device=self.session.device
             )
@@ -229,7 +229,7 @@ class Loop:
             self.watcher.say(f"step {self.done}: {prompt!r} -> {text!r}")
 
     def _note(self, readings: list[Reading]) -> None:
-        """Look at numbers that have arrived; raises NotFinite at the first bad one."""
+        """Check and record numbers that have arrived; raises NotFinite at the first bad one."""
         for reading in readings:
             problem = reading.problem()
             if problem is not None:
@@ -242,7 +242,7 @@ class Loop:
         good = self.checkpoints.last
         kept = f"The last good checkpoint is {good}" if good is not None else "There is no checkpoint yet"
         other = "" if self.settings.on_nan == "skip" else ", or use --on-nan skip"
-        return NotFinite(f"Step {step}: {problem}. {kept}. Lower --lr, look at the data{other}.")
+        return NotFinite(f"Step {step}: {problem}. {kept}. Lower --lr, check the data{other}.")
 
     def _record(self, reading: Reading) -> None:
         self._last = reading

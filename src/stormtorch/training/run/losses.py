@@ -1,4 +1,4 @@
-"""Losses of batches: with their gradients for a step, or without, on evaluation data."""
+"""Losses of batches: with gradients for a step, or without, on evaluation data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..model.untouched import untouched
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
-    """How many predictions of a batch count; the first label of a row has nothing in front of it."""
+    """The number of trained tokens in a batch; the first of a row is never predicted."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
 def forward_backward(model: nn.Module, loss_of: Loss, batches: Sequence[Batch], *, by_tokens: bool) -> torch.Tensor:
-    """Gradients of the mean loss over ``batches``, which is returned; waits for nothing.
+    """Accumulate the gradients of the mean loss over ``batches`` and return the loss; waits for nothing.
 
-    ``by_tokens``: each batch's own mean counts by its number of tokens to be learnt, so that the result is the mean
-    over all tokens of the step, however they are spread. Otherwise all batches count alike.
+    ``by_tokens``: weights each batch's mean by its trained tokens, so that the result is the mean over all tokens of
+    the step. Otherwise all batches have equal weights.
     """
     if len(batches) == 1:
         loss = loss_of(model, batches[0])
@@ -48,9 +48,9 @@ def evaluate(
     device: torch.device,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Mean loss per token over at most ``limit`` batches; None if ``stop`` says True before that.
+    """Mean loss per token over at most ``limit`` batches; None if ``stop`` returns True before the end.
 
-    Streams through the same budget as training. Waits for the result; changes nothing."""
+    Streams within the same budget as training. Waits for the result; changes nothing."""
     total: torch.Tensor | None = None
     count: torch.Tensor | None = None
     with untouched(model, device):

@@ -1,4 +1,4 @@
-"""The model of a run, opened: built, streamed, its weights read; what was said of it is said by then."""
+"""Opens the model of a run: builds it, streams it, reads its weights, and describes it to the user."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .text_data import TextData
 
 @dataclass(frozen=True)
 class Opened:
-    """``load``: what reading the weights took; None where none were read."""
+    """``load``: the cost of reading the weights; None if none were read."""
 
     built: Built
     optimizer: torch.optim.Optimizer
@@ -41,9 +41,9 @@ class Opened:
 
 
 def check_names(settings: TrainSettings) -> None:
-    """Refuse names of nothing before hours go into the data: the optimizer's, the model's and the loss's."""
+    """Refuse unknown names of the optimizer, the model or the loss, before hours of preparing data."""
     optimizer_and_options(settings)
-    _seed(settings)  # a module of the user's own may draw numbers as it is imported
+    _seed(settings)  # importing user code may draw random numbers
     if is_callable_name(settings.model):
         check_callables(str(settings.model), settings.loss)
     elif settings.lora_rank:
@@ -51,7 +51,7 @@ def check_names(settings: TrainSettings) -> None:
 
 
 def check_room(settings: TrainSettings, device: torch.device) -> None:
-    """Refuse a model that the budgets cannot hold while it is a description: before data is read or a weight made."""
+    """Refuse a model that the budgets cannot hold, on the meta device: before reading data or making a weight."""
     model = build_outline(settings)
     if model is not None:
         check_budgets(model, make_optimizer(model, settings), _stream_settings(settings, device))
@@ -70,18 +70,18 @@ def _seed(settings: TrainSettings) -> None:
 
 
 def _rehearse_saving(built: Built, data: TextData) -> None:
-    """Write the small files of a checkpoint to nowhere: what transformers reads but will not write is refused now, not
-    after hours, at the first save."""
+    """Write the small files of a checkpoint to a temporary folder: transformers reads some configs but refuses to write
+    them. Find that now, not at the first save."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             write_configs(built.model, Path(folder))
             built.copy_files(Path(folder))
             data.tokenizer.save_pretrained(folder)
-        except OSError:  # of this folder, which is not where they will be
+        except OSError:  # of the temporary folder
             pass
         except Exception as error:
             raise SettingError(
-                f"The model or its tokenizer could not be saved with a checkpoint: {reason(error)}. Correct its "
+                f"The model or its tokenizer cannot be saved with a checkpoint: {reason(error)}. Correct its "
                 "config.json, generation_config.json or tokenizer_config.json."
             ) from error
 
@@ -89,7 +89,7 @@ def _rehearse_saving(built: Built, data: TextData) -> None:
 def open_model(
     settings: TrainSettings, device: torch.device, data: TextData, watcher: Watcher, ends: ExitStack, *, values: bool
 ) -> Opened:
-    """Without ``values`` a checkpoint follows, which brings them. The session is closed with ``ends``."""
+    """Open the model. Without ``values`` a checkpoint brings them. ``ends`` closes the session."""
     _seed(settings)
     began_s = time.perf_counter()
     built = build(settings, values=values)

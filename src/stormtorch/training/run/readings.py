@@ -1,7 +1,7 @@
-"""Losses and gradient norms on their way from the device: the loop writes them down and never waits for one.
+"""Copies losses and gradient norms from the device, without waiting for them.
 
-Each step's two numbers are copied to page-locked memory behind the kernels that make them, with an event. Whoever logs
-takes those that have arrived; whoever must know them all, because a checkpoint follows, waits.
+Each step's two numbers are copied to page-locked memory after the kernels that compute them, with an event. Logging
+takes those that have arrived; a checkpoint waits for all of them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ...memory.books.ledger import Ledger
 from ...memory.host.arena import HostArena
 from ...memory.host.pinning import page_lock_for
 
-_SLOTS = 256  # steps that may be on their way; then the oldest is waited for
+_SLOTS = 256  # steps in flight; beyond that, wait for the oldest
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a step computed; ``norm`` is None where nothing asked for it."""
+    """The numbers of a step; ``norm``: None if it was not computed."""
 
     step: int
     loss: float
     norm: float | None
 
     def problem(self) -> str | None:
-        """What is not finite, or None."""
+        """The value that is not finite, as text, or None."""
         if not math.isfinite(self.loss):
             return f"the loss is {self.loss}"
         if self.norm is not None and not math.isfinite(self.norm):
@@ -53,13 +53,13 @@ class Readings:
         self._arrived: list[Reading] = []
 
     def put(self, step: int, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
-        """Write down what a step has computed or will have. Waits for nothing but a slot."""
+        """Queue the copy of a step's numbers. Waits only for a slot."""
         if len(self._waiting) == _SLOTS:
             self._take(wait=True)
         slot = self._slots[self._next % _SLOTS]
         self._next += 1
         for place, number in ((0, loss), (1, norm)):
-            if number is not None:  # one of the two may have been computed in RAM
+            if number is not None:  # either may lie in RAM
                 slot[place].copy_(number.detach().double().reshape(()), non_blocking=True)
         event = None
         if self._device.type != "cpu":
@@ -68,23 +68,23 @@ class Readings:
         self._waiting.append((step, norm is not None, slot, event))
 
     def ready(self) -> list[Reading]:
-        """Those that have arrived since the last call; waits for nothing."""
+        """Readings that have arrived since the last call; waits for nothing."""
         while self._waiting and ((event := self._waiting[0][3]) is None or event.query()):
             self._take(wait=False)
-        return self._handed()
+        return self._take_arrived()
 
     def all_but(self, count: int) -> list[Reading]:
-        """Those that have arrived, and as many more as leave ``count`` on their way: these are waited for."""
+        """All readings but the last ``count``, and those that have arrived; waits for them."""
         while len(self._waiting) > count:
             self._take(wait=True)
         return self.ready()
 
     def all(self) -> list[Reading]:
-        """All that are not handed out yet; waits for them."""
+        """All readings that were not returned yet; waits for them."""
         return self.all_but(0)
 
     def close(self) -> None:
-        """Wait for what is on its way, and return the memory."""
+        """Wait for running copies, and return the memory."""
         for _, _, _, event in self._waiting:
             if event is not None:
                 event.synchronize()
@@ -101,6 +101,6 @@ class Readings:
         loss, norm = slot.tolist()
         self._arrived.append(Reading(step, loss, norm if has_norm else None))
 
-    def _handed(self) -> list[Reading]:
+    def _take_arrived(self) -> list[Reading]:
         found, self._arrived = self._arrived, []
         return found

@@ -1,4 +1,4 @@
-"""What the model writes so far: greedy continuations of the user's prompts."""
+"""Samples of the model: greedy continuations of the user's prompts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def check_can_sample(model: nn.Module) -> None:
 
 
 def _positions(model: nn.Module) -> int:
-    """How many tokens the model can see: a continuation beyond that would end the run."""
+    """The model's positions: a longer continuation would end the run."""
     config: Any = getattr(model, "config", None)
     known = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
     return known if isinstance(known, int) else sys.maxsize
 
 
 def sample(model: nn.Module, tokenizer: Any, prompt: str, *, tokens: int, device: torch.device) -> str:
-    """The continuation of a prompt, without it, as far as positions go. Changes nothing, random numbers included."""
+    """The continuation of a prompt, without the prompt, up to the model's positions. Leaves no trace in training."""
     generator: Any = model
     with untouched(model, device), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that home and device differ is how streaming works
+        warnings.simplefilter("ignore")  # transformers warns that weights and inputs are on different devices
         given = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64).to(device)
         most = min(tokens, _positions(model) - given.shape[1])
         if most < 1 or not given.numel():

@@ -1,8 +1,8 @@
 """Signals of a run. SIGINT, SIGTERM and SIGHUP end it with a checkpoint, a second SIGINT ends it at once, and SIGUSR1
-asks for a checkpoint and lets it go on.
+requests a checkpoint without ending it.
 
-Before the first step there is nothing to save, so the first three end the run where it stands, by an exception. From
-then on they are noted, and the loop looks at them between two steps.
+Before the first step there is nothing to save, so the first three end the run at once, by an exception. From then on
+the handler notes them, and the loop checks between two steps.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has ended a run before its first step. A KeyboardInterrupt, because code that cleans up knows that."""
+    """A signal ended a run before its first step. A KeyboardInterrupt, because cleanup code expects that."""
 
     def __init__(self, number: signal.Signals) -> None:
-        super().__init__(f"Stopped by {number.name} before a step was made: nothing is lost. The same command goes on.")
+        super().__init__(
+            f"Stopped by {number.name} before the first step: nothing is lost. Run the same command again."
+        )
         self.status = 128 + int(number)
 
 
 class Stopping:
-    """While entered, ``signal`` holds the first that came of SIGINT, SIGTERM and SIGHUP, or None. Main thread only."""
+    """Handles signals while entered. ``signal``: the first of SIGINT, SIGTERM and SIGHUP, or None. Main thread only."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.signal: signal.Signals | None = None
@@ -36,34 +38,34 @@ class Stopping:
 
     @property
     def status(self) -> int:
-        """The exit status that a shell expects of a program that a signal ended."""
+        """The exit status that shells expect after a signal."""
         return 128 + int(self.signal) if self.signal is not None else 0
 
     @property
     def save_asked(self) -> bool:
-        """Whether SIGUSR1 has come since the last ``take_save``."""
+        """Whether SIGUSR1 came since the last ``take_save``."""
         return self._save_asked
 
     def take_save(self) -> bool:
-        """Whether SIGUSR1 asks for a checkpoint; the next one asks for another."""
+        """Whether SIGUSR1 requested a checkpoint; clears the request."""
         asked, self._save_asked = self._save_asked, False
         return asked
 
     def check(self) -> None:
-        """Raise `Stopped` if a signal has come: a destructor that ran just then may have swallowed the first one."""
+        """Raise `Stopped` if a signal came: a destructor may have swallowed the handler's exception."""
         if self.signal is not None:
             raise Stopped(self.signal)
 
     def begin_steps(self) -> None:
-        """From here on the loop sees to signals between two steps."""
+        """From now on, note signals for the loop instead of raising."""
         self.check()
-        self._stepping = True  # a signal between these two lines raises: the handler does so until this one has run
+        self._stepping = True  # until this line, the handler raises
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (*_ENDING, signal.SIGUSR1):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and the like mean it
-                    self._before[number] = signal.signal(number, self._came)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and similar tools ignore it on purpose
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -73,10 +75,10 @@ class Stopping:
             signal.signal(number, before)
         self._before.clear()
 
-    def _came(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self._save_asked = True
-            self._tell("SIGUSR1: a checkpoint is saved after the step that runs, and training goes on.")
+            self._tell("SIGUSR1: saving a checkpoint after the current step; training goes on.")
             return
         again = number == signal.SIGINT and self._interrupted
         self._interrupted |= number == signal.SIGINT
@@ -89,10 +91,10 @@ class Stopping:
                 raise Stopped(self.signal)
             return
         if number == signal.SIGINT:
-            self._tell("Stopping: the step that runs is finished and saved. Ctrl-C again ends at once, without.")
+            self._tell("Stopping after the current step, with a checkpoint. Ctrl-C again stops at once, without one.")
         elif first:
-            self._tell(f"Stopping ({self.signal.name}): the step that runs is finished and saved.")
+            self._tell(f"Stopping after the current step, with a checkpoint ({self.signal.name}).")
 
     def _tell(self, line: str) -> None:
-        with contextlib.suppress(RuntimeError):  # Python was writing to that very stream
+        with contextlib.suppress(RuntimeError):  # the signal interrupted a write to the same stream
             self._say(line)

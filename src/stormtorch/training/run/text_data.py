@@ -1,4 +1,4 @@
-"""The rows of a run: text made tokens once, and loaders over them."""
+"""The data of a run: text tokenised once, and loaders of the rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..text.encode import beyond_vocabulary
 
 @dataclass(frozen=True)
 class TextData:
-    """What is trained on, and evaluated on where that is wanted; ``total`` is the number of optimizer steps."""
+    """The rows for training and, optionally, for evaluation. ``total``: the number of optimizer steps."""
 
     tokenizer: Any
     rows: Prepared
@@ -30,20 +30,20 @@ class TextData:
     total: int
 
     def loader(self, settings: TrainSettings, device: torch.device) -> DataLoader:
-        """Shuffled, for all steps of the run. What does not fill a batch waits for the next pass."""
+        """A shuffled loader for all steps of the run. Each pass leaves out rows that do not fill a batch."""
         per_epoch = self.rows.rows // settings.batch
         epochs = math.ceil(self.total * settings.accumulate / per_epoch)
         return _loader(self.rows, settings, device, shuffle=True, drop_last=True, epochs=epochs)
 
     def eval_loader(self, settings: TrainSettings, device: torch.device) -> DataLoader | None:
-        """In order, once."""
+        """A loader of the evaluation data, in order, once."""
         if self.eval_rows is None:
             return None
         return _loader(self.eval_rows, settings, device, shuffle=False, drop_last=False, epochs=1)
 
 
 def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextData:
-    """Prepare the rows, or find them in ``cache``; says what they are."""
+    """Prepare the rows, or find them in ``cache``; describes them to the user."""
     vocabulary = None
     if not is_callable_name(settings.model):
         config = hf_model.read_config(Path(str(settings.model)))
@@ -79,7 +79,7 @@ def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextDat
 
 
 def _check_prompts(settings: TrainSettings, tokenizer: Any, vocabulary: int | None) -> None:
-    """A token that the model does not know would end the run when samples are due."""
+    """Refuse prompts with tokens beyond the vocabulary, which would end the run at the first sample."""
     for prompt in settings.sample_prompts or ():
         largest = max(tokenizer.encode(prompt), default=0)
         if vocabulary is not None and largest >= vocabulary:
@@ -91,7 +91,7 @@ def total_steps(settings: TrainSettings, rows: int) -> int:
     batches = rows // settings.batch
     if batches == 0:
         raise SettingError(
-            f"The data has {rows} rows of {settings.sequence} tokens, which fill no batch={settings.batch}. "
+            f"The data has {rows} rows of {settings.sequence} tokens, fewer than batch={settings.batch}. "
             "Lower --batch or --sequence."
         )
     if settings.steps is not None:
@@ -99,8 +99,8 @@ def total_steps(settings: TrainSettings, rows: int) -> int:
     steps = int(settings.epochs * batches / settings.accumulate + 1e-9)  # 0.57 * 100 is 56.99999999999999
     if steps == 0:
         raise SettingError(
-            f"epochs={settings.epochs:g} of {batches} batches make no step of accumulate={settings.accumulate}. "
-            "Raise --epochs, or lower --accumulate."
+            f"epochs={settings.epochs:g} of {batches} batches are fewer than one step of "
+            f"accumulate={settings.accumulate}. Raise --epochs, or lower --accumulate."
         )
     return steps
 

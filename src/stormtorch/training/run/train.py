@@ -1,4 +1,4 @@
-"""``train``: from settings to a trained model. Puts the parts together; each has a file of its own."""
+"""``train``: assembles the parts of a run and runs it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from .text_data import read_text
 
 
 def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None = None) -> int:
-    """Train as the settings say; returns the exit status. Raises StormError, NotFinite among them, and `Stopped` where
-    a signal comes before the first step. ``stopping`` hears signals already; without it they are heard from here on."""
+    """Train with these settings; returns the exit status. Raises StormError, e.g. NotFinite, and `Stopped` if a signal
+    comes before the first step. ``stopping``: a handler that is entered already; default: a new one."""
     if stopping is None:
         with Stopping(watcher.warn) as own:
             return train(settings, watcher, own)
@@ -63,21 +63,21 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
                 watcher.say(f"damaged    {moved}: moved there")
             if resumed.record.total is not None and resumed.record.total < data.total:
                 watcher.say(
-                    f"schedule   the run was made for {resumed.record.total} steps and has {data.total} now: from step "
+                    f"schedule   the run had {resumed.record.total} steps and has {data.total} now: from step "
                     f"{done + 1} on the learning rate is that of {data.total} steps, "
                     f"{learning_rate(settings, done + 1, data.total):.3g} at first"
                 )
             if done >= data.total:
-                watcher.say(_how_to_go_on(settings, done))
+                watcher.say(_how_to_continue(settings, done))
                 status = _say_result(built, resumed.path, watcher)
                 if resumed.record.optimizer or not settings.save_optimizer:
                     return status
                 watcher.warn(
                     f"{resumed.path} is not complete: it holds the weights alone, without the optimizer's states. "
-                    "Say --no-save-optimizer if that is enough; or free space and delete it: the same command then "
+                    "Give --no-save-optimizer if that is enough. Or free space and delete it: the same command then "
                     "trains again, from the checkpoint before it or from the beginning."
                 )
-                return 1  # as the run ended that made it
+                return 1  # like the run that made it
 
         def write_files(into: Path, step: int, optimizer: bool) -> None:
             built.copy_files(into)
@@ -124,23 +124,23 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         return _ending(loop, saved, built, times, watcher)
 
 
-def _how_to_go_on(settings: TrainSettings, done: int) -> str:
+def _how_to_continue(settings: TrainSettings, done: int) -> str:
     more = f"--steps {2 * done}" if settings.steps is not None else f"--epochs {2 * settings.epochs:g}"
-    return f"The run is finished at step {done}: nothing is left to train. {more} goes on."
+    return f"The run is finished at step {done}: nothing is left to train. Continue it with {more}."
 
 
 def _refuse_ranks() -> None:
-    """Before the folder is locked: the second process would hear that the first one is running."""
+    """Refuse a launcher, before locking the folder: else the second process reports that the first one is running."""
     ranks = os.environ.get("WORLD_SIZE", "")
     if ranks.isdecimal() and int(ranks) > 1:
         raise SettingError(
-            f"STORM trains in one process, and WORLD_SIZE={ranks} says that {ranks} were started, by torchrun or "
-            "accelerate launch perhaps. Start storm train without a launcher."
+            f"STORM trains in one process, and WORLD_SIZE={ranks} means that a launcher such as torchrun or accelerate "
+            f"launch started {ranks}. Start storm train without a launcher."
         )
 
 
 def _with_dtype(settings: TrainSettings, device: torch.device) -> TrainSettings:
-    """bf16 where it is fast; many CPUs take a hundred times as long with it."""
+    """Resolve dtype=auto: bf16, but fp32 on a CPU, where bf16 may be a hundred times slower."""
     if settings.dtype != "auto" or is_callable_name(settings.model):
         return settings
     return dataclasses.replace(settings, dtype="fp32" if device.type == "cpu" else "bf16")
@@ -153,21 +153,21 @@ def _device(name: str) -> str:
 
 
 def _ending(loop: Loop, saved: bool, built: Built, times: Times, watcher: Watcher) -> int:
-    """Say how it ended and what it needed; the exit status."""
+    """Report how the run ended and what it used; returns the exit status."""
     watcher.say("")
     watcher.say(str(loop.session.report(tokens_per_step=loop.tokens_per_step)))
     watcher.say(f"process: peak RAM {format_bytes(peak_rss_bytes())}; {times}")
     watcher.say("")
     last, weights = loop.checkpoints.last, loop.checkpoints.weights_alone
     if not saved:
-        kept = f"The weights alone are in {weights}" if weights is not None else "The last step is not saved"
+        kept = f"The weights alone are in {weights}" if weights is not None else "The last step was not saved"
         good = f"The last complete checkpoint is {last}" if last is not None else "There is no complete checkpoint"
         watcher.warn(f"{kept}. {good}. Free space, or use another disk.")
         return loop.stopping.status or 1
     if loop.stopping.signal is not None:
         where = f"saved in {last}" if last is not None else "nothing to save"
         how = "The same command" if loop.settings.resume == "auto" else "The same command with --resume auto"
-        watcher.say(f"Stopped after step {loop.done} of {loop.total}, {where}. {how} goes on from there.")
+        watcher.say(f"Stopped after step {loop.done} of {loop.total}, {where}. {how} resumes from there.")
         return loop.stopping.status
     return _say_result(built, last, watcher)
 

@@ -1,1 +1,1 @@
-"""The settings of a run: names, values, YAML, and the schedule that follows from them."""
+"""The settings of a run: names, values, YAML, and the learning-rate schedule."""

@@ -1,4 +1,4 @@
-"""The learning rate, as a function of the step and nothing else: a resumed run needs no state to go on with it."""
+"""The learning rate as a function of the step alone: a resumed run needs no state for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .train_settings import TrainSettings
 
 
 def warmup_steps(settings: TrainSettings, total: int) -> int:
-    """Steps until the learning rate is at its highest: a number of them, or a share of all, at least one."""
+    """Steps until the learning rate reaches its maximum: a number, or a share of all, then at least one."""
     warmup = settings.warmup
     if warmup == 0:
         return 0
@@ -16,10 +16,10 @@ def warmup_steps(settings: TrainSettings, total: int) -> int:
 
 
 def learning_rate(settings: TrainSettings, step: int, total: int) -> float:
-    """Of update number ``step``, from 1 to ``total``.
+    """The learning rate of update ``step``, from 1 to ``total``.
 
-    It rises in a straight line and reaches ``lr`` in the last step of the warm-up; then it stays, or falls towards
-    zero, which the step after the last would have.
+    It rises linearly and reaches ``lr`` in the last step of the warm-up; then it is constant, or falls towards zero,
+    which the step after the last would have.
     """
     warmup = warmup_steps(settings, total)
     if step <= warmup:

@@ -1,11 +1,11 @@
-"""What a user may have meant by a setting that does not exist: names of other programs, then names that look alike."""
+"""Suggestions for a setting that does not exist: by names of other programs, then by similar names."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-# By setting, what transformers, trl, axolotl, LLaMA-Factory, Lightning and nanoGPT call it.
+# Names of each setting in transformers, trl, axolotl, LLaMA-Factory, Lightning and nanoGPT.
 _ELSEWHERE = {
     "model": "model_name_or_path model_name model_path base_model pretrained pretrained_model_name_or_path checkpoint",
     "tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_dir",
@@ -66,22 +66,22 @@ _ELSEWHERE = {
 }
 _SETTINGS = {other: name for name, others in _ELSEWHERE.items() for other in others.split()}
 _NO_WANDB = "All numbers are in metrics.jsonl in --output, and --tensorboard writes TensorBoard files too."
-_ONE_GPU = "STORM trains on one GPU, and streams what does not fit: leave it out."
-_NO_BITS = "Quantised weights are not trained here: --lora-rank 16 trains adapters on bf16 weights."
+_ONE_GPU = "STORM trains on one GPU, and streams a model that does not fit: leave it out."
+_NO_BITS = "STORM does not train quantised weights: --lora-rank 16 trains adapters on bf16 weights."
 _INSTEAD = {
     **dict.fromkeys(("wandb", "use_wandb", "wandb_project", "wandb_entity", "mlflow", "comet"), _NO_WANDB),
     **dict.fromkeys(("fsdp", "deepspeed", "ddp", "nproc_per_node", "num_gpus", "world_size"), _ONE_GPU),
-    "gradient_checkpointing": "STORM chooses by itself; --activations recompute always computes again.",
+    "gradient_checkpointing": "STORM chooses by itself; --activations recompute always recomputes.",
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "qlora", "quantization"), _NO_BITS),
-    "trust_remote_code": "Code in a model's folder is never run: leave it out.",
-    "push_to_hub": "A checkpoint is a folder that hf upload takes.",
+    "trust_remote_code": "STORM never runs code in a model's folder: leave it out.",
+    "push_to_hub": "A checkpoint is a folder that hf upload accepts.",
 }
 
 
 def suggestion(given: str, names: Iterable[str], *, flags: bool) -> str:
-    """What to do instead of ``given``, in a sentence; nothing where no name of ``names`` is near. As flags or keys."""
+    """A sentence with the setting to use instead of ``given``, as flag or key; "" if no name is similar."""
     word, known = given.lstrip("-").replace("-", "_").lower(), list(names)
-    if word in _INSTEAD and "lr" in known:  # of storm train; other commands have no such settings
+    if word in _INSTEAD and "lr" in known:  # storm train; other commands have no such settings
         return _INSTEAD[word]
     if word in known or _SETTINGS.get(word) in known:
         near = [word if word in known else _SETTINGS[word]]

@@ -1,6 +1,6 @@
-"""All settings of ``storm train``, in one frozen dataclass: the only place with their names, defaults and meanings.
+"""All settings of ``storm train`` in one frozen dataclass: the only place with their names, defaults and help.
 
-The flags of the command, the keys of a YAML file, and what ``--print-config`` prints all come from its fields.
+The command's flags, the keys of a YAML file, and the output of ``--print-config`` all come from its fields.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _CALLABLE = text("module:callable", "MODULE:CALLABLE")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """What a run is. ``model`` and ``data`` are required; everything else has a default that trains."""
+    """The settings of a run. ``model`` and ``data`` are required; all others have defaults that work."""
 
     model: str | None = _model(
         None,
         path("a directory, a JSON file or module:callable", "MODEL"),
         (
-            "a directory of transformers with weights, one or a JSON file with a config only (random weights), "
+            "a transformers directory with weights; a directory or a JSON file with a config alone (random weights); "
             "or module:callable that returns an nn.Module"
         ),
     )
@@ -70,31 +70,31 @@ class TrainSettings:
     dtype: str = _model(
         "auto",
         one_of("auto", "bf16", "fp32"),
-        ("of the weights, bf16 with fp32 masters; auto: bf16, on a CPU fp32; or as module:callable has built it"),
+        ("of the weights; bf16 has fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it"),
     )
     chunked_loss: bool = _model(
-        False, switch(), "never hold all logits: less device memory for large vocabularies, other rounding"
+        False, switch(), "never hold all logits: less device memory for large vocabularies, different rounding"
     )
     step: str = _model(
         "auto",
         one_of("auto", "forward", "backward", "serial"),
-        "when the optimizer runs: beside the next forward, in backward as gradients arrive, or by itself",
+        "when the optimizer runs: during the next forward, in backward as gradients arrive, or on its own",
     )
     activations: str = _model(
         "auto",
         one_of("auto", "keep", "offload", "recompute"),
-        "kept on the device, moved to RAM, or computed again in backward",
+        "kept on the device, offloaded to RAM, or recomputed in backward",
     )
 
     data: tuple[str, ...] = _data(
-        (), _PATHS, "JSON lines or text files, or directories of them; or folders that storm data pack has made"
+        (), _PATHS, "JSON lines or text files, or directories of them; or folders that storm data pack made"
     )
     format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the documents; auto: by their keys")
     text_field: str | None = _data(None, text("a key", "KEY"), "key of the text (default: text)")
     sequence: int = _data(1024, count(2, 1 << 24), "tokens in a row")
-    packing: bool = _data(True, switch(), "join documents to full rows, instead of one per row")
+    packing: bool = _data(True, switch(), "join documents to full rows; without: one document per row")
     completions_only: bool | None = _data(
-        None, switch(), ("learn from answers only (default: yes for chat and completion)")
+        None, switch(), ("train on answers only (default: yes for chat and completion)")
     )
 
     batch: int = _update(1, count(1), "rows in a forward pass")
@@ -102,20 +102,20 @@ class TrainSettings:
     epochs: float = _update(1.0, number(0.0, above=True, most=1e6), "passes over the data, unless steps are given")
     steps: int | None = _update(None, count(1), "optimizer steps, instead of epochs")
     optimizer: str = _update("adamw", text("the name of an optimizer of torch.optim", "NAME"), "one of torch.optim")
-    lr: float = _update(1e-5, number(0.0, above=True), "learning rate at its highest")
+    lr: float = _update(1e-5, number(0.0, above=True), "maximum learning rate")
     schedule: str = _update("cosine", one_of("cosine", "linear", "constant"), "of the learning rate after warm-up")
-    warmup: float = _update(0.03, number(0.0), "steps from 0 to lr; below 1 a share of all steps")
-    weight_decay: float = _update(0.0, number(0.0), "of matrices; norms and biases are left alone")
+    warmup: float = _update(0.03, number(0.0), "steps from 0 to lr; below 1: a share of all steps")
+    weight_decay: float = _update(0.0, number(0.0), "of matrices; norms and biases are not decayed")
     betas: tuple[float, float] | None = _update(None, pair(), "of Adam (default: the optimizer's own)")
     eps: float | None = _update(None, number(0.0, above=True), "of Adam (default: the optimizer's own)")
-    clip: float = _update(1.0, number(0.0), "norm at which gradients are clipped; 0: not at all")
+    clip: float = _update(1.0, number(0.0), "norm at which gradients are clipped; 0: no clipping")
     seed: int = _update(0, count(0), "of weights, dropout and the order of rows")
     on_nan: str = _update(
         "stop",
         one_of("stop", "skip"),
         (
-            "at a loss or gradient that is not finite: stop with status 3, or skip the update (each step is then "
-            "waited for)"
+            "at a loss or gradient that is not finite: stop with status 3, or skip the update (the host then waits for "
+            "each step)"
         ),
     )
 
@@ -125,7 +125,7 @@ class TrainSettings:
     lora_targets: tuple[str, ...] | None = _lora(
         None,
         several(text("the name of a module", "NAME")),
-        ("modules that get adapters (default: all linear layers but the head)"),
+        ("modules that get adapters (default: all linear layers except the head)"),
     )
 
     output: str = _run(
@@ -134,21 +134,21 @@ class TrainSettings:
     resume: str = _run(
         "auto",
         path("auto, never or a checkpoint's directory", "auto|never|PATH"),
-        ("auto: go on from the newest complete checkpoint, if there is one"),
+        ("auto: resume from the newest complete checkpoint, if there is one"),
     )
     save_every: int = _run(500, count(0), "steps between checkpoints; 0: only at the end")
     keep: int = _run(2, count(1), "checkpoints to keep")
     save_optimizer: bool = _run(
-        True, switch(), "without: checkpoints of weights alone, and a resume begins the optimizer anew"
+        True, switch(), "without: checkpoints of weights alone; a resumed run starts the optimizer again"
     )
     log_every: int = _seen(10, count(1), "steps between lines of metrics")
     tensorboard: bool = _seen(False, switch(), "write TensorBoard files too")
     eval_data: tuple[str, ...] | None = _seen(None, _PATHS, "documents to evaluate on")
     eval_every: int = _seen(500, count(0), "steps between evaluations; 0: only at the end")
-    eval_batches: int | None = _seen(None, count(1), "batches of an evaluation at most (default: all)")
+    eval_batches: int | None = _seen(None, count(1), "most batches of an evaluation (default: all)")
     sample_every: int = _seen(0, count(0), "steps between samples; 0: only at the end")
     sample_prompts: tuple[str, ...] | None = _seen(
-        None, several(text("a text", "TEXT", written=True)), "what samples begin with"
+        None, several(text("a text", "TEXT", written=True)), "prompts of the samples"
     )
     sample_tokens: int = _seen(64, count(1), "tokens of a sample")
 
@@ -160,17 +160,17 @@ class TrainSettings:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, object], *, source: str) -> TrainSettings:
-        """Settings by name; dashes for underscores will do. Raises SettingError for a name that there is not."""
+        """Settings by name, with dashes or underscores. Raises SettingError for an unknown name."""
         return cls(**known_names(given, source=source))
 
     def as_mapping(self) -> dict[str, Any]:
-        """Every setting by name, with lists for tuples: what YAML and JSON hold. ``from_mapping`` is the way back."""
+        """Every setting by name, in the types of YAML and JSON. ``from_mapping`` reverses it."""
         found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def known_names(given: Mapping[str, object], *, source: str) -> dict[str, Any]:
-    """``given`` by the names of fields; one that does not exist is refused with those nearest to it."""
+    """``given`` by the names of fields; raises SettingError for an unknown name, with a suggestion."""
     names = [item.name for item in dataclasses.fields(TrainSettings)]
     found = {str(name).replace("-", "_"): value for name, value in given.items()}
     for name in found:
@@ -183,11 +183,11 @@ def known_names(given: Mapping[str, object], *, source: str) -> dict[str, Any]:
 def check_required(settings: TrainSettings) -> None:
     for name in ("model", "data"):
         if not getattr(settings, name):
-            raise SettingError(f"No {name} is given. Say --{name}, or {name}: in the file of --config.")
+            raise SettingError(f"No {name} is given. Give --{name}, or {name}: in the file of --config.")
 
 
 def _check_pairs(settings: TrainSettings) -> None:
-    """Settings that contradict each other, found before anything is read."""
+    """Refuse settings that contradict each other."""
     if settings.step == "backward":
         for name, off in (("clip", 0), ("accumulate", 1)):
             if getattr(settings, name) != off:
@@ -196,39 +196,37 @@ def _check_pairs(settings: TrainSettings) -> None:
                     f"Use --{name} {off}, or --step forward."
                 )
         if settings.on_nan == "skip":
-            raise SettingError("step=backward has updated before a step can be skipped. Use --step forward.")
+            raise SettingError("step=backward updates before a step can be skipped. Use --step forward.")
     _check_output(settings)
     if settings.sample_every and not settings.sample_prompts:
-        raise SettingError("sample_every needs prompts. Say --sample-prompts 'Once upon a time'.")
+        raise SettingError("sample_every needs prompts. Give --sample-prompts 'Once upon a time'.")
     if settings.loss is not None and not is_callable_name(settings.model):
-        raise SettingError("loss is for module:callable models; those of transformers have their own. Leave it out.")
+        raise SettingError("loss is for module:callable models; transformers models have their own. Leave it out.")
     if settings.chunked_loss and is_callable_name(settings.model):
-        raise SettingError(
-            "chunked_loss is for models of transformers. See stormtorch.linear_cross_entropy for others."
-        )
+        raise SettingError("chunked_loss is for transformers models. See stormtorch.linear_cross_entropy for others.")
     if not settings.lora_rank:
         for name in ("lora_alpha", "lora_dropout", "lora_targets"):
             if getattr(settings, name):
-                raise SettingError(f"{name} is for adapters, and lora_rank=0 trains all weights. Say --lora-rank 16.")
+                raise SettingError(f"{name} is for adapters, and lora_rank=0 trains all weights. Give --lora-rank 16.")
     if settings.lora_rank and is_callable_name(settings.model):
-        raise SettingError("lora_rank is for models of transformers. Put adapters in where the model is made.")
+        raise SettingError("lora_rank is for transformers models. Add adapters where the model is made.")
 
 
 def _check_output(settings: TrainSettings) -> None:
-    """What a run writes must not be what the next one reads."""
+    """Refuse data files that the run itself writes."""
     output = os.path.realpath(settings.output)  # Path.resolve raises for a link to itself
     metrics = os.path.join(output, METRICS)  # noqa: PTH118
     for name in ("data", "eval_data"):
         for given in getattr(settings, name) or ():
             if os.path.realpath(given) in (output, metrics):
                 raise SettingError(
-                    f"--{name.replace('_', '-')} {given}: the run writes {metrics}, which would be read as text when "
-                    "it goes on. Use another --output."
+                    f"--{name.replace('_', '-')} {given}: the run writes {metrics}, which a resumed run would read as "
+                    "text. Use another --output."
                 )
 
 
 def is_callable_name(name: str | None) -> bool:
-    """Whether ``name`` is ``module:callable``, and no path."""
+    """Whether ``name`` is ``module:callable``, not a path."""
     if name is None or Path(name).exists():
         return False
     module, colon, attribute = name.partition(":")

@@ -1,6 +1,6 @@
-"""Kinds of settings: how a value from a flag or a YAML file becomes one of ours, or is refused with what is accepted.
+"""Kinds of settings: convert a value from a flag or a YAML file, or refuse it with the accepted values.
 
-A flag gives words, YAML gives numbers, booleans and lists too (and calls ``1e-5`` a word): both end the same.
+A flag gives strings; YAML also gives numbers, booleans and lists (and ``1e-5`` as a string). Both give equal settings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...core.sizes import parse_bytes
 
 @dataclass(frozen=True)
 class Kind:
-    """``convert`` raises ValueError or TypeError for what is not ``accepted``; ``many``: a flag takes several words."""
+    """``convert`` raises ValueError or TypeError for other values than ``accepted``; ``many``: a flag takes several."""
 
     convert: Callable[[Any], Any]
     accepted: str
@@ -28,7 +28,7 @@ class Kind:
 
 
 def accept(name: str, kind: Kind, value: object) -> Any:
-    """The value that ``value`` means for the setting ``name``; raises SettingError with what is accepted."""
+    """Convert ``value`` for the setting ``name``; raises SettingError with the accepted values."""
     if value is None:
         return None
     try:
@@ -37,7 +37,7 @@ def accept(name: str, kind: Kind, value: object) -> Any:
         raise
     except UnicodeError:
         raise SettingError(
-            f"{name}={value!r} holds bytes that are not UTF-8, or a NUL, and could not be written. Accepted: "
+            f"{name}={value!r} holds bytes that are not UTF-8, or a NUL, and cannot be written to files. Accepted: "
             f"{kind.accepted}, as UTF-8."
         ) from None
     except (ValueError, TypeError):
@@ -78,7 +78,7 @@ def number(least: float = 0.0, *, above: bool = False, most: float = math.inf) -
 
 
 def text(accepted: str, metavar: str | None = None, *, written: bool = False) -> Kind:
-    """``written``: it ends up in files, as UTF-8."""
+    """``written``: the run writes it to files, as UTF-8."""
 
     def convert(value: object) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
@@ -93,7 +93,7 @@ def text(accepted: str, metavar: str | None = None, *, written: bool = False) ->
 
 
 def path(accepted: str = "a path", metavar: str = "PATH", *, written: bool = False) -> Kind:
-    """A path or some other word; ``~`` is the home, in a file too."""
+    """A path or another word; ``~`` is the home directory, in a file too."""
     word = text(accepted, written=written)
 
     def convert(value: object) -> str:
@@ -103,7 +103,7 @@ def path(accepted: str = "a path", metavar: str = "PATH", *, written: bool = Fal
 
 
 def several(one: Kind) -> Kind:
-    """One or more of a kind, as a list or as words behind a flag."""
+    """One or more of a kind, as a list or as words after a flag."""
 
     def convert(value: object) -> tuple[Any, ...]:
         return tuple(one.convert(item) for item in _items(value))
@@ -146,7 +146,7 @@ def _items(value: object) -> Sequence[object]:
 
 
 def _whole(value: object) -> int:
-    """Exact, also where a float is not."""
+    """An exact int, also beyond the precision of floats."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lstrip("+-").isdigit():

@@ -1,4 +1,4 @@
-"""Settings as YAML: read from ``--config``, printed by ``--print-config``. YAML is imported only here."""
+"""Settings as YAML: read from ``--config``, printed by ``--print-config``. Only this module imports yaml."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ...core.errors import SettingError
 from ..errors import reason
 from .train_settings import TrainSettings, known_names
 
-_LONGEST = 1 << 20  # characters
-_DEEPEST = 50
+_MAX_CHARACTERS = 1 << 20  # characters
+_MAX_DEPTH = 50
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         AttributeError,
         KeyError,
         OverflowError,
-    ) as error:  # ValueError: no UTF-8, or a date that is none
+    ) as error:  # ValueError: not UTF-8, or an invalid date
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or reason(error)
@@ -49,16 +49,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_plain(yaml: Any, path: Path, text: str) -> None:
-    """Refuse aliases, a few lines of which can stand for more than memory holds, and depth, where PyYAML is slow."""
-    if len(text) > _LONGEST:
-        raise SettingError(f"--config {path} has {len(text)} characters. Accepted: at most {_LONGEST}.")
+    """Refuse aliases, which can expand to more than memory holds, and deep nesting, which PyYAML parses slowly."""
+    if len(text) > _MAX_CHARACTERS:
+        raise SettingError(f"--config {path} has {len(text)} characters. Accepted: at most {_MAX_CHARACTERS}.")
     depth = 0
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
-        name = type(token).__name__  # FlowSequenceStartToken, BlockEndToken and the like
+        name = type(token).__name__  # such as FlowSequenceStartToken, BlockEndToken
         depth += name.endswith("StartToken") - name.endswith("EndToken")
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise SettingError(
-                f"--config {path} is nested more than {_DEEPEST} deep. Accepted: lines of 'name: value'."
+                f"--config {path} is nested more than {_MAX_DEPTH} deep. Accepted: lines of 'name: value'."
             )
         if isinstance(token, yaml.AliasToken):
             raise SettingError(
@@ -67,7 +67,7 @@ def _check_plain(yaml: Any, path: Path, text: str) -> None:
 
 
 def _first_named_twice(node: Any) -> tuple[str, int] | None:
-    """YAML would silently take the last one. Names and lines are in the nodes; dashes are underscores here too."""
+    """The first repeated name and its line: YAML would silently take the last value. Dashes equal underscores."""
     seen: set[str] = set()
     for key, _ in node.value if getattr(node, "id", None) == "mapping" else ():
         name = str(key.value).replace("-", "_")
@@ -78,7 +78,7 @@ def _first_named_twice(node: Any) -> tuple[str, int] | None:
 
 
 def to_yaml(settings: TrainSettings) -> str:
-    """Every setting, in the order of their definition; ``read_yaml`` gives the same settings again."""
+    """Every setting, in the order of definition; ``read_yaml`` reverses it."""
     text: str = _yaml().safe_dump(settings.as_mapping(), sort_keys=False, allow_unicode=True, width=120)
     return text
 

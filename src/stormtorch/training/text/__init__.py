@@ -1,4 +1,4 @@
-"""Text for training: documents in files become rows of tokens, with a label for each token that is to be learnt."""
+"""Text for training: turns documents in files into rows of tokens, with labels for the trained ones."""
 
 from .prepare import Prepared, input_bytes, prepare
 from .records import data_files

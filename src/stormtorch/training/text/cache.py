@@ -1,7 +1,7 @@
-"""A directory of prepared arrays: written beside and renamed, and swept of what dead processes have left.
+"""A cache of prepared arrays: written under another name and renamed, and swept of leftovers of dead processes.
 
-Who writes holds a lock on the directory it writes into. The kernel lets go of it when the process ends, however it
-ends; so a directory that can be locked belongs to nobody, also where process numbers are used again.
+A writer locks the directory that it writes. The kernel releases the lock when the process ends, however it ends; so a
+directory that can be locked has no writer, even if its process id is in use again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from ...core.sizes import MiB
 from ...memory.disk.contained import inside, parse_json, read_small, replace_file
 
-_DIGESTS = "digests.cache"  # no name of data: the directory may be one with data
+_DIGESTS = "digests.cache"  # not the name of a data file: the cache may be in a directory of data
 
 
 @contextmanager
 def being_written(cache: Path, name: str) -> Iterator[Path]:
-    """A directory to write into, which becomes ``cache/name`` when the block ends well, and nothing otherwise."""
+    """Yield a directory, which becomes ``cache/name`` when the block succeeds, and is removed otherwise."""
     directory = cache / f".{name}.writing-{os.getpid()}-{secrets.token_hex(4)}"
     directory.mkdir()
     lock = os.open(directory, os.O_RDONLY)
@@ -35,7 +35,7 @@ def being_written(cache: Path, name: str) -> Iterator[Path]:
         try:
             directory.rename(cache / name)
         except OSError:
-            if not (cache / name).is_dir():  # else another process has made the same meanwhile
+            if not (cache / name).is_dir():  # else another process made the same in the meantime
                 raise
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -43,7 +43,7 @@ def being_written(cache: Path, name: str) -> Iterator[Path]:
 
 
 def sweep(cache: Path) -> None:
-    """Remove what processes that are dead have left half-written."""
+    """Remove incomplete directories of dead processes."""
     for directory in cache.glob(".*.writing-*"):
         try:
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -59,7 +59,7 @@ def sweep(cache: Path) -> None:
 
 
 def digest_of(files: Sequence[Path], cache: Path) -> list[str]:
-    """A hash of each file's content. Reads a file once, and then again when its size or time has changed."""
+    """A hash of each file's content. Reads a file again only if its size, time or inode changed."""
     store = cache / _DIGESTS
     try:
         known = parse_json(read_small(inside(cache, _DIGESTS)))

@@ -1,11 +1,11 @@
-"""Conversations to text, by the tokenizer's own chat template, and exactly where the assistant speaks in it.
+"""Renders conversations with the tokenizer's chat template, and finds the assistant's words in the text.
 
-A template may mark the assistant's words itself (``{% generation %}``); then its marks are taken. Most do not. For
-those a turn's words begin where the generation prompt ends (the conversation before it, rendered as it will be when
-the model is asked to answer) and end where the rendering of the conversation up to and including the turn ends.
-Some templates render a turn differently once others follow it (they drop its thoughts, say): there the turn is found
-by rendering the whole conversation a second time with another text in its place, since what lies before and behind it
-stays the same. What cannot be found is refused: a guess would train the model on its user's words, silently.
+If a template marks the assistant's words itself (``{% generation %}``), its marks are used. Most do not. Then a turn's
+words begin where the generation prompt ends (the conversation before the turn, rendered as at inference) and end where
+the rendering of the conversation up to and including the turn ends. Some templates render a turn differently once
+others follow it, e.g. without its thoughts. Then a second rendering of the whole conversation, with another text in
+the turn's place, finds the turn: the text before and after it is the same. A turn that cannot be found is an error: a
+guess would silently train the model on its user's words.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ...core.errors import SettingError, StorageError
 from ..errors import reason
 
-_STAND_IN = "\u2043stand-in for the words of turn\u2043"  # not a text that a template would change, or a user write
+_STAND_IN = "\u2043stand-in for the words of turn\u2043"  # a text that no template changes and no user writes
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Messages = list[dict[str, Any]]
@@ -30,7 +30,7 @@ class ChatTemplate:
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             raise SettingError(
-                "The data holds conversations, and the tokenizer has no chat template. Use the tokenizer of a chat "
+                "The data holds conversations, but the tokenizer has no chat template. Use the tokenizer of a chat "
                 "model (--tokenizer PATH), or put a chat_template.jinja into the tokenizer's directory."
             )
         self._tokenizer = tokenizer
@@ -39,12 +39,12 @@ class ChatTemplate:
     def render(
         self, place: str, messages: object, *, tools: Any = None, spans: bool = True
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and with ``spans`` the characters of it that the assistant says."""
+        """The text of a conversation, and with ``spans`` the spans of the assistant's words."""
         checked = _checked(place, messages)
         if spans and not any(message["role"] == "assistant" for message in checked):
             raise StorageError(
-                f"{place}: the conversation has no turn of the assistant, so nothing of it is to be learnt. "
-                "Remove the line, or learn everything: --no-completions-only."
+                f"{place}: the conversation has no turn of the assistant to train on. "
+                "Remove the line, or train on everything: --no-completions-only."
             )
         try:
             text = self._render(checked, tools)
@@ -59,7 +59,7 @@ class ChatTemplate:
             ]
         except (SettingError, StorageError):
             raise
-        except Exception as error:  # a template raises what it likes: jinja's errors, TypeError, KeyError
+        except Exception as error:  # a template may raise anything: jinja's errors, TypeError, KeyError
             raise StorageError(
                 f"{place}: the chat template refuses the conversation ({reason(error)}). Correct it."
             ) from error
@@ -83,7 +83,7 @@ class ChatTemplate:
         )
         spans = [(int(start), int(end)) for start, end in rendered[1][0] if end > start]
         if not spans:
-            raise StorageError(f"{place}: the chat template marks nothing in it as the assistant's. Remove the line.")
+            raise StorageError(f"{place}: the chat template marks no words of the assistant. Remove the line.")
         return spans
 
     def _span(self, place: str, text: str, messages: Messages, turn: int, tools: Any) -> tuple[int, int]:
@@ -99,14 +99,14 @@ class ChatTemplate:
             start, end = first if start is None else start, last if end is None else end
         if start is None or end is None or end <= start:
             raise StorageError(
-                f"{place}: turn {turn + 1} cannot be found in what the chat template makes of the conversation. Mark "
-                "the assistant's words in it ({% generation %}), or learn everything: --no-completions-only."
+                f"{place}: turn {turn + 1} cannot be found in the text that the chat template renders. Mark the "
+                "assistant's words in it ({% generation %}), or train on everything: --no-completions-only."
             )
-        # Line ends behind the end-of-turn token: the template puts them there, the model is never asked for them.
+        # Drop line ends after the end-of-turn token: the template adds them, the model never generates them.
         return start, start + len(text[start:end].rstrip())
 
     def _around(self, text: str, messages: Messages, turn: int, tools: Any) -> tuple[int | None, int | None]:
-        """Where turn's words begin and its end-of-turn ends, found by putting other words in their place."""
+        """The beginning of the turn's words and the end of its end-of-turn token, found by replacing the words."""
         replaced = {**messages[turn], "content": _STAND_IN}
         before, found, behind = self._render([*messages[:turn], replaced, *messages[turn + 1 :]], tools).partition(
             _STAND_IN
@@ -117,7 +117,7 @@ class ChatTemplate:
         if not text.endswith(behind):
             return start, None
         _, _, alone = self._render([*messages[:turn], replaced], tools).partition(_STAND_IN)
-        marker = 0  # the length of what ends the turn, before the next one begins
+        marker = 0  # the length of the end-of-turn token
         while alone[marker : marker + 1] == behind[marker : marker + 1] != "":
             marker += 1
         return start, len(text) - len(behind) + marker
@@ -126,14 +126,14 @@ class ChatTemplate:
 def _checked(place: str, messages: object) -> Messages:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise StorageError(
-            f"{place}: 'messages' is no list of messages. Accepted: [{{'role': ..., 'content': ...}}, ...]."
+            f"{place}: 'messages' is not a list of messages. Accepted: [{{'role': ..., 'content': ...}}, ...]."
         )
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise StorageError(f"{place}: message {number} is no object with a 'role'. Correct it.")
+            raise StorageError(f"{place}: message {number} is not an object with a 'role'. Correct it.")
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             raise StorageError(
-                f"{place}: the 'content' of message {number} is {type(content).__name__} and no text. Correct it."
+                f"{place}: the 'content' of message {number} is {type(content).__name__}, not text. Correct it."
             )
     return list(messages)

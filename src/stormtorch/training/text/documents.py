@@ -1,7 +1,7 @@
-"""Records to documents: which text, and which parts of it are to be learnt.
+"""Turns records into documents: a text, and the parts of it to train on.
 
-Three formats, told apart by the first record: ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` and
-``{"messages": [...]}``. Text may also be a list of token numbers, for those who have tokenised already.
+The first record tells the format: ``{"text": ...}``, ``{"prompt": ..., "completion": ...}`` or ``{"messages": [...]}``.
+A text may also be a list of token ids.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """``learn`` holds spans of characters, or of tokens where ``content`` is tokens; None is all of it.
+    """``learn``: the spans to train on, in characters, or in tokens if ``content`` is tokens; None: everything.
 
-    ``opening`` asks for the special tokens that the tokenizer puts around a text, ``ending`` for the end token behind
-    it. ``last`` is False for a piece that more of the same document follows.
+    ``opening``: add the special tokens that the tokenizer puts around a text. ``ending``: add the end token. ``last``:
+    no other piece of the same document follows.
     """
 
     place: str
@@ -37,7 +37,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How records are understood: a format that is settled, and where the text is."""
+    """How to read records: the format, and the field of the text."""
 
     format: Literal["text", "chat", "completion"]
     completions_only: bool
@@ -45,11 +45,11 @@ class Reading:
     template: ChatTemplate | None = None  # for chats
 
     def document(self, record: Record) -> Document:
-        """Raises StorageError with the place of the record if it is not what the format says."""
+        """Raises StorageError, with the place of the record, if it does not have the format."""
         if isinstance(record.content, str):
             if self.format != "text":
                 raise StorageError(
-                    f"{record.place}: plain text, where the data is of format {self.format!r}. Give JSON lines, "
+                    f"{record.place}: plain text, but the data has format {self.format!r}. Give JSON lines, "
                     "or train on text alone: --format text."
                 )
             return Document(
@@ -88,20 +88,20 @@ class Reading:
             record.place, found[self.text_field], tools=found.get("tools"), spans=self.completions_only
         )
         learn = tuple(spans) if self.completions_only else None
-        # The template says how a conversation begins and ends; whatever else was added would be seen in training only.
+        # The template begins and ends a conversation. Other special tokens would not be there at inference.
         return Document(place=record.place, content=text, learn=learn, opening=False, ending=False)
 
 
 def settle(
     first: Record, *, format: str, completions_only: bool | None, text_field: str | None, tokenizer: Any
 ) -> Reading:
-    """How to read data that begins with ``first``. Raises SettingError where the settings contradict it."""
+    """How to read data that begins with ``first``. Raises SettingError if the settings contradict it."""
     if format not in FORMATS:
         raise SettingError(f"--format {format} is not accepted. Accepted: {', '.join(FORMATS)}.")
     kind = _detected(first, text_field) if format == "auto" else format
     if kind == "text" and completions_only:
         raise SettingError(
-            "--completions-only means nothing for text, which has no prompts. Leave it out, or give records with "
+            "--completions-only does not apply to text, which has no prompts. Leave it out, or give records with "
             "'prompt' and 'completion', or 'messages'."
         )
     only = kind != "text" if completions_only is None else completions_only
@@ -134,19 +134,17 @@ def _content(record: Record, found: dict[str, Any], name: str, *, empty: bool = 
     value = found.get(name)
     if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
         if not value and not empty:
-            raise StorageError(
-                f"{record.place}: field {name!r} is empty. Give it something to learn, or remove the line."
-            )
+            raise StorageError(f"{record.place}: field {name!r} is empty. Fill it, or remove the line.")
         return value
     if name not in found:
         raise _missing(record, found, name)
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
         raise StorageError(
-            f"{record.place}: field {name!r} is a list of messages, and no text. Put all turns of the conversation "
+            f"{record.place}: field {name!r} is a list of messages, not text. Put all turns of the conversation "
             'into one list: {"messages": [...]}.'
         )
     raise StorageError(
-        f"{record.place}: field {name!r} is neither a text nor a list of token numbers but {type(value).__name__}. "
+        f"{record.place}: field {name!r} is of type {type(value).__name__}, neither text nor a list of token ids. "
         "Correct it."
     )
 
@@ -155,12 +153,12 @@ def _missing(record: Record, found: dict[str, Any], name: str) -> StorageError:
     there = ", ".join(map(repr, list(found)[:8])) or "nothing"
     return StorageError(
         f"{record.place}: no field {name!r}, there is {there}. Accepted: 'text', 'prompt' with 'completion', or "
-        f"'messages'; another name of the text's field by --text-field.{_conversion(found)}"
+        f"'messages'. Give another name of the text's field with --text-field.{_conversion(found)}"
     )
 
 
 def _conversion(found: dict[str, Any]) -> str:
-    """How rows in other well-known forms become ours, in one line."""
+    """A command that converts rows of other well-known forms."""
     if {"instruction", "output"} <= found.keys():  # Alpaca's
         text = '.instruction + (if (.input // "") == "" then "" else "\\n\\n" + .input end) + "\\n\\n"'
         return f" Convert it: jq -c '{{prompt: ({text}), completion: .output}}' FILE > data.jsonl."

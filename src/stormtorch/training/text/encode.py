@@ -1,8 +1,8 @@
-"""Documents to tokens and labels, by a tokenizer of transformers.
+"""Turns documents into tokens and labels, with a tokenizer of transformers.
 
-Prompt and answer are tokenised as one text, and each token is asked which characters it stands for: tokenised apart,
-many tokenizers would put a space before the answer, or miss the token that spans the border. A token that holds any
-character to be learnt is learnt.
+The encoder tokenises prompt and answer as one text, and uses each token's character offsets: tokenised separately, many
+tokenizers would put a space before the answer, or miss the token that spans the border. A token is trained if any of
+its characters is.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ...core.errors import SettingError, StorageError
 from ..errors import reason
 from .documents import Document, Span
 
-IGNORED = -100  # the label of a token that is not to be learnt, as torch's cross_entropy has it
+IGNORED = -100  # the label of a token that is not trained, as in torch's cross_entropy
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 
 Ids = npt.NDArray[np.int32]
 
 
 class Encoder:
-    """Encodes documents with ``tokenizer``, which may be None where all documents are tokens already."""
+    """Encodes documents with ``tokenizer``, which may be None if all documents are tokens."""
 
     def __init__(self, tokenizer: Any, *, vocabulary: int | None = None) -> None:
         self._tokenizer = tokenizer
@@ -36,7 +36,7 @@ class Encoder:
 
     @property
     def padding(self) -> int:
-        """What fills a row behind a document; nobody learns it, and causal attention never sees it."""
+        """The token that fills a row after a document; it is not trained, and causal attention never sees it."""
         for name in ("pad_token_id", "eos_token_id"):
             found = getattr(self._tokenizer, name, None)
             if isinstance(found, int):
@@ -44,7 +44,7 @@ class Encoder:
         return 0
 
     def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Ids, Ids]]:
-        """Each document with its tokens and labels, in order. Tokenises some at a time, on all cores."""
+        """Each document with its tokens and labels, in order. Tokenises a batch at a time, on all cores."""
         for batch in _batched(documents):
             encoded = self._tokens(batch)
             for document, (ids, learn) in zip(batch, encoded, strict=True):
@@ -52,12 +52,12 @@ class Encoder:
                 yield document, ids, np.where(learn, ids, np.int32(IGNORED))
 
     def identity(self) -> str:
-        """A hash of all that decides which tokens a text becomes."""
+        """A hash of everything that decides the tokens of a text."""
         if self._tokenizer is None:
             return "none"
         if self._offsets:
             made = json.loads(self._tokenizer.backend_tokenizer.to_str())
-            made |= {"truncation": None, "padding": None}  # set anew in each call
+            made |= {"truncation": None, "padding": None}  # each call sets them
         else:
             made = {"class": type(self._tokenizer).__name__, "vocabulary": self._tokenizer.get_vocab()}
         made["ends"] = [self._tokenizer.eos_token_id, self.padding]
@@ -83,7 +83,7 @@ class Encoder:
 
     def _texts(self, documents: Sequence[Document], *, opening: bool) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
         if self._tokenizer is None:
-            raise SettingError(f"{documents[0].place}: text, and no tokenizer is there. Name one: --tokenizer PATH.")
+            raise SettingError(f"{documents[0].place}: text needs a tokenizer. Name one: --tokenizer PATH.")
         masked = self._offsets and any(document.learn is not None for document in documents)
         try:
             made = self._call([str(document.content) for document in documents], opening, offsets=masked)
@@ -98,15 +98,15 @@ class Encoder:
             else:
                 learn = self._by_prefixes(document, ids, opening)
             if not document.last and opening and ids and ids[-1] == self._tokenizer.eos_token_id:
-                ids, learn = ids[:-1], learn[:-1]  # some tokenizers end every text, and this one goes on
+                ids, learn = ids[:-1], learn[:-1]  # some tokenizers end every text, but this document goes on
             if document.ending and (not ids or ids[-1] != self._end()):
                 ids, learn = [*ids, self._end()], np.append(learn, True)
             elif document.ending:
-                learn[-1] = True  # the tokenizer has put the end token there itself
+                learn[-1] = True  # the tokenizer has added the end token itself
             yield np.array(ids, dtype=np.int32), learn
 
     def _by_prefixes(self, document: Document, ids: Sequence[int], opening: bool) -> npt.NDArray[np.bool_]:
-        """For a tokenizer that cannot say which characters a token stands for: by how many tokens a prefix has."""
+        """For a tokenizer without character offsets: by the number of tokens of each prefix."""
         learn = np.zeros(len(ids), dtype=np.bool_)
         for start, end in document.learn or ():
             text = str(document.content)
@@ -122,22 +122,22 @@ class Encoder:
         )
 
     def _refusal(self, documents: Sequence[Document], error: Exception) -> StorageError:
-        """Which document the tokenizer cannot take: one that is no Unicode, if there is such."""
+        """The error for a document that the tokenizer refuses: the first with invalid Unicode, if there is one."""
         for document in documents:
             try:
                 str(document.content).encode()
             except UnicodeEncodeError as half:
                 found = str(document.content)[half.start]
                 return StorageError(
-                    f"{document.place}: character {half.start + 1} is {found!r}, a half of one. Remove it."
+                    f"{document.place}: character {half.start + 1} is {found!r}, a lone surrogate. Remove it."
                 )
-        return StorageError(f"{documents[0].place}: the tokenizer cannot take it or what follows: {reason(error)}.")
+        return StorageError(f"{documents[0].place}: the tokenizer refuses it or a later document: {reason(error)}.")
 
     def _end(self) -> int:
         end = self._tokenizer.eos_token_id
         if end is None:
             raise SettingError(
-                "The tokenizer names no token that ends a document. Say it in its tokenizer_config.json: eos_token."
+                "The tokenizer names no token that ends a document. Set eos_token in its tokenizer_config.json."
             )
         return int(end)
 
@@ -159,11 +159,11 @@ def beyond_vocabulary(place: str, token: int, vocabulary: int, tokenizer: Any) -
 
 
 def _given(document: Document) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """Tokens from the user: taken as they are, with nothing put around them."""
+    """Tokens from the user, unchanged, without special tokens."""
     try:
         ids = np.array(document.content, dtype=np.int32)
     except OverflowError as error:
-        raise StorageError(f"{document.place}: a token is beyond 32 bits. Correct it.") from error
+        raise StorageError(f"{document.place}: a token does not fit in 32 bits. Correct it.") from error
     learn = np.full(len(ids), document.learn is None)
     for start, end in document.learn or ():
         learn[start:end] = True

@@ -1,8 +1,8 @@
-"""Folders of ``storm data pack`` as what ``prepare`` makes rows of: tokens, with a label for each that is to be learnt.
+"""Folders of ``storm data pack`` as input of ``prepare``: tokens and labels.
 
-Packed tokens are cut as text is: one after the other, across shards, to rows of ``--sequence``. Packed rows of
-``input_ids`` (and ``labels``) stay the rows that they are. Every byte that is read is held against the index's sums.
-A folder may come from a stranger: no name or link in it leads out of it.
+Packed tokens are cut like text: one after another, across shards, to rows of ``--sequence``. Packed rows of
+``input_ids`` (and ``labels``) remain rows. Every byte that is read is verified with the index's checksums. A folder may
+be untrusted: names or links that lead out of it are refused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ...memory.disk.contained import inside, opened
 from .encode import IGNORED, Ids
 
 _PIECE_TOKENS = 1 << 20
-_WIDEST = 1 << 31  # tokens are kept in 32 bits
+_TOKEN_LIMIT = 1 << 31  # rows hold tokens in 32 bits
 
 
 def packed_folders(paths: Sequence[Path | str]) -> list[Path]:
-    """``paths`` if they are packed folders, nothing if none of them is; raises SettingError for a mixture."""
+    """``paths`` if all are packed folders, [] if none is; raises SettingError for a mixture."""
     packed = [path for path in map(Path, paths) if is_packed(path)]
     if packed and len(packed) < len(paths):
         other = next(path for path in map(Path, paths) if path not in packed)
@@ -39,7 +39,7 @@ def packed_folders(paths: Sequence[Path | str]) -> list[Path]:
 
 
 class Packed:
-    """``padding`` fills the last row. ``vocabulary`` is the model's: a token beyond it is refused as it is read."""
+    """``padding``: fills the last row. ``vocabulary``: the model's; refuses tokens beyond it."""
 
     format = "packed"
 
@@ -60,12 +60,12 @@ class Packed:
             _check_columns(folder, index, sequence)
             if completions_only and not {"loss_mask", "labels"} & _by_name(index).keys():
                 raise SettingError(
-                    f"--completions-only: {folder} does not say what are prompts. Leave it out, or pack it again with "
+                    f"--completions-only: {folder} does not mark prompts. Leave it out, or pack it again with "
                     "--prompt-field."
                 )
 
     def made_from(self) -> dict[str, Any]:
-        """All that decides the rows, besides their length."""
+        """Everything that decides the rows, besides their length."""
         sums = [
             [field.name, name_of(field.dtype), file.bytes, file.crc32]
             for _, files in self._shards()
@@ -74,7 +74,7 @@ class Packed:
         return {"packed": sums, "padding": self.padding}
 
     def encoded(self, progress: Progress | None) -> Iterator[tuple[Ids, Ids, bool]]:
-        """Tokens and labels, in order; whether a document ends there is not known, and not needed to cut rows."""
+        """Tokens and labels, in order. Ends of documents are not known, nor needed to cut rows."""
         for folder, files in self._shards():
             for columns in _pieces(folder, files, progress):
                 ids = self._checked(folder, columns[0])
@@ -92,7 +92,7 @@ class Packed:
         )
 
     def _shards(self) -> Iterator[tuple[Path, list[tuple[Field, PackedFile]]]]:
-        """Each shard's folder, with its columns that are read: the tokens, and what says which are learnt."""
+        """Each shard's folder, with the columns to read: the tokens, and the labels or the mask."""
         for folder, index in self._folders:
             names = list(_by_name(index))
             second = [name for name in ("labels", "loss_mask") if name in names and (self._masked or name == "labels")]
@@ -108,8 +108,8 @@ class Packed:
             raise StorageError(f"{folder}: token {least} is below 0. Pack it again.")
         if self._vocabulary is not None and largest >= self._vocabulary:
             raise self.beyond_vocabulary(largest)
-        if largest >= _WIDEST:
-            raise StorageError(f"{folder}: token {largest} is beyond 32 bits. Pack it again.")
+        if largest >= _TOKEN_LIMIT:
+            raise StorageError(f"{folder}: token {largest} does not fit in 32 bits. Pack it again.")
         return found.astype(np.int32)
 
     def _labels(self, folder: Path, found: npt.NDArray[Any]) -> Ids:
@@ -128,7 +128,7 @@ def _tokens_of(index: Index) -> str:
 
 
 def _check_columns(folder: Path, index: Index, sequence: int) -> None:
-    """Refuse tokens that are none, rows that are no rows of tokens, and those of another length."""
+    """Refuse columns that are not tokens, and rows of another length."""
     found = _by_name(index)
     if index.kind == "tokens":
         if "tokens" not in found:
@@ -142,7 +142,7 @@ def _check_columns(folder: Path, index: Index, sequence: int) -> None:
     if "input_ids" not in found or other:
         raise SettingError(
             f"{folder} holds rows of {', '.join(map(repr, found))}. Accepted: packed tokens (storm data pack TEXT "
-            "--tokenizer MODEL), or rows of input_ids, and of labels if you like (--columns input_ids labels)."
+            "--tokenizer MODEL), or rows of input_ids and optionally labels (--columns input_ids labels)."
         )
     for name, field in found.items():
         if name_of(field.dtype) not in INTEGERS or len(field.shape) != 1:
@@ -152,15 +152,15 @@ def _check_columns(folder: Path, index: Index, sequence: int) -> None:
             )
         if field.shape != (sequence,):
             raise SettingError(
-                f"{folder} holds rows of {field.shape[0]} tokens, and --sequence is {sequence}. Say --sequence "
-                f"{field.shape[0]}, or pack the text as tokens, which are cut to any length."
+                f"{folder} holds rows of {field.shape[0]} tokens, and --sequence is {sequence}. Give --sequence "
+                f"{field.shape[0]}, or pack the text as tokens, which can be cut to any length."
             )
 
 
 def _pieces(
     folder: Path, files: Sequence[tuple[Field, PackedFile]], progress: Progress | None
 ) -> Iterator[list[npt.NDArray[Any]]]:
-    """The columns of a shard, side by side, some tokens at a time; raises StorageError at the end of a damaged file."""
+    """The columns of a shard, some tokens at a time; raises StorageError at the end of a damaged file."""
     dtypes = [np.dtype(name_of(field.dtype)).newbyteorder("<") for field, _ in files]
     sums = [0] * len(files)
     left = files[0][1].bytes // dtypes[0].itemsize

@@ -1,12 +1,11 @@
-"""``prepare``: text, conversations or packed folders to two arrays of tokens that ``storm.DataLoader`` reads.
+"""``prepare`` turns text, conversations or packed folders into two arrays of tokens for ``storm.DataLoader``.
 
-Done once: the arrays lie in ``cache`` under a name made of what they were made from (the files' contents, the
-tokenizer, the settings), and are taken from there the next time. They are written beside and renamed when complete, so
-whatever ends the process leaves either all of them or nothing that would be used; what a dead process has left behind
-is removed by the next. The memory it takes is that of a batch of documents, whatever the size of the files.
+It does so once: the arrays are cached under a hash of their origin (the files' contents, the tokenizer, the settings).
+They are written under another name and renamed when complete, so a crash leaves nothing that a later run would use; the
+next run removes leftovers. The memory is that of a batch of documents, for files of any size.
 
-``Prepared.fingerprint`` is a hash of the arrays themselves: a run that is resumed asks whether it reads the same
-tokens, not whether the file was touched or the tokenizer saved anew.
+``Prepared.fingerprint`` is a hash of the arrays: a resumed run checks that it reads the same tokens, not whether a file
+was touched or the tokenizer saved again.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import SettingError, StorageError, StormError
+from ...core.errors import SettingError, StorageError
 from ...data.formats.packed import read_index
 from ...data.formats.paths import file_size, whole_number
 from ...data.formats.text_lines import Progress
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..errors import reason
 from .cache import being_written, digest_of, sweep
@@ -36,12 +35,12 @@ from .packed import Packed, packed_folders
 from .records import data_files, is_plain_text, records
 from .rows import RowWriter, examine
 
-_VERSION = 1  # of what is written: another number makes all caches anew
+_VERSION = 1  # of the format: a change invalidates all caches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Rows of tokens on disk. ``trained_tokens`` counts the labels, ``empty_rows`` were left out for having none."""
+    """Rows of tokens on disk. ``trained_tokens``: the number of labels. ``empty_rows``: left out, without labels."""
 
     arrays: dict[str, Path]
     sequence: int
@@ -49,7 +48,7 @@ class Prepared:
     tokens: int
     trained_tokens: int
     documents: int
-    cut_documents: int  # not packed, and longer than a row
+    cut_documents: int  # longer than a row, without packing
     empty_rows: int
     largest_token: int
     format: str
@@ -57,17 +56,12 @@ class Prepared:
     reused: bool
 
     def __str__(self) -> str:
-        if self.format == "packed":
-            empty = f", {self.empty_rows} without anything to learn left out" if self.empty_rows else ""
-            return (
-                f"packed: {self.tokens} tokens, {self.trained_tokens} to learn, in {self.rows} rows of "
-                f"{self.sequence}{empty}"
-            )
+        empty = f"; left out {self.empty_rows} rows without trained tokens" if self.empty_rows else ""
         cut = f", {self.cut_documents} of them cut" if self.cut_documents else ""
-        empty = f", {self.empty_rows} without anything to learn left out" if self.empty_rows else ""
+        origin = "packed" if self.format == "packed" else f"{self.documents} documents ({self.format}){cut}"
         return (
-            f"{self.documents} documents ({self.format}){cut}: {self.tokens} tokens, {self.trained_tokens} to learn, "
-            f"in {self.rows} rows of {self.sequence}{empty}"
+            f"{origin}: {self.tokens} tokens, {self.trained_tokens} of them trained, in {self.rows} rows of "
+            f"{self.sequence}{empty}"
         )
 
 
@@ -85,12 +79,11 @@ def prepare(
     progress: Progress | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Prepared:
-    """Blocks until the arrays are there. Writes under ``cache``, nowhere else.
+    """Prepare the arrays, or find them in ``cache``. Writes nowhere else. Blocks.
 
-    ``tokenizer`` is one of transformers, or None for data that holds tokens. ``completions_only`` None: for what has
-    prompts. ``vocabulary`` is the model's: a token beyond it is refused. ``progress`` is told the bytes of input that
-    were read, if any are. Arrays that are there already are read and compared with their sums; ``warn`` is told of
-    those that are damaged, which are made again.
+    ``tokenizer``: one of transformers, or None for data that holds tokens. ``completions_only``: None for data with
+    prompts. ``vocabulary``: the model's; refuses tokens beyond it. ``progress``: called with the bytes of input that
+    were read. Verifies the checksums of cached arrays; calls ``warn`` for damaged ones, and makes them again.
     """
     sequence = whole_number("--sequence", sequence, 2)
     encoder = Encoder(tokenizer, vocabulary=vocabulary)
@@ -111,14 +104,14 @@ def prepare(
         files = data_files(paths)
         if not packing and any(map(is_plain_text, files)):
             raise SettingError(
-                "--no-packing takes the first row of each document, and a text file is one document. Give JSON lines, "
-                "or pack."
+                "--no-packing uses the first row of each document, and a text file is one document. Give JSON lines, "
+                "or leave --no-packing out."
             )
         reading = settle(
             _first(files), format=format, completions_only=completions_only, text_field=text_field, tokenizer=tokenizer
         )
         source = _Texts(files, reading, encoder, cache)
-    try:
+    with storage_errors(f"write tokens to {cache}"):
         check_no_link(cache)
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache)
@@ -127,10 +120,6 @@ def prepare(
         if found is None:
             _write(cache, key, source, sequence=sequence, packing=packing, progress=progress)
             found = _found(cache / key, padding=source.padding, reused=False)
-    except OSError as error:
-        if isinstance(error, StormError):
-            raise
-        raise storage_error(f"write tokens to {cache}", error) from error
     if found is None:
         raise StorageError(f"The tokens in {cache / key} were removed while they were in use. Start again.")
     if vocabulary is not None and found.largest_token >= vocabulary:
@@ -139,14 +128,14 @@ def prepare(
 
 
 def input_bytes(paths: Sequence[Path | str]) -> int:
-    """What there is to be read of ``paths``, about: for a bar that shows how far it is."""
+    """The approximate bytes to read, for a progress bar."""
     if folders := packed_folders(paths):
         return sum(file.bytes for folder in folders for shard in read_index(folder).shards for file in shard.files)
     return sum(file_size(path) for path in data_files(paths))
 
 
 class _Texts:
-    """Text files, as documents that ``reading`` understands and ``encoder`` makes tokens."""
+    """Text files: ``reading`` turns them into documents, ``encoder`` into tokens."""
 
     def __init__(self, files: Sequence[Path], reading: Reading, encoder: Encoder, cache: Path) -> None:
         self._files, self._reading, self._encoder, self._cache = files, reading, encoder, cache
@@ -204,8 +193,8 @@ def _write(
         if not writer.rows:
             of = f" of {count} documents" if count else ""
             raise SettingError(
-                f"{source.place}: none{of} with {writer.tokens} tokens has anything to learn within --sequence "
-                f"{sequence}. Prompts may be longer than that, or documents of one token: raise it."
+                f"{source.place}: none{of} with {writer.tokens} tokens has a token to train on within --sequence "
+                f"{sequence}. Prompts may be longer than that, or documents may have one token. Raise --sequence."
             )
         made = Prepared(
             arrays={},
@@ -233,24 +222,24 @@ def _write(
 def _found(
     directory: Path, *, padding: int, reused: bool = True, warn: Callable[[str], None] = lambda _: None
 ) -> Prepared | None:
-    """What lies there, if it is complete and as it was written; what is not is removed."""
+    """The arrays in ``directory``, if they are complete and undamaged; otherwise removes them."""
     if not os.path.lexists(directory):
         return None
     try:
         inside(directory.parent, directory.name)
         facts = parse_json(read_small(inside(directory, "prepared.json")))
-        marks = facts.get("marks", {})  # older ones have no marks, or no sum
+        marks = facts.get("marks", {})  # older files have no marks, or no sum
         if facts.pop("sum", None) not in (None, _sum(facts)):
-            raise ValueError("prepared.json is not as it was written")
+            raise ValueError("the checksum of prepared.json is wrong")
         if not isinstance(marks, dict):
-            raise ValueError("prepared.json holds no sums")
+            raise ValueError("prepared.json holds no checksums")
         facts.pop("marks", None)
         arrays = {name: inside(directory, f"{name}.npy") for name in ("input_ids", "labels")}
         found = Prepared(arrays=arrays, reused=reused, **facts)
         _check_arrays(found, marks, padding)
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        warn(f"The tokens in {directory} cannot be used ({reason(error)}). They are made again.")
+        warn(f"The tokens in {directory} cannot be used ({reason(error)}). Making them again.")
     if directory.is_symlink():
         directory.unlink()
     else:
@@ -263,14 +252,14 @@ def _sum(facts: Mapping[str, object]) -> int:
 
 
 def _check_arrays(found: Prepared, marks: Mapping[str, Sequence[int]], padding: int) -> None:
-    """Raise ValueError unless both files hold what was written, and tokens that the facts know."""
-    with ThreadPoolExecutor(len(found.arrays)) as pool:  # numpy, zlib and the disk need no lock of Python's
+    """Raise ValueError unless both files have their sizes and checksums, and hold valid tokens."""
+    with ThreadPoolExecutor(len(found.arrays)) as pool:  # numpy, zlib and reading release the GIL
         held = pool.map(lambda path: examine(path, rows=found.rows, sequence=found.sequence), found.arrays.values())
         for (name, path), what in zip(found.arrays.items(), held, strict=True):
             if what is None:
-                raise ValueError(f"{path.name} is not of the size that it was written in")
+                raise ValueError(f"{path.name} does not have the size that was written")
             if name in marks and what.crc != marks[name][0]:
                 raise ValueError(f"the checksum of {path.name} is {what.crc:08x}, {marks[name][0]:08x} was written")
             least = 0 if name == "input_ids" else IGNORED
             if what.least < least or what.largest > max(found.largest_token, padding):
-                raise ValueError(f"{path.name} holds numbers that are no tokens")
+                raise ValueError(f"{path.name} holds numbers that are not tokens")

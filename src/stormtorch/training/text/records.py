@@ -1,7 +1,7 @@
-"""The lines of data files, each with its place, so that whatever is wrong with one can be said with file and line.
+"""Reads records from data files, each with its file and line for errors.
 
-JSON lines hold one object each. A plain text file is one document, however long, and comes in pieces that end with a
-line: a book in RAM as a whole would be the first thing to break the bound on memory.
+JSON lines hold one object each. A plain text file is one document of any length; it is read in pieces that end with a
+line, because a whole book in RAM would break the bound on memory.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from ...core.errors import SettingError, StorageError
 from ...data.formats.paths import file_size, natural_order
-from ...data.formats.text_lines import JSON_LINES, Progress, decode, lines, parse_json_line
+from ...data.formats.text_lines import JSON_LINES, Progress, decode, lines, parse_object
 
-_TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # as `datasets` calls them
+_TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # by the names of `datasets`
 PLAIN_TEXT = frozenset({".txt", ".text", ".md"})
 _PIECE_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """An object of a JSON-lines file, or a piece of a plain text; ``last`` if nothing of the document follows."""
+    """An object of a JSON-lines file, or a piece of a plain text. ``last``: no other piece of the document follows."""
 
     place: str
     content: dict[str, Any] | str
@@ -31,13 +31,13 @@ class Record:
 
 
 def data_files(paths: Sequence[Path | str]) -> list[Path]:
-    """The files that ``paths`` mean, in order: themselves, or what a directory holds of JSON lines and text."""
+    """The files that ``paths`` mean, in order: themselves, or a directory's JSON lines and text."""
     if not paths:
         raise SettingError("No data was named. Name a file of JSON lines or text: --data data.jsonl.")
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            kinds = JSON_LINES | PLAIN_TEXT - {".md"}  # a README beside the data is no data unless it is named
+            kinds = JSON_LINES | PLAIN_TEXT - {".md"}  # a README beside the data is data only if the user names it
             files_there = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
             inside = sorted((file for file in files_there if file.suffix.lower() in kinds), key=natural_order)
             if not inside:
@@ -63,7 +63,7 @@ def is_plain_text(path: Path) -> bool:
 
 
 def records(path: Path, progress: Progress | None = None) -> Iterator[Record]:
-    """What ``path`` holds, in order. Lines with nothing in them are no records."""
+    """The records of ``path``, in order. Skips empty lines."""
     return _pieces(path, progress) if is_plain_text(path) else _objects(path, progress)
 
 
@@ -72,21 +72,19 @@ def _objects(path: Path, progress: Progress | None) -> Iterator[Record]:
         if not line.strip():
             continue
         place = f"{path}, line {number}"
-        if line.lstrip().startswith("["):
+        if line.lstrip().startswith("["):  # perhaps an array over several lines
             raise StorageError(
-                f"{place}: a JSON array and no object. Each line is one JSON object: jq -c '.[]' {path} > data.jsonl."
+                f"{place}: a JSON array, not an object. Write one object in each line: jq -c '.[]' {path} > data.jsonl."
             )
         try:
-            found = parse_json_line(line)
+            found = parse_object(line)
         except ValueError as error:
-            raise StorageError(f"{place}: {error}. Each line is one JSON object; correct it.") from error
-        if not isinstance(found, dict):
-            raise StorageError(f"{place}: a JSON {_kind(found)} and no object. Each line is one JSON object.")
+            raise StorageError(f"{place}: {error}. Write one JSON object in each line.") from error
         yield Record(place=place, content=found)
 
 
 def _pieces(path: Path, progress: Progress | None) -> Iterator[Record]:
-    """One piece behind, since only at the end it is known which was the last."""
+    """Yields one piece late, because only the end of the file tells which was the last."""
     held: Record | None = None
     piece: list[str] = []
     size, first_line, number = 0, 1, 0
@@ -117,20 +115,15 @@ def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, str]]:
         yield number, text
 
 
-def _kind(found: object) -> str:
-    names = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
-    return names.get(type(found), type(found).__name__)
-
-
 def _accepted() -> str:
     return (
         f"{', '.join(sorted(JSON_LINES))} (one object in each line), {', '.join(sorted(PLAIN_TEXT))}, or a folder that "
-        "storm data pack has made"
+        "storm data pack made"
     )
 
 
 def _conversion(files: Sequence[Path]) -> str:
-    """How a table becomes JSON lines, in one line."""
+    """A command that converts a table to JSON lines."""
     if not files or files[0].suffix.lower() not in _TABLES:
         return ""
     file = files[0]

@@ -1,8 +1,8 @@
-"""Rows of tokens and labels, written to two ``.npy`` files as they come.
+"""Writes rows of tokens and labels to two ``.npy`` files, one after another.
 
-Packed, documents follow each other without gaps and are cut wherever a row ends; only the last row is filled up.
-Otherwise each document is a row, cut or filled up. A row in which nothing is to be learnt is left out: its mean loss
-would be zero divided by zero.
+With packing, documents follow each other without gaps and are cut where a row ends; only the last row is padded.
+Otherwise each document is a row, cut or padded. A row without trained tokens is left out: its mean loss would be zero
+divided by zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowWriter:
         self._paths = [directory / f"{name}.npy" for name in ("input_ids", "labels")]
         self._files = [path.open("wb") for path in self._paths]
         for file in self._files:
-            file.write(bytes(_HEADER_BYTES))  # the real one when the number of rows is known
+            file.write(bytes(_HEADER_BYTES))  # ``close`` writes the header: it holds the number of rows
         self._capacity = max(_BUFFER_TOKENS // sequence, 1)
         self._buffer = np.empty((2, self._capacity * sequence), dtype="<i4")
         self._filled = 0
@@ -57,11 +57,11 @@ class RowWriter:
             if self._filled == self._buffer.shape[1]:
                 self._flush()
         if not self._packing:
-            self._fill_up()
+            self._pad_row()
 
     def close(self) -> str:
-        """Write what is left and the headers, to the disk; returns a hash of all that was written."""
-        self._fill_up()
+        """Write the last row and the headers, and fsync; returns a hash of all rows."""
+        self._pad_row()
         self._flush()
         for file in self._files:
             file.seek(0)
@@ -73,7 +73,7 @@ class RowWriter:
         return self._digest.hexdigest()
 
     def marks(self) -> dict[str, list[int]]:
-        """Of each file, when they are closed: a checksum of the tokens in it."""
+        """A checksum of each file's tokens, after ``close``."""
         return {path.stem: [total] for path, total in zip(self._paths, self._sums, strict=True)}
 
     def __enter__(self) -> Self:
@@ -85,8 +85,8 @@ class RowWriter:
         for file in self._files:
             file.close()
 
-    def _fill_up(self) -> None:
-        """End the row that was begun."""
+    def _pad_row(self) -> None:
+        """Pad the current row."""
         missing = -self._filled % self._sequence
         if missing:
             self._buffer[0, self._filled : self._filled + missing] = self._padding
@@ -97,7 +97,7 @@ class RowWriter:
 
     def _flush(self) -> None:
         rows = self._buffer[:, : self._filled].reshape(2, -1, self._sequence)
-        trained = (rows[1, :, 1:] != IGNORED).sum(axis=1)  # the first token of a row is predicted by nothing
+        trained = (rows[1, :, 1:] != IGNORED).sum(axis=1)  # the first token of a row is never predicted
         kept = trained > 0
         self.empty_rows += int((~kept).sum())
         self.trained_tokens += int(trained.sum())
@@ -111,7 +111,7 @@ class RowWriter:
 
 
 class Found(NamedTuple):
-    """What a file of tokens holds: the sum of its tokens, the least and the largest."""
+    """A token file's checksum, and its smallest and largest token."""
 
     crc: int
     least: int
@@ -119,7 +119,7 @@ class Found(NamedTuple):
 
 
 def examine(path: Path, *, rows: int, sequence: int) -> Found | None:
-    """Reads all of the file; None if its size or its header is not that of ``rows`` rows. Blocks."""
+    """Read the whole file; None if its size or its header is not that of ``rows`` rows. Blocks."""
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size != array_bytes(rows, sequence):
             return None
@@ -128,7 +128,7 @@ def examine(path: Path, *, rows: int, sequence: int) -> Found | None:
         crc, least, largest = 0, 0, 0
         buffer = np.empty(_EXAMINED_BYTES // 4, dtype="<i4")
         view = buffer.data.cast("B")
-        while count := file.readinto(view):  # type: ignore[attr-defined]  # a buffered reader has it
+        while count := file.readinto(view):  # type: ignore[attr-defined]  # of a buffered reader
             crc = zlib.crc32(view[:count], crc)
             tokens = buffer[: count // 4]
             least, largest = min(least, int(tokens.min())), max(largest, int(tokens.max()))
@@ -141,7 +141,7 @@ def array_bytes(rows: int, sequence: int) -> int:
 
 
 def _header(rows: int, sequence: int) -> bytes:
-    """Of an .npy file of version 1.0. numpy's own varies in length with the number of rows, which is known last."""
+    """The header of an .npy file, version 1.0, of fixed length: numpy's length depends on the number of rows."""
     words = f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({rows}, {sequence}), }}"
     text = words.ljust(_HEADER_BYTES - 11) + "\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("ascii")
