@@ -32,7 +32,7 @@ _COLUMNS = (
     "vram",
     "method",
     "step s",
-    "steps s",
+    "turns s",
     "auto / best",
     "VRAM GiB",
     "reserved GiB",
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="also the trainer of transformers, all in VRAM")
     parser.add_argument("--warm", type=int, help="steps before the measured ones (default: until plans have settled)")
     parser.add_argument("--steps", type=int, default=8, help="of a turn; the first two of them are not counted")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each method that are measured")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each method that are measured")
     parser.add_argument("--limit", type=float, default=900, help="seconds that one model may take")
     parser.add_argument("--commit", help="what to write down as the commit where there is no git (default: git's)")
     parser.add_argument("--out", type=Path, metavar="NAME", help="also write NAME.md and NAME.log")
@@ -101,7 +101,7 @@ def _cells(outcome: dict[str, Any], all_of_them: list[dict[str, Any]]) -> dict[s
     cells = {
         "method": outcome["method"],
         "step s": f"{_step_s(outcome):.3f}",
-        "steps s": f"{min(outcome['steps_s']):.3f} to {max(outcome['steps_s']):.3f}",
+        "turns s": " ".join(f"{statistics.median(turn):.3f}" for turn in outcome["turns_s"]),
         "VRAM GiB": f"{outcome['vram_bytes'] / 2**30:.1f}",
         "reserved GiB": f"{outcome['reserved_bytes'] / 2**30:.1f}",
         "GPU": outcome["gpu"],
@@ -117,7 +117,7 @@ def _cells(outcome: dict[str, Any], all_of_them: list[dict[str, Any]]) -> dict[s
 
 
 def _step_s(outcome: dict[str, Any]) -> float:
-    return float(statistics.median(outcome["steps_s"]))
+    return float(statistics.median(itertools.chain(*outcome["turns_s"])))
 
 
 def _write(rows: list[dict[str, str]], options: argparse.Namespace) -> None:

@@ -40,7 +40,7 @@ METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
 }
 # Steps of the first turn, which is not measured. "auto" compares plans from the 8th step on; the optimizer's shares
 # settle.
-_WARM = {"auto": 46}
+_WARM = {"auto": 36}
 _WARM_OTHERS, _STEPS, _UNCOUNTED, _PROFILED = 10, 8, 2, 6
 _OFTEN_NS = 500_000  # how often the GPU is looked at beside the profiler: few steps have to tell as much as many
 
@@ -48,7 +48,7 @@ _OFTEN_NS = 500_000  # how often the GPU is looked at beside the profiler: few s
 @dataclass
 class Outcome:
     method: str
-    steps_s: list[float] = field(default_factory=list)
+    turns_s: list[list[float]] = field(default_factory=list)  # the counted steps of each turn
     vram_bytes: int = 0
     reserved_bytes: int = 0
     reason: str = ""
@@ -66,7 +66,7 @@ class Turns(TrainerCallback):
     def __init__(self, warm: int, steps: int, rounds: int, profiled: int) -> None:
         self.ends_at = [warm + number * steps for number in range(rounds + 1)]  # of turns, in steps
         self.last = self.ends_at[-1] + profiled
-        self.steps_s: list[float] = []
+        self.turns_s: list[list[float]] = []
         self.busy = self.profiled_busy = 0.0
         self.gpu = self.reason = self.pool = ""
         self.began_s = 0.0
@@ -87,7 +87,7 @@ class Turns(TrainerCallback):
             _now()
             if step > self.ends_at[0]:
                 between = [_between(a, b) for a, b in itertools.pairwise(self.marks)]
-                self.steps_s += between[_UNCOUNTED - 1 :]
+                self.turns_s.append(between[_UNCOUNTED - 1 :])
             self.marks = []
             if step == self.ends_at[-1]:
                 self._report(self._look(self._own_meter()))
@@ -193,7 +193,7 @@ def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outc
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    outcome = Outcome(method, steps_s=clock.steps_s, reason=clock.reason, gpu=clock.gpu, pool=clock.pool)
+    outcome = Outcome(method, turns_s=clock.turns_s, reason=clock.reason, gpu=clock.gpu, pool=clock.pool)
     outcome.busy, outcome.profiled_busy = clock.busy, clock.profiled_busy
     if torch.cuda.is_available():
         outcome.vram_bytes = torch.cuda.max_memory_allocated()

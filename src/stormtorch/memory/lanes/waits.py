@@ -26,7 +26,7 @@ class WaitMeter:
     def wait(self, event: Event, cause: str) -> None:
         """Make compute wait for ``event``, because of ``cause``."""
         if event.done():
-            self._compute.wait(event)  # orders memory; takes no time
+            self._compute.wait(event)  # orders memory and raises if the lane has failed; takes no time
             return
         if not isinstance(self._compute, CudaLane):
             start_s = time.perf_counter()

@@ -202,16 +202,28 @@ class DevicePool(Pool):
         self._unsettled = False  # a call has begun, and not reached its end
         self._gone: deque[weakref.ref[Any]] = deque()  # aliases whose last tensor was dropped
         self._lent: dict[int, tuple[weakref.ref[Any], Piece, list[Event], set[Hashable]]] = {}
+        self._melted = 0
+        self.span = (0, 0)  # from the lowest address of a block to the end of the highest
+
+    @property
+    def returns(self) -> int:
+        """Changes when a piece comes back: a `take` that found no room may find some then."""
+        return self._melted + len(self._gone) + len(self._dropped) + len(self._returned)
 
     def grow(self, size: int) -> None:
-        memory = DeviceBlock(self.device, round_down(size, GRAIN), ledger=self._ledger, tag=self._tag)
-        # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
-        self._blocks.append(_Block(memory, self._compute.record(), place=self._compute.place()))
+        self._add(round_down(size, GRAIN), single=False)
 
     def add_single(self, size: int) -> None:
         """Take a block for one piece of exactly ``size`` bytes, which no other piece can fragment."""
-        memory = DeviceBlock(self.device, round_up(size, GRAIN), ledger=self._ledger, tag=self._tag)
-        self._blocks.append(_Block(memory, self._compute.record(), single=True, place=self._compute.place()))
+        self._add(round_up(size, GRAIN), single=True)
+
+    def _add(self, size: int, *, single: bool) -> None:
+        memory = DeviceBlock(self.device, size, ledger=self._ledger, tag=self._tag)
+        low, high = self.span
+        address = memory.tensor().data_ptr()
+        self.span = min(low or address, address), max(high, address + size)
+        # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
+        self._blocks.append(_Block(memory, self._compute.record(), single=single, place=self._compute.place()))
 
     def singles(self) -> list[tuple[int, int]]:
         """Address and size of each block of ``add_single``, the latest first."""
@@ -307,6 +319,7 @@ class DevicePool(Pool):
         return out is not None and out() is piece
 
     def _melt(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        self._melted += 1
         piece.block.note(piece, last_uses)  # before the piece can be taken again
         del self._out[id(piece.block), piece.offset]
         piece.block.extents.give(piece.offset, piece.size)

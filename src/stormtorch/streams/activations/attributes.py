@@ -67,13 +67,13 @@ class Attributes:
     def again(self) -> Iterator[None]:
         """Set the attributes of the first run; afterwards restore the present ones, whatever the run has set."""
         now = [(module, _own(module)) for module, _ in self._before]
-        for module, found in self._before:
-            _put(module, found)
+        for (module, found), (_, own) in zip(self._before, now, strict=True):
+            _put(module, found, own)
         try:
             yield
         finally:
             for module, found in now:
-                _put(module, found)
+                _put(module, found, _own(module))
 
 
 _sorts: dict[type, str] = {}
@@ -94,8 +94,9 @@ def _own(module: nn.Module) -> dict[str, Any]:
     return {name: there[name] for name in there.keys() - _OF_TORCH}
 
 
-def _put(module: nn.Module, values: dict[str, Any]) -> None:
-    there, parameters, own = module.__dict__, module._parameters, _own(module)
+def _put(module: nn.Module, values: dict[str, Any], own: dict[str, Any]) -> None:
+    """Give ``module``, whose attributes are ``own``, those of ``values``."""
+    there, parameters = module.__dict__, module._parameters
     if own.keys() == values.keys() and all(own[name] is value for name, value in values.items()):
         return
     for name, value in values.items():

@@ -41,6 +41,13 @@ class RandomNumbers:
         self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
         self._python = random.getstate()
 
+    def same(self, other: RandomNumbers) -> bool:
+        return self._python == other._python and self._bytes() == other._bytes()
+
+    def _bytes(self) -> list[bytes]:
+        states = [self._torch] if self._cuda is None else [self._torch, self._cuda[1]]
+        return [state.numpy().tobytes() for state in states]
+
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
@@ -78,7 +85,8 @@ class Conditions:
         self._anatomy, self._device = anatomy, device
         self._attributes = Attributes(anatomy.modules)
         self._trained = anatomy.manner()[1]
-        self._random, self._numpy, self._default = RandomNumbers(device), _numpy_state(), default_device()
+        self._random: RandomNumbers | None = RandomNumbers(device)
+        self._numpy, self._default = _numpy_state(), default_device()
         self._backends = [ask() for ask, _ in _BACKENDS]
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
@@ -86,12 +94,14 @@ class Conditions:
 
     def can_be_set_again(self) -> bool:
         """Whether a second run would have the same conditions, now that the block has run once."""
+        if self._random is not None and self._random.same(RandomNumbers(self._device)):
+            self._random = None  # the block draws none
         return self._attributes.same_inside() and self._numpy == _numpy_state()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Set these conditions for a second run. Afterwards restore the present ones."""
-        backends, now = [ask() for ask, _ in _BACKENDS], RandomNumbers(self._device)
+        backends = [ask() for ask, _ in _BACKENDS]
         with contextlib.ExitStack() as stack:
             if self._default != default_device():
                 stack.enter_context(self._default or torch.device("cpu"))
@@ -105,8 +115,9 @@ class Conditions:
             stack.callback(self._set_trained, self._set_trained(self._trained))
             stack.callback(_set_backends, backends)
             _set_backends(self._backends)
-            stack.callback(now.restore)
-            self._random.restore()
+            if self._random is not None:
+                stack.callback(RandomNumbers(self._device).restore)
+                self._random.restore()
             yield
 
     def _set_trained(self, trained: tuple[bool, ...]) -> tuple[bool, ...]:

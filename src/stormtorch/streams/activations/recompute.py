@@ -88,10 +88,10 @@ class BlockRun:
         self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
         self._form = filled(given, iter([None] * len(self._inputs)))
         self._conditions = Conditions(anatomy, device) if may_drop else None
-        watched = (*block.buffers(), *tensors_in(args, kwargs)) if may_drop else ()
+        watched = (*anatomy.buffers(), *tensors_in(args, kwargs)) if may_drop else ()
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
-        self._outputs: set[int] = set()  # storages
+        self._outputs: list[tuple[int, int]] = []  # the memory of each: its first and last address
         self._again: dict[int, Held] = {}  # by number: made by a second run, not asked for yet
         self.tell_time: Callable[[Reading], None] | None = None  # is given the time of the second run
 
@@ -107,11 +107,9 @@ class BlockRun:
     def end(self, result: Any) -> bool:
         """Note that the block has run and returned ``result``. Returns whether a second run would give the same."""
         self.repeats = self._conditions is not None and self.has_its_inputs() and self._conditions.can_be_set_again()
-        self._outputs = {
-            leaf.untyped_storage()._cdata
-            for leaf in leaves_of(result)
-            if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)
-        }
+        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self._outputs = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return self.repeats
 
     def has_its_inputs(self) -> bool:
@@ -141,7 +139,7 @@ class BlockRun:
             if isinstance(value, Held):
                 if value.changed:
                     continue  # overwritten since: backward must raise
-                if has_plain_storage(value.tensor) and value.tensor.untyped_storage()._cdata in self._outputs:
+                if self._is_output(value.tensor):
                     saved.probe = VersionProbe(value.tensor)
             saved.value = None
         kept: dict[int, Any] = {}  # an argument that is given twice is kept once
@@ -149,6 +147,14 @@ class BlockRun:
             if id(leaf) not in kept:
                 kept[id(leaf)] = _Input(leaf, self._stream, inputs_away) if type(leaf) is torch.Tensor else leaf
         self._inputs = [kept[id(leaf)] for leaf in self._inputs]
+
+    def _is_output(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in memory that the block has returned."""
+        try:
+            address = tensor.data_ptr()
+        except (RuntimeError, NotImplementedError):  # it has no memory of its own
+            return False
+        return any(first <= address < end for first, end in self._outputs)
 
     def stay(self) -> None:
         """Drop nothing: release what a second run would need."""
@@ -195,7 +201,7 @@ class BlockRun:
                         f"tensor {number} that it saves is {tuple(tensor.shape)}, {tensor.dtype}; in forward it was "
                         f"{tuple(saved.shape)}, {saved.dtype}"
                     )
-                self._again[number] = Held(tensor)
+                held = self._again[number] = Held(tensor)
             if tensor.grad_fn is None and not tensor.requires_grad:
                 # The operation may still be about to write it, as ``rrelu`` does with its noise.
                 unmade = sequence_number()
@@ -203,7 +209,7 @@ class BlockRun:
                 if unmade != sequence_number():
                     raise _Enough
                 has_all = True  # once that operation has run
-            return tensor.detach()
+            return tensor.detach() if saved is None else held.tensor
 
         made: dict[int, Any] = {}
         for leaf in self._inputs:

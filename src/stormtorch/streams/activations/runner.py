@@ -82,7 +82,8 @@ class Saving:
         self._loose = Loose(stream, gauge)
         self._noted_task = -1  # the last backward whose end will be noted
         self._blocks = [weakref.ref(block) for block in blocks]
-        self._shapes = [shape_of(block) for block in blocks]
+        numbers: dict[Any, int] = {}  # a number is hashed and compared faster than a shape
+        self._shapes = [numbers.setdefault(shape_of(block), len(numbers)) for block in blocks]
         self._anatomies = [Anatomy(block) for block in blocks]
         self._calls: list[tuple[nn.Module, str, Any]] = []
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
@@ -105,6 +106,7 @@ class Saving:
         self._comparison: Comparison | None = None
         self._step_began: tuple[float, int] | None = None  # when, and after how many optimizer steps
         self._step_bytes = 0  # inputs of the blocks since then
+        self._is_noting = True  # how full the device is at each block of this pass
         self._trim_at = 0  # the pass that gives back RAM that the plan does not need
         self._comparisons = 0  # so far, with inputs of the present size
         self.known = Profiles()
@@ -119,8 +121,7 @@ class Saving:
         """The number of this pass, counted from the first with inputs of the present size."""
         return self.passes - self._passes_before
 
-    @property
-    def _is_noting(self) -> bool:
+    def _notes_levels(self) -> bool:
         """Whether to note how full the device is at each block: as long as a plan may be made from it."""
         waits = self.mode == "auto" and self._comparisons == 0 and bool(self.known) and self._age <= _NOTED
         return waits or self._age <= _REPLAN_AT[-1]
@@ -136,6 +137,7 @@ class Saving:
             self._last_sequence = self._sequence
         self._end_step()
         self._look_back()
+        self._is_noting = self._notes_levels()
         if self.passes == self._trim_at:
             self._stream.trim()
         self._loose.begin_pass()
@@ -505,6 +507,7 @@ class Saving:
         self._comparisons = 0
         self._levels.forget(growth)
         self._passes_before = self.passes - 1  # this pass is the first with larger inputs
+        self._is_noting = self._notes_levels()
         self._set_ways()
         if self.mode == "auto":
             self._sending = self._loose.forget(leaving=self._sending)

@@ -114,6 +114,7 @@ class ParameterStream:
         self.order = Order(len(residences))
         self._by_storage: dict[int, Residence] = {}
         self._current: Residence | None = None
+        self._last_use: tuple[Stay, Event, bool, int] | None = None  # its copy, load, direction, and the pool's state
         self._loads_before = 0
         self._passes, self._passes_per_step = 0, 1
         self.on_drop: Callable[[Unit], None] = lambda _unit: None
@@ -145,7 +146,20 @@ class ParameterStream:
             self._waits.wait(stay.loaded, "weights")
             stay.places.add(self._lanes.compute.place())
         self.load_ahead()
+        self._last_use = stay, stay.loaded, in_backward(), self._pool.returns
         return stay
+
+    def _is_in_use(self, residence: Residence) -> bool:
+        """Whether ``use`` of this unit would do nothing. Backward asks for each weight of a unit by itself."""
+        stay = residence.stay
+        return (
+            residence is self._current
+            and stay is not None
+            and self._last_use == (stay, stay.loaded, in_backward(), self._pool.returns)  # else prefetch may have room
+            and self._is_current(residence)
+            and self._lanes.compute.place() in stay.places
+            and not self.pending(residence.unit)
+        )
 
     @property
     def loads(self) -> int:
@@ -278,7 +292,7 @@ class ParameterStream:
     @locked
     def drop_all(self) -> None:
         """Forget every copy on the device."""
-        self._current = None
+        self._current = self._last_use = None
         for residence in self.residences:
             if residence.stay is not None:
                 self._drop(residence)
@@ -291,12 +305,18 @@ class ParameterStream:
 
     def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
         """Hook for tensors that autograd saves: a note of which weight ``tensor`` is, or None."""
+        low, high = self._pool.span
+        try:
+            if not low <= tensor.data_ptr() < high:  # most tensors are not weights: this is the cheapest test
+                return None
+        except (RuntimeError, NotImplementedError):  # it has no memory of its own
+            return None
         if tensor.device != self._lanes.device or not has_plain_storage(tensor):
             return None
-        if tensor.is_conj() or tensor.is_neg():  # lazy views keep the device copy
+        if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:  # lazy views keep the device copy
             return None
         residence = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        if residence is None or tensor.numel() == 0:
+        if residence is None:
             return None
         place = residence.unit.place_at(int(tensor.storage_offset()) * tensor.itemsize)
         return SavedWeight(place, tensor, residence.updates)
@@ -313,7 +333,8 @@ class ParameterStream:
                 f"Cannot run backward: {place.name!r} has been modified by an optimizer step or an in-place operation "
                 "after this forward. Call backward before step, or run the forward again."
             )
-        stay = self.use(residence.unit)
+        stay = residence.stay if self._is_in_use(residence) else self.use(residence.unit)
+        assert stay is not None
         return stay.base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
 
     def _is_current(self, residence: Residence) -> bool:
@@ -392,6 +413,8 @@ class ParameterStream:
         stay, residence.stay = residence.stay, None
         assert stay is not None
         self._by_storage.pop(stay.base.data_ptr(), None)
+        if self._last_use is not None and self._last_use[0] is stay:
+            self._last_use = None  # it would keep the copy
         self.on_drop(residence.unit)
         stay.views.clear()
         stay.idle = None
