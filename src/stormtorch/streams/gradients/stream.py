@@ -196,20 +196,16 @@ class GradientStream:
         consume: bool,
     ) -> bool:
         unit, lanes = home.unit, self._lanes
-        places, before = unit.places, set(home.present)
-
-        def in_bucket(index: int) -> torch.Tensor:
-            place = places[index]
-            at, dtype = (place.wide_at, place.wide_dtype) if to_wide else (place.grad_at, place.dtype)
-            return place.view(bucket, at, dtype)
-
+        before = set(home.present)
+        here = sorted(before | set(grads))
+        in_bucket = unit.gradients(here, bucket, wide=to_wide)
         if before:
             self._add_earlier(home, grads, before, in_bucket)
         fresh = [index for index in grads if index not in before]
         if fresh:
-            torch._foreach_copy_([in_bucket(index) for index in fresh], [grads[index] for index in fresh])
-        here = sorted(before | set(grads))
-        norms = _norms([in_bucket(index) for index in here])
+            torch._foreach_copy_([in_bucket[index] for index in fresh], [grads[index] for index in fresh])
+        norms = _norms([in_bucket[index] for index in here])
+        del in_bucket
         for index in here if to_wide != home.is_wide else fresh:  # of the rest, user code keeps the views it holds
             self._let_go_of_views(home, index)
         home.present, home.is_wide = set(here), to_wide
@@ -247,7 +243,7 @@ class GradientStream:
         home: GradHome,
         grads: dict[int, torch.Tensor],
         before: set[int],
-        in_bucket: Callable[[int], torch.Tensor],
+        in_bucket: dict[int, torch.Tensor],
     ) -> None:
         """Add the new gradients to those of earlier backward passes, in the bucket."""
         self.has_added = True
@@ -270,7 +266,7 @@ class GradientStream:
         for index in before:
             place = unit.places[index]
             at, dtype = (place.wide_at, place.wide_dtype) if home.is_wide else (place.grad_at, place.dtype)
-            target = in_bucket(index)
+            target = in_bucket[index]
             target.copy_(place.view(earlier.bytes, at, dtype))
             if index in grads:
                 target.add_(grads[index])

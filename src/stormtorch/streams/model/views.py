@@ -64,7 +64,7 @@ class Twins:
         views = stay.views
         if not views:
             with torch.inference_mode(False):  # no inference tensors: a later pass may train with these views
-                views.update({place.index: place.in_image(stay.base) for place in unit.places})
+                views.update(unit.views(stay.base))
         with without_torch_function():
             leaves = [place for place in unit.places if place.parameter.requires_grad]
         if not torch.is_grad_enabled():

@@ -17,7 +17,7 @@ so that kernels see the alignment that they would see in tensors of their own.""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,10 @@ class Place:
         """This parameter's part of the byte tensor ``flat``, in the parameter's shape and strides."""
         piece = flat[at : at + self.count * dtype.itemsize].view(dtype)
         return piece.as_strided(self.shape, self.stride)
+
+    def in_typed(self, typed: torch.Tensor, at: int) -> torch.Tensor:
+        """Like ``view``, of a flat tensor that has the dtype already."""
+        return typed.as_strided(self.shape, self.stride, typed.storage_offset() + at // typed.itemsize)
 
     def in_image(self, flat: torch.Tensor) -> torch.Tensor:
         return self.view(flat, self.at, self.dtype)
@@ -101,6 +105,23 @@ class Unit:
             place.state_at //= 4
         self.master_bytes = _lay_out(self.trained, "master_at", lambda place: place.master_bytes)
         self.has_wide_form = any(place.dtype.itemsize < 4 for place in self.trained)
+
+    def views(self, image: torch.Tensor) -> dict[int, torch.Tensor]:
+        """All parameters in ``image``, the unit's bytes, by index."""
+        typed = {dtype: image.view(dtype) for dtype in {place.dtype for place in self.places}}
+        return {place.index: place.in_typed(typed[place.dtype], place.at) for place in self.places}
+
+    def gradients(self, indices: Iterable[int], bucket: torch.Tensor, *, wide: bool) -> dict[int, torch.Tensor]:
+        """The gradients of these parameters in ``bucket``, by index; ``wide``: in the dtype that adds them up."""
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        found = {}
+        for index in indices:
+            place = self.places[index]
+            at, dtype = (place.wide_at, place.wide_dtype) if wide else (place.grad_at, place.dtype)
+            if dtype not in typed:
+                typed[dtype] = bucket.view(dtype)
+            found[index] = place.in_typed(typed[dtype], at)
+        return found
 
     def place_at(self, offset: int) -> Place:
         """The parameter that the byte ``offset`` of the image belongs to."""
