@@ -1,7 +1,8 @@
 """One model and one method in this process, for each shape of batches and each budget in turn.
 
-The process trains only while it is told to: it reads a line before each of its turns, and prints a line of JSON after
-it. So several methods, each in a process of its own, take turns on one machine (rounds.py).
+The process works only while it is told to: it reads a line before each of its turns, and prints a line of JSON after
+it. So several methods, each in a process of its own, take turns on one machine (rounds.py). The first turn of each
+shape and budget sets up as well, so that no process prepares anything while another one is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
 # Steps of the first turn, which is not measured. "auto" compares plans from the 8th step on; the optimizer's shares
 # settle.
 _WARM = {"auto": 36}
-_WARM_OTHERS, _STEPS, _UNCOUNTED, _PROFILED = 10, 8, 2, 6
+_WARM_OTHERS, _STEPS, _PROFILED = 10, 4, 6
 _OFTEN_NS = 500_000  # how often the GPU is looked at beside the profiler: few steps have to tell as much as many
 
 
@@ -61,7 +62,7 @@ class Outcome:
 
 class Turns(TrainerCallback):
     """Lets the trainer run in turns, and times its steps, from the end of one to the end of the next on the device. The
-    first steps of a turn are not counted. After the last turn some are profiled."""
+    first step of a turn is not counted. After the last turn some are profiled."""
 
     def __init__(self, warm: int, steps: int, rounds: int, profiled: int) -> None:
         self.ends_at = [warm + number * steps for number in range(rounds + 1)]  # of turns, in steps
@@ -77,17 +78,13 @@ class Turns(TrainerCallback):
         self.turn: Mark | None = None
         self.trainer: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        _wait_for_turn()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         step = state.global_step
         self.marks.append(_mark())
         if step in self.ends_at:
             _now()
             if step > self.ends_at[0]:
-                between = [_between(a, b) for a, b in itertools.pairwise(self.marks)]
-                self.turns_s.append(between[_UNCOUNTED - 1 :])
+                self.turns_s.append([_between(a, b) for a, b in itertools.pairwise(self.marks)])
             self.marks = []
             if step == self.ends_at[-1]:
                 self._report(self._look(self._own_meter()))
@@ -209,11 +206,13 @@ def main() -> int:
     parser.add_argument("--vram", nargs="+", required=True)
     parser.add_argument("--warm", type=int)
     parser.add_argument("--steps", type=int, default=_STEPS, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
-    model = build(options.model, dtype=torch.bfloat16)
+    model: nn.Module | None = None
     for shape, vram in itertools.product(options.shapes, options.vram):
+        _wait_for_turn()
+        model = model if model is not None else build(options.model, dtype=torch.bfloat16)
         batch, sequence = (int(word) for word in shape.split("x"))
         cell = argparse.Namespace(**{**vars(options), "batch": batch, "sequence": sequence, "vram": vram})
         try:
