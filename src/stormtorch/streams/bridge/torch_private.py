@@ -54,6 +54,16 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def runs_backward(thread: int | None) -> bool:
+    """Whether that thread waits for a backward, which may run on threads of autograd's."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def saved_tensor_hooks_active() -> bool:
     """Whether saved-tensor hooks of other code, e.g. checkpointing, are active on this thread, or torch.func forbids
     hooks.

@@ -29,7 +29,14 @@ from ..activations.runner import Saving
 from ..bridge import handlers
 from ..bridge.lock import locked
 from ..bridge.ranks import refuse_ranks
-from ..bridge.torch_private import in_backward, in_functorch, never_traced, outside_of_graphs, saved_tensor_hooks_active
+from ..bridge.torch_private import (
+    current_pass,
+    in_backward,
+    in_functorch,
+    never_traced,
+    outside_of_graphs,
+    saved_tensor_hooks_active,
+)
 from ..gradients.stream import GradientStream
 from ..home.meta import Unwritten
 from ..home.parameter import HomeParameter, HomeView, joined
@@ -37,6 +44,7 @@ from ..home.registration import take_out
 from ..units.partition import Entry
 from ..units.unit import Place, Unit
 from ..weights.stream import ParameterStream, SavedWeight
+from .turns import Turns
 from .views import Twins
 from .write_guard import WriteGuard
 
@@ -138,7 +146,7 @@ class Calls:
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
         self._inside: dict[int, set[int]] = {}  # by id of a wrapped module: the units in it
-        self._caller: int | None = None  # the thread whose pass runs
+        self._turns = Turns()
 
     def wrap(self, module: nn.Module, entry: Entry | None) -> None:
         """Route calls of ``module`` through this object; ``entry`` names the units that they bring to the device."""
@@ -173,6 +181,7 @@ class Calls:
         begins = outermost and not in_graph
         if begins:
             handlers.look_at_all()
+            self._turns.wait_for_backward()
             self._take_turn()
             passes.handler = handlers.handler_here()
         elif handlers.state.running and handlers.handler_here() != passes.handler:
@@ -237,6 +246,8 @@ class Calls:
 
     @never_traced
     def _unpack(self, saved: Any) -> torch.Tensor:
+        if current_pass() != self._turns.backward:
+            self._turns.begin_backward()
         if isinstance(saved, SavedWeight):
             return self._parameters.unpack(saved)
         if isinstance(saved, Held):
@@ -254,7 +265,7 @@ class Calls:
             self._uninstall(stack.pop())
         if ends_pass:
             self._twins.end_pass()
-            self._caller = None
+            self._turns.end_forward()
             if self.witness is not None:
                 self.witness.end()
 
@@ -262,13 +273,7 @@ class Calls:
     def _take_turn(self) -> None:
         """Refuse a second thread or process: installed twins and a begun pass belong to one thread at a time."""
         refuse_ranks()
-        here = threading.get_ident()
-        if self._caller not in (None, here) and any(thread.ident == self._caller for thread in threading.enumerate()):
-            raise StormError(
-                "Another thread is inside of this model, and a streamed model runs one call at a time. Let threads "
-                "take turns (a threading.Lock around calls and backward), or give each a model of its own."
-            )
-        self._caller = here
+        self._turns.begin_forward()
 
     def _begin(self, module: nn.Module | None) -> None:
         if self.unwritten is not None and module is not None and self.unwritten.check(module):

@@ -18,6 +18,7 @@ import torch
 
 from ...core.errors import StormError
 from ...memory.cuda.answers import Answers
+from ...memory.lanes.cuda import wait_for
 from ..bridge.torch_private import has_modes, in_functorch
 from ..units.partition import Entry
 from ..weights.stream import ParameterStream, Stay
@@ -97,7 +98,7 @@ class WriteGuard:
             first = self._compared[0]
             if first.done is not None:
                 if wait:
-                    first.done.synchronize()
+                    wait_for(first.done)
                 elif not first.done.query():
                     return
             self._compared.popleft()
