@@ -20,7 +20,7 @@ import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.session.offload import OffloadedActivations
-from stormtorch.streams.activations import runner as saving
+from stormtorch.streams.activations import planning
 from stormtorch.streams.activations.plan import KEEP, RECOMPUTE_FROM_RAM, ActivationPlan, BlockProfile, Means
 from stormtorch.streams.bridge.torch_private import StorageReference
 from stormtorch.streams.settings import Trial
@@ -736,7 +736,7 @@ def test_what_is_done_with_all_at_hand_does_not_keep_others_waiting(monkeypatch:
         blocks = [RECOMPUTE_FROM_RAM] * (len(profiles) - 1)
         return ActivationPlan(blocks=[*blocks, KEEP], reason="", way_bytes=[MiB] * (len(profiles) + 1))
 
-    monkeypatch.setattr(saving, "recompute", inputs_away)
+    monkeypatch.setattr(planning, "recompute", inputs_away)
     model = net(blocks=4)
     activations = opened(model, "auto", 0)
     stream = activations.saving._stream

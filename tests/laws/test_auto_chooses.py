@@ -9,7 +9,7 @@ import torch
 
 from stormtorch.core.sizes import GiB
 from stormtorch.session.offload import OffloadedActivations
-from stormtorch.streams.activations import runner as saving
+from stormtorch.streams.activations import planning
 from stormtorch.streams.activations.plan import KEEP, RECOMPUTE
 from stormtorch.streams.settings import Trial
 
@@ -24,7 +24,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, cost_of_keeping: float) -> tuple[li
     """How many of 6 blocks were kept in each pass, why in the end, and the peak in parts of the budget. A step takes
     1 s, and so much more or less for each block that is kept."""
     clock = [0.0]
-    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(planning, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     torch.manual_seed(0)
     kept = []
     with Counting() as meter:

@@ -27,5 +27,5 @@ def test_plans_are_compared_where_no_step_is_ever_seen() -> None:
                     parameter.grad = None
             saving = session.saving
             assert saving is not None
-            assert saving._comparisons == 1
+            assert saving.planning.comparisons == 1
             assert not saving._is_noting

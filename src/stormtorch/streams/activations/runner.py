@@ -3,10 +3,8 @@
 Blocks are wrapped as the user's own ``torch.utils.checkpoint`` around them would wrap them, and only while a pass of
 the model runs under our saved-tensor hooks. What happens to a block is decided after it has run (recompute.py).
 
-The first passes recompute every block, and measure; blocks are kept at once only where there is room for all of them
-twice over. Then comes a plan (plan.py): recompute, with inputs on the device where there is room. With
-``activations="auto"`` a second plan, which keeps and offloads as much as it can, takes turns with the first one, and is
-adopted if steps with it are faster (comparison.py). A pass with larger inputs starts all over.
+planning.py makes the plan that says what happens to each block. Before there is one, every block is recomputed; blocks
+are kept at once only where there is room for all of them twice over.
 
 A block is never run twice where user code would notice: where it changes its buffers, as batch norm does, or has
 forward hooks. Such a block is kept or offloaded.
@@ -17,7 +15,6 @@ device."""
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,30 +35,15 @@ from ..bridge.torch_private import (
 )
 from .block_call import BlockCall, Call
 from .blocks import Anatomy, leaves_of, object_in, shape_of, tensors_in
-from .comparison import Comparison
 from .held import Held
 from .levels import UNCOUNTED, Levels
 from .outside_blocks import Loose
-from .plan import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RECOMPUTE_FROM_RAM,
-    ActivationPlan,
-    BlockPlan,
-    choose,
-    cost_s,
-    recompute,
-    with_reason,
-)
+from .plan import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_FROM_RAM, ActivationPlan, BlockPlan
+from .planning import REPLAN_AT, Planning
 from .profiles import ROUNDS, Profiles
 from .recompute import BlockRun, Saved
 from .room import Gauge, Surroundings
 from .stream import ActivationStream
-
-_REPLAN_AT = (4, 8)  # passes after which the plan is made again from the peak
-_NOTED = 64  # passes to wait for a comparison to begin: noting levels costs queries of the device
-_COMPARE_AT = (8, 64, 512)  # passes after which the second plan is tried; the machine may have changed since
 
 
 class Saving:
@@ -88,7 +70,6 @@ class Saving:
         self._calls: list[tuple[nn.Module, str, Any]] = []
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
-        self._planned: list[Any] = []  # the kinds that the plan is for
         self._closed = False
         self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
         self._sending = False
@@ -100,31 +81,19 @@ class Saving:
         self._is_past_blocks = False
         self._keeps_all = False  # whether this pass, for which there is no plan, has kept every block so far
         self._input_bytes = 0  # of this pass: inputs of blocks that were offloaded for want of a plan
-        self._simple: ActivationPlan | None = None  # of the two plans that are compared, the one that recomputes
-        self._candidates: list[ActivationPlan] = []  # plans that should be faster, the next one first
-        self._is_better = False  # whether a candidate has won
-        self._comparison: Comparison | None = None
-        self._step_began: tuple[float, int] | None = None  # when, and after how many optimizer steps
-        self._step_bytes = 0  # inputs of the blocks since then
         self._is_noting = True  # how full the device is at each block of this pass
-        self._trim_at = 0  # the pass that gives back RAM that the plan does not need
-        self._comparisons = 0  # so far, with inputs of the present size
-        self.known = Profiles()
-        self.passes = 0
-        self._passes_before = 0  # those before inputs had the present size
-        self.plan: ActivationPlan | None = None
-
-    # --- passes
+        self.planning = Planning(mode, stream=stream, levels=levels, gauge=gauge, loose=self._loose, around=around)
+        self.known = self.planning.known
 
     @property
-    def _age(self) -> int:
-        """The number of this pass, counted from the first with inputs of the present size."""
-        return self.passes - self._passes_before
+    def passes(self) -> int:
+        return self.planning.passes
 
-    def _notes_levels(self) -> bool:
-        """Whether to note how full the device is at each block: as long as a plan may be made from it."""
-        waits = self.mode == "auto" and self._comparisons == 0 and bool(self.known) and self._age <= _NOTED
-        return waits or self._age <= _REPLAN_AT[-1]
+    @property
+    def plan(self) -> ActivationPlan | None:
+        return self.planning.plan
+
+    # --- passes
 
     @contextlib.contextmanager
     def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
@@ -132,14 +101,10 @@ class Saving:
         self._run = self._undropped = None  # left by a pass that an exception has ended
         self._stream.begin_pass()
         self._levels.begin()
-        self.passes += 1
         if self._sequence:
             self._last_sequence = self._sequence
-        self._end_step()
-        self._look_back()
-        self._is_noting = self._notes_levels()
-        if self.passes == self._trim_at:
-            self._stream.trim()
+        self.planning.begin_pass(self._last_sequence, self._held)
+        self._is_noting = self.planning.notes_levels()
         self._loose.begin_pass()
         self._held, self._sequence, self._input_bytes = [], [], 0
         self._keeps_all = self.mode == "auto"
@@ -159,7 +124,7 @@ class Saving:
 
     def _set_ways(self) -> None:
         """Set the in-flight budget for the beginning of a pass: 0 while it is not known whether there is room."""
-        unknown = self.plan is None and (self._age <= ROUNDS or bool(self._last_sequence))
+        unknown = self.plan is None and (self.planning.age <= ROUNDS or bool(self._last_sequence))
         careful = unknown and self.mode != "offload" and self._gauge.room() < UNCOUNTED
         way_bytes = self.plan.way_bytes[-1] if self.plan is not None else 0 if careful else self._loose.way_bytes
         self._stream.window_bytes = self._stream.ahead_bytes = way_bytes
@@ -181,8 +146,10 @@ class Saving:
             return self._run.save(tensor)
         is_loose = not self._is_past_blocks and self.mode == "auto"
         if is_loose:
-            settled = self._age > _REPLAN_AT[-1]
-            self._sending = self._loose.see(tensor, leaving=self._sending, measured=self._age > ROUNDS, settled=settled)
+            settled = self.planning.age > REPLAN_AT[-1]
+            self._sending = self._loose.see(
+                tensor, leaving=self._sending, measured=self.planning.age > ROUNDS, settled=settled
+            )
         if self._sending:
             return self._stream.pack(tensor)
         return self._loose.hold(tensor) if is_loose else Held(tensor)
@@ -215,98 +182,7 @@ class Saving:
         checkpoint around each would keep."""
         if self._last_sequence or self._sequence:
             return self._input_bytes  # in a pass without a plan
-        return self._loose.away_bytes if self._age <= ROUNDS else 0
-
-    # --- plans
-
-    def _look_back(self) -> None:
-        """Make the plan from measurements, or make it again from a better known peak."""
-        if self._age == _REPLAN_AT[-1] and (over := self._gauge.over()):
-            say_once(over, key="over the budget")
-        if self.mode not in ("auto", "recompute"):
-            return
-        if self._age > ROUNDS and (self.plan is None or self._age in _REPLAN_AT):
-            before = self.plan
-            self._plan_blocks()
-            is_new = self.plan is not before or self._age in (ROUNDS + 1, *_REPLAN_AT)
-            if self.mode == "auto" and is_new and self._age <= _REPLAN_AT[-1]:  # later, loose tensors are not counted
-                self._plan_loose()
-        if self.mode == "auto" and self.plan is not None:
-            self._compare()
-
-    def _plan_blocks(self) -> None:
-        kinds = self._last_sequence
-        profiles = self.known.of(kinds)
-        if profiles is None:
-            return
-        means = self._gauge.means(kinds, profiles, self._held)
-        plan = recompute(profiles, means)
-        if self.mode == "auto":
-            best = choose(profiles, means)
-            plan = best if all(block == KEEP for block in best.blocks) else plan
-        self._planned, self._simple, self._candidates, self._comparison = kinds, None, [], None
-        self._set_plan(plan)
-        self._stream.stay_bytes = 0  # only for passes without blocks
-
-    def _set_plan(self, plan: ActivationPlan) -> None:
-        if self.plan is None or plan.blocks != self.plan.blocks:
-            self._levels.begin_plan()
-            self._trim_at = self.passes + 2  # offloaded tensors of the plan before have come back by then
-        self.plan = plan
-
-    def _plan_loose(self) -> None:
-        is_short = self._loose.leaves or bool(self._gauge.over())
-        if self.plan is not None:
-            self._loose.plan_beside(self.plan, is_short=is_short)
-        elif is_short and not self._last_sequence:  # else blocks exist, and the device still shows their levels
-            self._loose.plan_alone(lambda stayed: self._gauge.means([], [], [stayed]).rooms[-1])
-            self._levels.begin_plan()
-
-    def _compare(self) -> None:
-        """Begin, continue or end the comparison of the two plans."""
-        if self._comparison is None:
-            is_due = self._comparisons < len(_COMPARE_AT) and self._age >= _COMPARE_AT[self._comparisons]
-            if is_due and self._around.is_settled():
-                self._begin_comparison()
-            return
-        assert self._simple is not None
-        if not self._comparison.is_over:
-            self.plan = self._candidates[0] if self._comparison.second else self._simple
-            return
-        ratio, candidate = self._comparison.ratio, self._candidates.pop(0)
-        if self._comparison.second_wins:
-            took = f"{ratio:.2f} of the time of {'fewer' if self._is_better else 'no'} blocks so"
-            self._simple, self._is_better = with_reason(candidate, took), True
-        else:
-            self._simple = with_reason(self._simple, f"to have {candidate.reason} took {ratio:.2f} of the time")
-        self._comparison = Comparison() if self._candidates else None
-        self._set_plan(self._simple)
-
-    def _begin_comparison(self) -> None:
-        assert self.plan is not None
-        self._comparisons += 1
-        profiles = self.known.of(self._planned)
-        if profiles is None or self._planned != self._last_sequence or self.plan.blocks[0] == KEEP:
-            return
-        means = self._gauge.means(self._planned, profiles, self._held)
-        simple, found = recompute(profiles, means), list[ActivationPlan]()
-        for better in (choose(profiles, means, offload=False), choose(profiles, means)):
-            if cost_s(profiles, better) < cost_s(profiles, found[-1] if found else simple):
-                found.append(better)
-        self._is_better = False
-        if found:
-            self._simple, self._candidates, self._comparison = simple, found, Comparison()
-            self._set_plan(simple)
-
-    def _end_step(self) -> None:
-        """Note the time of the step that ends where this pass begins, if one does."""
-        now_s = time.perf_counter()
-        steps = self.passes if self._around.steps is None else self._around.steps()
-        if self._step_began is not None and self._step_began[1] == steps:
-            return
-        if self._comparison is not None and self._step_began is not None:
-            self._comparison.end_step(now_s - self._step_began[0], self._step_bytes)
-        self._step_began, self._step_bytes = (now_s, steps), 0
+        return self._loose.away_bytes if self.planning.age <= ROUNDS else 0
 
     # --- blocks
 
@@ -344,11 +220,12 @@ class Saving:
         kind = (self._shapes[index], self._anatomies[index].manner(), tuple(leaf.requires_grad for leaf in leaves))
         sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
         size, input_bytes = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
-        self._forget_if_larger(kind, size)
+        if self.planning.begin_block(kind, size):
+            self._begin_larger()
         position = len(self._sequence)
         self._sequence.append(kind)
-        self._step_bytes += size
-        plan, is_measured = self._plan_for(position, kind, input_bytes), self.known.wants(kind, self.passes)
+        plan = self.planning.for_block(position, kind) or self._provisional(position, kind, input_bytes)
+        is_measured = self.known.wants(kind, self.passes)
         may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(index, kind, block, args, kwargs)
         if plan.kind == "recompute" and not may_drop:
             plan = OFFLOAD
@@ -374,7 +251,7 @@ class Saving:
         finally:
             self._run = None
         if run.end(result) != may_drop:
-            self._may_not_run_again(kind)
+            self.planning.never_again(kind)
         if reading is not None:
             saved_bytes = run.saved_bytes()
             self.known.learn(kind, self.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading)
@@ -393,7 +270,7 @@ class Saving:
         if plan.kind == "offload" and is_refused and run.repeats:
             plan = RECOMPUTE  # RAM has run out
         if plan.kind == "recompute" and run.repeats:
-            if self._age <= _REPLAN_AT[-1]:
+            if self.planning.age <= REPLAN_AT[-1]:
                 run.tell_time = _telling(self.known, kind)
             if self.plan is None and plan.inputs_away:
                 self._input_bytes += input_bytes
@@ -415,14 +292,9 @@ class Saving:
         if run.has_its_inputs():
             run.drop(inputs_away=inputs_away)
         else:
-            self._may_not_run_again(kind)
+            self.planning.never_again(kind)
             run.send()
             run.stay()
-
-    def _plan_for(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
-        if self.plan is not None and self._planned[position : position + 1] == [kind]:
-            return self.plan.blocks[position]
-        return self._provisional(position, kind, input_bytes)
 
     def _provisional(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
         """Decide before there is a plan. Recompute, with inputs on the device if there is room for those of all later
@@ -433,7 +305,7 @@ class Saving:
         if room == UNCOUNTED:
             return KEEP if self.mode == "auto" else RECOMPUTE
         is_known, saved = self.known.size(kind) is not None, self.known.saved_bytes(kind)
-        knows_the_end = self._age > 1 or self._levels.knows_the_end
+        knows_the_end = self.planning.age > 1 or self._levels.knows_the_end
         count = len(self._last_sequence) or len(self._blocks)
         ahead = max(1, count - position) + 1  # one more, to compute with
         if self._keeps_all and is_known and knows_the_end and 2 * saved * ahead + end <= room:
@@ -469,10 +341,6 @@ class Saving:
                 leaf.register_hook(reached)
                 return
 
-    def _may_not_run_again(self, kind: Any) -> None:
-        if self.known.never_again(kind):
-            self.plan = self._comparison = None
-
     def _may_run_again(
         self, index: int, kind: Any, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
@@ -496,18 +364,9 @@ class Saving:
             and self._anatomies[index].has_its_own()
         )
 
-    def _forget_if_larger(self, kind: Any, size: int) -> None:
-        """Drop measurements that were made with smaller inputs."""
-        known = self.known.size(kind)
-        if known is None or size <= known:
-            return
-        growth = size / max(1, known)
-        self.known.forget(kind, growth)
-        self.plan = self._comparison = None
-        self._comparisons = 0
-        self._levels.forget(growth)
-        self._passes_before = self.passes - 1  # this pass is the first with larger inputs
-        self._is_noting = self._notes_levels()
+    def _begin_larger(self) -> None:
+        """Inputs are larger than those that were measured: go on as before there was a plan."""
+        self._is_noting = self.planning.notes_levels()
         self._set_ways()
         if self.mode == "auto":
             self._sending = self._loose.forget(leaving=self._sending)
