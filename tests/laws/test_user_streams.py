@@ -16,7 +16,7 @@ import torch
 
 from stormtorch.core.sizes import MiB
 from stormtorch.session.offload import OffloadedActivations
-from stormtorch.streams.activations.stream import Note, Parcel
+from stormtorch.streams.activations.offloaded import Note, Offloaded
 from stormtorch.streams.settings import Trial
 
 SIZE, COUNT = 1 << 20, 12
@@ -137,14 +137,14 @@ def test_passes_that_take_turns_on_streams(streams: int, activations: OffloadedA
 
 def test_notes_that_end_on_any_thread_are_counted_right() -> None:
     """Finalizers run on every thread, in the middle of anything: a count that two of them change at once goes wrong."""
-    parcel: Any = object.__new__(Parcel)
+    offloaded: Any = object.__new__(Offloaded)
     kept: list[list[Note]] = [[], []]
     interval = sys.getswitchinterval()
     prepare: Callable[[Any], None] = _prepared
-    prepare(parcel)
+    prepare(offloaded)
     tensor = torch.zeros(4)
     for notes in kept:
-        notes.extend(Note(parcel, tensor) for _ in range(5000))
+        notes.extend(Note(offloaded, tensor) for _ in range(5000))
     try:
         sys.setswitchinterval(1e-6)
         threads = [threading.Thread(target=notes.clear) for notes in kept]
@@ -154,14 +154,14 @@ def test_notes_that_end_on_any_thread_are_counted_right() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert parcel.has_served_all()
-    assert parcel.notes == 0
+    assert offloaded.has_served_all()
+    assert offloaded.notes == 0
 
 
-def _prepared(parcel: Any) -> None:
+def _prepared(offloaded: Any) -> None:
     from collections import deque
     from types import SimpleNamespace
 
-    parcel._stream = SimpleNamespace(bury=lambda _parcel: None)
-    parcel.first = parcel.notes = parcel.served = parcel.arrivals = 0
-    parcel.ended = deque()
+    offloaded._stream = SimpleNamespace(bury=lambda _offloaded: None)
+    offloaded.first = offloaded.notes = offloaded.served = offloaded.arrivals = 0
+    offloaded.ended = deque()

@@ -15,9 +15,10 @@ import torch
 
 from ...core.sizes import format_bytes
 from .held import Held
+from .offloaded import Note, Undecided, span_of
 from .plan import ActivationPlan
 from .room import Gauge
-from .stream import ActivationStream, Note, Undecided, span_of
+from .stream import ActivationStream
 
 
 class Loose:
@@ -87,8 +88,8 @@ class Loose:
         for undecided in filter(None, (reference() for reference in held)):
             self._stream.send_after_all(undecided)
             if isinstance(undecided.now, Note):
-                sent.add(undecided.now.parcel)
-        self.away_bytes += sum(parcel.size for parcel in sent)
+                sent.add(undecided.now.offloaded)
+        self.away_bytes += sum(offloaded.size for offloaded in sent)
 
     def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
         """Keep all of it, unless memory ``is_short`` and it exceeds the bytes that ``plan`` spares."""

@@ -43,7 +43,8 @@ from ..bridge.torch_private import (
 from .blocks import Anatomy, filled, leaves_of, tensors_in
 from .conditions import Conditions
 from .held import Held, stale
-from .stream import ActivationStream, Note
+from .offloaded import Note
+from .stream import ActivationStream
 
 
 class Saved:
@@ -124,7 +125,7 @@ class BlockRun:
         for saved in filter(None, (reference() for reference in self._saved)):
             value = saved.value
             if isinstance(value, Note):
-                sizes[value.parcel] = value.parcel.size
+                sizes[value.offloaded] = value.offloaded.size
             elif (
                 isinstance(value, Held) and has_plain_storage(value.tensor) and not self._stream.is_weight(value.tensor)
             ):

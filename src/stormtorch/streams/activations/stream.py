@@ -1,7 +1,7 @@
 """Offloads activations to RAM while compute goes on, and prefetches them just before backward needs them.
 
-Tensors that autograd saves are handled by storage: views of one storage are one offloaded tensor (`Parcel`), which is
-copied once and comes back with every view's exact strides. Its states:
+Tensors that autograd saves are handled by storage: views of one storage are one offloaded tensor (`Offloaded`), which
+is copied once and comes back with every view's exact strides. Its states:
 
     here      on the device; a copy to RAM may be on its way
     away      in RAM only
@@ -18,8 +18,8 @@ Those saved last are never offloaded: backward begins with them.
 **RAM runs out.** Where ``ram`` has no room for a tensor, it remains on the device, unless ``must_leave`` makes that an
 error; the caller reads ``refused_bytes`` and may recompute instead.
 
-**Ending.** A parcel lives as long as autograd keeps notes of it. Dropped graphs free their parcels and ``retain_graph``
-keeps them, without any call.
+**Ending.** An offloaded tensor lives as long as autograd keeps notes of it. Dropped graphs free theirs, and
+``retain_graph`` keeps them, without any call.
 
 **Several user streams.** Torch hands freed memory out again on the stream that allocated it, in that stream's order. So
 compute may wait for a lane on the GPU, and free memory at once, only where one stream has all memory. As soon as a
@@ -30,152 +30,31 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 
 from ...core.errors import OutOfBudget, StaleGraph
-from ...core.sizes import KiB, round_down
+from ...core.sizes import KiB
 from ...core.tags import Tag
 from ...memory.cuda.allocator import streams_with_memory
 from ...memory.lanes.build import Lanes
 from ...memory.lanes.lane import Event
 from ...memory.lanes.waits import WaitMeter
 from ...memory.pools.device import bytes_for_graph, bytes_of
-from ...memory.pools.pool import GRAIN, HostPool, Piece
+from ...memory.pools.pool import HostPool, Piece
 from ..bridge.lock import locked
 from ..bridge.torch_private import (
     StorageReference,
-    VersionProbe,
     has_plain_storage,
     is_made_from_weights,
     sequence_number,
 )
 from .held import Held, stale
+from .offloaded import Note, Offloaded, Ride, Undecided, span_of
 
 SMALL_BYTES = 64 * KiB  # smaller tensors cost more to move than to keep
-
-
-class Parcel:
-    """An offloaded tensor: a storage, or the part of one, of which autograd has saved views."""
-
-    __slots__ = (
-        "__weakref__",
-        "_stream",
-        "arrivals",
-        "asked_for",
-        "back",
-        "ended",
-        "first",
-        "here",
-        "loaded",
-        "notes",
-        "number",
-        "place",
-        "ride",
-        "served",
-        "size",
-        "slab",
-        "stored",
-    )
-
-    def __init__(self, stream: ActivationStream, ride: Ride, here: torch.Tensor, first: int) -> None:
-        self._stream, self.ride, self.number = stream, ride, len(ride.sizes)
-        self.first, self.size = first, here.nbytes
-        self.place = stream.place()  # the stream that made it; later, the one that fetched it
-        self.here: torch.Tensor | None = here  # bytes
-        self.slab: Piece | None = None
-        self.stored: Event | None = None
-        self.back: torch.Tensor | None = None
-        self.loaded: Event | None = None
-        self.arrivals = 0  # how often it came back
-        self.asked_for = False  # since the last arrival
-        self.notes = 0  # ever made for autograd
-        self.served = 0  # notes that were served since the last arrival
-        self.ended: deque[int] = deque()  # for each deleted note: the arrival at which it was served last
-
-    def has_served_all(self) -> bool:
-        """Whether every note that autograd still keeps was served from this arrival. Needs the stream's lock."""
-        while self.ended:
-            self.served -= self.ended.popleft() == self.arrivals != 0
-            self.notes -= 1
-        return self.served >= self.notes
-
-    def __del__(self) -> None:
-        self._stream.bury(self)
-
-
-class Note:
-    """The object that autograd keeps instead of an offloaded tensor."""
-
-    __slots__ = ("arrival", "dtype", "offset", "parcel", "probe", "shape", "stride")
-
-    def __init__(self, parcel: Parcel, tensor: torch.Tensor) -> None:
-        self.arrival = 0  # the arrival from which it was served last
-        self.parcel, self.probe = parcel, None if tensor.is_inference() else VersionProbe(tensor)
-        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
-        self.offset = int(tensor.storage_offset()) - parcel.first // tensor.itemsize
-        parcel.notes += 1
-
-    def __del__(self) -> None:
-        # Any thread may run this at any time, while another one counts: an append is atomic, a subtraction is not.
-        self.parcel.ended.append(self.arrival)
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The saved tensor, as a view of ``memory``, a copy of its parcel."""
-        size = self.dtype.itemsize
-        typed = memory[: memory.nbytes // size * size].view(self.dtype)
-        return typed.as_strided(self.shape, self.stride, int(typed.storage_offset()) + self.offset)
-
-
-class Undecided:
-    """The object that autograd keeps for a tensor that is on the device and may be offloaded later in this forward."""
-
-    __slots__ = ("__weakref__", "now", "place", "span")
-
-    def __init__(self, tensor: torch.Tensor, place: Hashable) -> None:
-        self.now: Held | Note = Held(tensor)
-        self.span = span_of(tensor)  # a held tensor no longer knows what it is a view of
-        self.place = place  # the stream that made it
-
-
-class Ride:
-    """A forward pass and its backward: offloaded tensors in the order of saving, and the order of requests."""
-
-    def __init__(self, past: Ride | None) -> None:
-        """``past``: the last pass that had a backward."""
-        self.sizes: list[int] = []
-        self.parcels: list[weakref.ref[Parcel]] = []
-        self.asked: dict[int, None] = {}  # numbers of parcels
-        self.latest: int | None = None  # the last of them
-        self.expected_sizes = past.sizes if past is not None else []
-        self.expected_bytes = sum(self.expected_sizes)
-        self._expected_order = list(past.asked) if past is not None else []
-        self.as_expected = past is not None  # whether this pass has equalled the last one so far
-        self.saved_bytes = 0
-        self._order: list[int] = []
-        self._position: dict[int, int] = {}
-
-    def add(self, parcel: Parcel) -> None:
-        expected = self.expected_sizes[parcel.number : parcel.number + 1]
-        self.as_expected = self.as_expected and expected == [parcel.size]
-        self.sizes.append(parcel.size)
-        self.parcels.append(weakref.ref(parcel))
-        self.saved_bytes += parcel.size
-        self._order = []
-
-    def to_come(self) -> Iterator[Parcel]:
-        """The offloaded tensors that backward should ask for next, in that order."""
-        if not self._order:
-            known = self.as_expected and len(self.expected_sizes) == len(self.sizes)
-            self._order = self._expected_order if known else list(reversed(range(len(self.sizes))))
-            self._position = {parcel: position for position, parcel in enumerate(self._order)}
-        first = 0 if self.latest is None else self._position.get(self.latest, len(self._order)) + 1
-        for number in self._order[first:]:
-            parcel = self.parcels[number]()
-            if parcel is not None:
-                yield parcel
 
 
 class ActivationStream:
@@ -199,16 +78,16 @@ class ActivationStream:
         self._addresses: set[int] = set()  # of the weights
         self.window_bytes, self.ahead_bytes = window_bytes, ahead_bytes
         self.is_strict = False  # whether ``ahead_bytes`` holds even where it is less than one tensor
-        self._leaving: deque[tuple[weakref.ref[Parcel], int]] = deque()  # with their sizes
+        self._leaving: deque[tuple[weakref.ref[Offloaded], int]] = deque()  # with their sizes
         self._leaving_bytes = 0
-        self._staying: list[tuple[weakref.ref[Parcel], int]] = []  # not offloaded: backward will begin with them
+        self._staying: list[tuple[weakref.ref[Offloaded], int]] = []  # not offloaded: backward will begin with them
         self._ahead_bytes = 0
-        self._known: dict[tuple[int, int, int, int], tuple[StorageReference, weakref.ref[Parcel]]] = {}
+        self._known: dict[tuple[int, int, int, int], tuple[StorageReference, weakref.ref[Offloaded]]] = {}
         self._ride = Ride(None)
         self._past: Ride | None = None
         self.stay_bytes = 0  # bytes saved last that need not be offloaded, beside those in the window
         self._lingering: deque[tuple[torch.Tensor, Event]] = deque()
-        self._unsent: deque[tuple[weakref.ref[Parcel], int]] = deque()  # saved by an operation that may not have run
+        self._unsent: deque[tuple[weakref.ref[Offloaded], int]] = deque()  # saved by an operation that may not have run
         self._places: set[Hashable] = set()  # the streams that have computed or have memory
         self._passes = 0
         self.must_leave = False  # whether a lack of RAM is an error
@@ -234,8 +113,8 @@ class ActivationStream:
     @locked
     def travelling_bytes(self) -> int:
         """Bytes of this pass that are on the device: in flight, or not sent."""
-        alive = filter(None, (reference() for reference in self._ride.parcels))
-        return sum(parcel.size for parcel in alive if parcel.here is not None or parcel.back is not None)
+        alive = filter(None, (reference() for reference in self._ride.offloaded))
+        return sum(offloaded.size for offloaded in alive if offloaded.here is not None or offloaded.back is not None)
 
     # --- in forward
 
@@ -276,16 +155,16 @@ class ActivationStream:
         version = -1 if tensor.is_inference() else tensor._version
         key = (storage._cdata, first, size, version)
         known = self._known.get(key)
-        parcel = known[1]() if known is not None and not known[0].gone else None
-        if parcel is None:
-            parcel = Parcel(self, self._ride, bytes_of(tensor)[first : first + size], first)
-            self._known[key] = (StorageReference(storage), weakref.ref(parcel))
-            self._ride.add(parcel)
+        offloaded = known[1]() if known is not None and not known[0].gone else None
+        if offloaded is None:
+            offloaded = Offloaded(self, self._ride, bytes_of(tensor)[first : first + size], first)
+            self._known[key] = (StorageReference(storage), weakref.ref(offloaded))
+            self._ride.add(offloaded)
             if made:
-                self._send_or_keep(parcel)
+                self._send_or_keep(offloaded)
             else:
-                self._unsent.append((weakref.ref(parcel), sequence_number()))
-        return Note(parcel, tensor)
+                self._unsent.append((weakref.ref(offloaded), sequence_number()))
+        return Note(offloaded, tensor)
 
     def _send_what_is_made(self, *, now: bool = False) -> None:
         """Store the tensors whose operation has run, or all of them ``now``.
@@ -294,9 +173,9 @@ class ActivationStream:
         after that. When the next node is made, the operation has run."""
         number = -1 if now or not self._unsent else sequence_number()
         while self._unsent and self._unsent[0][1] != number:
-            parcel = self._unsent.popleft()[0]()
-            if parcel is not None:
-                self._send_or_keep(parcel)
+            offloaded = self._unsent.popleft()[0]()
+            if offloaded is not None:
+                self._send_or_keep(offloaded)
 
     @locked
     def hold(self, tensor: torch.Tensor) -> Undecided | Held:
@@ -324,13 +203,13 @@ class ActivationStream:
         """Whether ``tensor``, with plain storage, is a parameter, a buffer, or a cast of one."""
         return tensor.untyped_storage().data_ptr() in self._addresses or is_made_from_weights(tensor)
 
-    def _send_or_keep(self, parcel: Parcel) -> None:
+    def _send_or_keep(self, offloaded: Offloaded) -> None:
         """Offload it, unless it would still be in the window when backward begins, judging by the last pass."""
         ride = self._ride
         stay_bytes = max(self.stay_bytes, self.window_bytes // 2)
-        to_come = ride.expected_bytes - ride.saved_bytes + (parcel.size if self.is_strict else 0)
+        to_come = ride.expected_bytes - ride.saved_bytes + (offloaded.size if self.is_strict else 0)
         if ride.as_expected and to_come < stay_bytes:
-            self._staying.append((weakref.ref(parcel), parcel.size))
+            self._staying.append((weakref.ref(offloaded), offloaded.size))
             self._make_way()
             return
         staying, self._staying = self._staying, []
@@ -338,19 +217,19 @@ class ActivationStream:
             other = reference()
             if other is not None:
                 self._store(other)
-        self._store(parcel)
+        self._store(offloaded)
 
-    def _store(self, parcel: Parcel) -> None:
+    def _store(self, offloaded: Offloaded) -> None:
         store = self._lanes.store
-        assert parcel.here is not None
-        parcel.slab = self._slab_for(parcel.size)
-        if parcel.slab is None:
+        assert offloaded.here is not None
+        offloaded.slab = self._slab_for(offloaded.size)
+        if offloaded.slab is None:
             return
         store.wait(self._lanes.compute.record())
-        store.copy(parcel.slab.bytes, parcel.here, Tag.ACTIVATIONS)
-        parcel.stored = store.record()
-        self._leaving.append((weakref.ref(parcel), parcel.size))
-        self._leaving_bytes += parcel.size
+        store.copy(offloaded.slab.bytes, offloaded.here, Tag.ACTIVATIONS)
+        offloaded.stored = store.record()
+        self._leaving.append((weakref.ref(offloaded), offloaded.size))
+        self._leaving_bytes += offloaded.size
         self._make_way()
 
     def _slab_for(self, size: int) -> Piece | None:
@@ -382,16 +261,16 @@ class ActivationStream:
         """Return the memory of the oldest tensor to torch; compute waits for its store."""
         reference, size = self._leaving.popleft()
         self._leaving_bytes -= size
-        parcel = reference()
-        if parcel is not None:
-            assert parcel.stored is not None
-            assert parcel.here is not None
+        offloaded = reference()
+        if offloaded is not None:
+            assert offloaded.stored is not None
+            assert offloaded.here is not None
             self.place()
             if len(self._places) == 1:
-                self._waits.wait(parcel.stored, "activations leaving")
+                self._waits.wait(offloaded.stored, "activations leaving")
             else:
-                self._free_behind(parcel.here, parcel.stored)
-            parcel.here = None
+                self._free_behind(offloaded.here, offloaded.stored)
+            offloaded.here = None
 
     # --- in backward
 
@@ -409,45 +288,45 @@ class ActivationStream:
         self._send_what_is_made(now=True)
         if saved.probe is not None and saved.probe.changed:
             raise stale(saved.shape, saved.dtype)
-        parcel = saved.parcel
-        result = saved.view(self._fetch(parcel, saved))
-        parcel.ride.asked[parcel.number] = None
-        parcel.ride.latest = parcel.number
-        self._load_ahead(parcel.ride)
-        if parcel.back is not None and parcel.has_served_all():
-            parcel.back = None  # all notes were served; a second backward fetches it again
+        offloaded = saved.offloaded
+        result = saved.view(self._fetch(offloaded, saved))
+        offloaded.ride.asked[offloaded.number] = None
+        offloaded.ride.latest = offloaded.number
+        self._load_ahead(offloaded.ride)
+        if offloaded.back is not None and offloaded.has_served_all():
+            offloaded.back = None  # all notes were served; a second backward fetches it again
         return result
 
-    def _fetch(self, parcel: Parcel, note: Note) -> torch.Tensor:
-        if parcel.here is not None:
-            return parcel.here
-        if parcel.back is None:
+    def _fetch(self, offloaded: Offloaded, note: Note) -> torch.Tensor:
+        if offloaded.here is not None:
+            return offloaded.here
+        if offloaded.back is None:
             self.misses += 1
-            self._load(parcel)
-        assert parcel.back is not None
-        assert parcel.loaded is not None
-        if not parcel.asked_for:
-            parcel.asked_for = True
-            self._ahead_bytes -= parcel.size
-        if note.arrival != parcel.arrivals:
-            note.arrival = parcel.arrivals
-            parcel.served += 1
-        self._waits.wait(parcel.loaded, "activations")
-        if parcel.place != self.place() and parcel.back.is_cuda:
-            parcel.back.record_stream(torch.cuda.current_stream(parcel.back.device))
-        return parcel.back
+            self._load(offloaded)
+        assert offloaded.back is not None
+        assert offloaded.loaded is not None
+        if not offloaded.asked_for:
+            offloaded.asked_for = True
+            self._ahead_bytes -= offloaded.size
+        if note.arrival != offloaded.arrivals:
+            note.arrival = offloaded.arrivals
+            offloaded.served += 1
+        self._waits.wait(offloaded.loaded, "activations")
+        if offloaded.place != self.place() and offloaded.back.is_cuda:
+            offloaded.back.record_stream(torch.cuda.current_stream(offloaded.back.device))
+        return offloaded.back
 
-    def _load(self, parcel: Parcel) -> None:
+    def _load(self, offloaded: Offloaded) -> None:
         load = self._lanes.load
-        assert parcel.slab is not None
-        assert parcel.stored is not None
-        memory = bytes_for_graph(parcel.size, self._lanes.device)
+        assert offloaded.slab is not None
+        assert offloaded.stored is not None
+        memory = bytes_for_graph(offloaded.size, self._lanes.device)
         load.wait(self._lanes.compute.record())  # compute may still use the memory for something else
-        load.wait(parcel.stored)
-        load.copy(memory, parcel.slab.bytes, Tag.ACTIVATIONS)
-        parcel.back, parcel.loaded, parcel.place = memory, load.record(), self.place()
-        parcel.arrivals, parcel.asked_for, parcel.served = parcel.arrivals + 1, False, 0
-        self._ahead_bytes += parcel.size
+        load.wait(offloaded.stored)
+        load.copy(memory, offloaded.slab.bytes, Tag.ACTIVATIONS)
+        offloaded.back, offloaded.loaded, offloaded.place = memory, load.record(), self.place()
+        offloaded.arrivals, offloaded.asked_for, offloaded.served = offloaded.arrivals + 1, False, 0
+        self._ahead_bytes += offloaded.size
 
     @locked
     def look_ahead(self, ahead_bytes: int) -> None:
@@ -477,8 +356,8 @@ class ActivationStream:
         """Bytes that backward has yet to ask for and that need not be fetched."""
         total = 0
         for reference, size in (*self._leaving, *self._staying):
-            parcel = reference()
-            if parcel is not None and parcel.here is not None and parcel.number not in ride.asked:
+            offloaded = reference()
+            if offloaded is not None and offloaded.here is not None and offloaded.number not in ride.asked:
                 total += size
         return max(0, total - self.stay_bytes)
 
@@ -494,14 +373,16 @@ class ActivationStream:
         self._unsent.clear()
         self._slabs.close()
 
-    def bury(self, parcel: Parcel) -> None:
+    def bury(self, offloaded: Offloaded) -> None:
         """Set the memory of an offloaded tensor without notes aside. Runs in a finalizer, on any thread."""
-        if parcel.here is not None and parcel.stored is not None and not parcel.stored.done():
-            self._orphans.append((parcel.here, parcel.stored, 0))
-        if parcel.back is not None and parcel.loaded is not None and not parcel.asked_for:
-            self._orphans.append((parcel.back, parcel.loaded, parcel.size))
-        if parcel.slab is not None:
-            self._slabs.give(parcel.slab, *(event for event in (parcel.stored, parcel.loaded) if event is not None))
+        if offloaded.here is not None and offloaded.stored is not None and not offloaded.stored.done():
+            self._orphans.append((offloaded.here, offloaded.stored, 0))
+        if offloaded.back is not None and offloaded.loaded is not None and not offloaded.asked_for:
+            self._orphans.append((offloaded.back, offloaded.loaded, offloaded.size))
+        if offloaded.slab is not None:
+            self._slabs.give(
+                offloaded.slab, *(event for event in (offloaded.stored, offloaded.loaded) if event is not None)
+            )
 
     def _sweep(self) -> None:
         """Return the memory of dead tensors to torch; compute waits for the lanes that may use it."""
@@ -515,22 +396,3 @@ class ActivationStream:
             self._ahead_bytes -= size
             self._orphans.popleft()
         self._lingering = deque(entry for entry in self._lingering if not entry[1].done())
-
-
-def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of the storage that is offloaded with ``tensor``, and the number of bytes.
-
-    The whole storage if it was made as one tensor of which this is a view: other views will be saved too. Only the
-    tensor's own part if the storage was cut by hand, as LSTM cells do with ``unsafe_chunk``: then parts of it are
-    written in place and the versions of the other parts do not tell; and also if it is a small part.
-
-    The first byte is a multiple of the allocators' alignment: otherwise kernels would find the view aligned
-    differently, and some would then add up in another order."""
-    size = tensor.untyped_storage().nbytes()
-    root = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = int(tensor.storage_offset()) * tensor.itemsize
-    end = begin + (last + 1) * tensor.itemsize
-    first = round_down(begin, GRAIN)
-    whole = root.nbytes == size and 2 * (end - first) > size
-    return (0, size) if whole else (first, end - first)
