@@ -15,6 +15,7 @@ device."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 
 from ...core.notices import say_once
 from ...memory.cuda.stopwatch import Reading, timed
+from ..bridge.module_calls import WrappedCalls
 from ..bridge.torch_private import (
     at_end_of_backward,
     current_pass,
@@ -67,7 +69,7 @@ class Saving:
         numbers: dict[Any, int] = {}  # a number is hashed and compared faster than a shape
         self._shapes = [numbers.setdefault(shape_of(block), len(numbers)) for block in blocks]
         self._anatomies = [Anatomy(block) for block in blocks]
-        self._calls: list[tuple[nn.Module, str, Any]] = []
+        self._wrapped = WrappedCalls(self)
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
         self._closed = False
@@ -187,28 +189,16 @@ class Saving:
     # --- blocks
 
     def attach(self) -> None:
-        """Wrap the calls of the blocks, around wrappers that are already there."""
+        """Wrap the calls of the blocks."""
         for index, reference in enumerate(self._blocks):
             block = reference()
             assert block is not None
-            for name in ("_call_impl", "_compiled_call_impl"):
-                original = getattr(block, name)
-                if original is not None:
-                    self._calls.append((block, name, vars(block).get(name)))
-                    block.__dict__[name] = BlockCall(self, block, index, original)
+            self._wrapped.wrap(block, functools.partial(BlockCall, self, block, index))
 
     def detach(self) -> None:
         """Undo ``attach``. Safe to call twice."""
         self._closed = True
-        while self._calls:
-            block, name, had = self._calls.pop()
-            ours = block.__dict__.get(name)
-            if not isinstance(ours, BlockCall) or not ours.belongs_to(self):
-                continue  # user code has wrapped ours, which passes calls through from now on
-            if had is None:
-                block.__dict__.pop(name, None)
-            else:
-                block.__dict__[name] = had
+        self._wrapped.unwrap()
 
     def call(self, index: int, block: nn.Module, original: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and handle the tensors that it saves by the plan."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import types
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -28,6 +26,7 @@ from ..activations.held import Held
 from ..activations.runner import Saving
 from ..bridge import handlers
 from ..bridge.lock import locked
+from ..bridge.module_calls import ModuleCall, WrappedCalls
 from ..bridge.ranks import refuse_ranks
 from ..bridge.torch_private import (
     current_pass,
@@ -91,13 +90,12 @@ class Witness(Protocol):
         """The call returns to user code."""
 
 
-class Call:
-    """Stands in for ``module._call_impl``. A copy or pickle of the module gets the ordinary method instead."""
+class Call(ModuleCall["Calls"]):
+    """The wrapped call of a module that is an entry, or contains some."""
 
     def __init__(self, calls: Calls, module: nn.Module, entry: Entry | None, original: Callable[..., Any]) -> None:
-        self._calls = weakref.ref(calls)  # a kept wrapper does not keep the session alive
-        self._module = weakref.ref(module)
-        self._entry, self._original = entry, original
+        super().__init__(calls, module, original)
+        self._entry = entry
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,16 +104,10 @@ class Call:
         return self.run(args, kwargs)
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        calls = self._calls()
+        calls = self._owner()
         if calls is None or calls.closed:
             return self._original(*args, **kwargs)
         return calls.call(self._module(), self._entry, self._original, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return types.MethodType(nn.Module._call_impl, memo[id(self._module())])
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module(), "_call_impl")  # the class's method: the instance is being built
 
 
 _run_eagerly: Any = outside_of_graphs(Call.run)
@@ -144,7 +136,7 @@ class Calls:
         self._parameters, self._gradients, self._twins, self._guard = parameters, gradients, twins, guard
         self._passes, self._stack = twins.passes, _Stack()
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
-        self._wrapped: list[tuple[nn.Module, str, Any]] = []
+        self._wrapped = WrappedCalls(self)
         self._inside: dict[int, set[int]] = {}  # by id of a wrapped module: the units in it
         self._turns = Turns()
 
@@ -152,24 +144,12 @@ class Calls:
         """Route calls of ``module`` through this object; ``entry`` names the units that they bring to the device."""
         places = (self._place.get(id(parameter)) for parameter in module.parameters())
         self._inside[id(module)] = {place.unit.index for place in places if place is not None}
-        for name in ("_call_impl", "_compiled_call_impl"):
-            original = getattr(module, name)
-            if original is None:
-                continue
-            had = vars(module).get(name)
-            self._wrapped.append((module, name, had))
-            module.__dict__[name] = Call(self, module, entry, original)
+        self._wrapped.wrap(module, lambda original: Call(self, module, entry, original))
 
     def unwrap(self) -> None:
         """Make the modules' calls ordinary again and remove installed twins."""
         self._clean()
-        for module, name, had in reversed(self._wrapped):
-            if not isinstance(module.__dict__.get(name), Call):
-                continue  # user code has wrapped ours, which passes calls through from now on
-            if had is None:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = had
+        self._wrapped.unwrap()
 
     def call(
         self, module: nn.Module | None, entry: Entry | None, original: Callable[..., Any], args: Any, kwargs: Any
