@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stormtorch.core.errors import LaneError, SettingError
-from stormtorch.core.records import Copied, Record
+from stormtorch.core.events import Span, What
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag
 from stormtorch.memory.books.ledger import Ledger
@@ -178,14 +178,14 @@ def test_flags_pass_between_lanes_and_host(
 
 
 def test_records_say_what_was_copied(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
-    records: list[Record] = []
+    records: list[Span] = []
     lanes = opened(sink=records.append)
     there, home = torch.empty(1000, device=lane_device), at_home(kind, torch.ones(1000))
     for _ in range(3):
         lanes.load.copy(there, home, Tag.OPTIMIZER)
     lanes.synchronize()
-    assert [(r.lane, r.tag, r.bytes) for r in records if isinstance(r, Copied)] == [("load", Tag.OPTIMIZER, 4000)] * 3
-    assert all(isinstance(r, Copied) and r.seconds >= 0 and r.start_s >= 0 for r in records)
+    assert [(r.name, r.tag, r.bytes) for r in records if r.what is What.COPY] == [("load", Tag.OPTIMIZER, 4000)] * 3
+    assert all(r.what is What.COPY and r.seconds >= 0 and r.start_s >= 0 for r in records)
 
 
 def test_wrong_copies_are_refused_when_they_are_asked_for(opened: OpenLanes) -> None:

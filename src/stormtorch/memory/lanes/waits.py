@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from ...core.records import Sink, Waited
+from ...core.events import Sink, Span, What
 from .cuda import CudaLane
 from .lane import Event, Lane
 
@@ -31,7 +31,7 @@ class WaitMeter:
         if not isinstance(self._compute, CudaLane):
             start_s = time.perf_counter()
             self._compute.wait(event)
-            self._sink(Waited(cause, time.perf_counter() - start_s))
+            self._sink(Span(What.WAIT, start_s, time.perf_counter(), cause))
             return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(self._compute.stream)
@@ -44,4 +44,5 @@ class WaitMeter:
         """Report the waits that are over."""
         while self._pending and self._pending[0][2].query():
             cause, before, after = self._pending.popleft()
-            self._sink(Waited(cause, before.elapsed_time(after) / 1e3))
+            assert isinstance(self._compute, CudaLane)
+            self._sink(Span(What.WAIT, *self._compute.clock.span(before, after), cause))
