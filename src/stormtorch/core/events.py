@@ -15,7 +15,7 @@ from .tags import Tag
 
 
 class What(enum.Enum):
-    """The kind of an event. An event that takes no time starts and ends at once."""
+    """The kind of an event. An event that takes no time ends when it starts."""
 
     SETUP = "setup"  # a session was opened
     COPY = "copy"  # a lane has finished a copy; ``name``: the lane
@@ -25,9 +25,7 @@ class What(enum.Enum):
     LOAD = "load"  # a unit's weights were requested; their COPY follows
     MISS = "miss"  # a unit was used that was neither present nor on its way
     UPDATE = "update"  # the worker updated for ``share`` of the time, on average over its threads
-    GPU_IDLE = (
-        "gpu idle"  # the GPU was checked ``times`` and had nothing to do in ``share`` of them; partly an estimate
-    )
+    GPU_IDLE = "gpu idle"  # the GPU was checked ``times``, and idle in ``share`` of them; that is partly an estimate
     POOL = "pool"  # the device's pool grew or shrank to ``bytes``
     STEP = "step"  # an optimizer step was called; starts where the last one ended
     BATCH = "batch"  # the loader gave a batch of ``times`` samples; starts where the last one ended
