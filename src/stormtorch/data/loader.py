@@ -169,7 +169,7 @@ class DataLoader:
                 batch = self._finished(given)
                 del found, given
                 now = perf_counter()
-                self._counts(Span(What.BATCH, last, now, tag=Tag.DATA, bytes=size, times=samples))
+                self._counts(Span(What.BATCH, last, now, "", Tag.DATA, size, None, samples))
                 last = now
                 is_last = self._batch + 1 == self._per_epoch
                 place = (self._epoch + 1, 0) if is_last else (self._epoch, self._batch + 1)

@@ -9,7 +9,7 @@ import torch
 from .driver import Driver
 from .streams import OwnStream
 
-_TRIES = 3  # the first one may load code into the GPU
+_TRIES = 5  # the first one may load code into the GPU
 _MOVES_S = 10.0  # CUDA measures in float32 milliseconds: 1 µs at 10 s, but 0.25 ms at an hour
 
 

@@ -20,7 +20,7 @@ class CpuLane(ThreadLane):
         super().__init__(name, delay)
         self._sink = sink
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
         size = check_copy(target, source)
         name, sink = self.name, self._sink
 
@@ -28,7 +28,7 @@ class CpuLane(ThreadLane):
             start_s = time.perf_counter()
             as_bytes(target).copy_(as_bytes(source))
             if sink is not None:
-                sink(Span(What.COPY, start_s, time.perf_counter(), name, tag, size))
+                sink(Span(What.COPY, start_s, time.perf_counter(), name, tag, size, unit))
 
         self.enqueue(copy)
 
@@ -44,7 +44,7 @@ class CpuComputeLane(Lane):
 
     name = "compute"
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:  # noqa: ARG002
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:  # noqa: ARG002
         check_copy(target, source)
         with torch.inference_mode():
             as_bytes(target).copy_(as_bytes(source))

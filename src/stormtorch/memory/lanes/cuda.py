@@ -60,7 +60,7 @@ class CudaLane(Lane):
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device_index) if self._own is None else self._own.stream
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
         size = check_copy(target, source)
         if size == 0:
             return
@@ -72,7 +72,7 @@ class CudaLane(Lane):
             # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is forever.
             raise SettingError("A CUDA lane copies page-locked memory only. Take it from a pinned HostArena.")
         if self._timer is not None and start is not None:
-            self._timer.finish(stream, start, tag, size)
+            self._timer.finish(stream, start, tag, size, unit)
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
         self._wait_out_delay()
@@ -155,7 +155,7 @@ class CopyTimer:
     def __init__(self, lane: str, sink: Sink, clock: CudaClock) -> None:
         self._lane, self._sink, self._clock = lane, sink, clock
         self._lock = threading.Lock()  # a lane's thread and the thread that synchronizes it both emit
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int]] = deque()
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int, int | None]] = deque()
 
     def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Call just before the copy is enqueued on ``stream``."""
@@ -163,19 +163,19 @@ class CopyTimer:
         event.record(stream)
         return event
 
-    def finish(self, stream: torch.cuda.Stream, start: torch.cuda.Event, tag: Tag, size: int) -> None:
+    def finish(self, stream: torch.cuda.Stream, start: torch.cuda.Event, tag: Tag, size: int, unit: int | None) -> None:
         """Call just after the copy was enqueued."""
         end = torch.cuda.Event(enable_timing=True)
         end.record(stream)
-        self._pending.append((start, end, tag, size))
+        self._pending.append((start, end, tag, size, unit))
         self.emit()
 
     def emit(self) -> None:
         """Send the spans of the copies that have ended."""
         with self._lock:
             while self._pending and self._pending[0][1].query():
-                start, end, tag, size = self._pending.popleft()
-                self._sink(Span(What.COPY, *self._clock.span(start, end), self._lane, tag, size))
+                start, end, tag, size, unit = self._pending.popleft()
+                self._sink(Span(What.COPY, *self._clock.span(start, end), self._lane, tag, size, unit))
 
 
 def need_driver() -> Driver:

@@ -86,7 +86,7 @@ class StagedCudaLane(ThreadLane):
 
         return delayed
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
         size = check_copy(target, source)
         if size == 0:
             return
@@ -101,7 +101,7 @@ class StagedCudaLane(ThreadLane):
                 else:
                     _store(target_bytes, source_bytes, pieces, stream)
                 if timer is not None and start is not None:
-                    timer.finish(stream, start, tag, size)
+                    timer.finish(stream, start, tag, size, unit)
 
         self.enqueue(copy)
 

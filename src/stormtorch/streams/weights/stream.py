@@ -140,11 +140,11 @@ class ParameterStream:
         self._current = residence
         cause = "updates" if self.pending(unit) else "weights"
         stay = self._present(residence)
-        self._waits.wait(stay.loaded, cause)
+        self._waits.wait(stay.loaded, cause, unit.index)
         stay.places.add(self._lanes.compute.place())
         if self.before_use is not None and not self.before_use(unit, stay):
             stay = self._present(residence)
-            self._waits.wait(stay.loaded, "weights")
+            self._waits.wait(stay.loaded, "weights", unit.index)
             stay.places.add(self._lanes.compute.place())
         self.load_ahead()
         self._last_use = stay, stay.loaded, in_backward(), self._pool.returns
@@ -356,7 +356,7 @@ class ParameterStream:
         places: set[Hashable] = set()
         base = self._pool.lend(piece, uses, places)
         self.gate(unit, lane)
-        lane.copy(piece.bytes, residence.image, Tag.PARAMETERS)
+        lane.copy(piece.bytes, residence.image, Tag.PARAMETERS, unit.index)
         loaded = lane.record()
         uses.append(loaded)  # compute may never wait for the load
         residence.stay = Stay(base, piece.bytes, uses, places, loaded, residence.version)
