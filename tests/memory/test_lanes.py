@@ -223,7 +223,7 @@ def test_copies_and_waits_of_all_lanes_are_on_the_clock_of_the_host(
         assert found["load"].what is found["store"].what is What.COPY
         if turn > 1 and "weights" in found:  # else the host was busy elsewhere, and the load over before the wait
             assert found["weights"].what is What.WAIT
-            assert found["weights"].start_s - near_s <= found["load"].end_s <= found["weights"].end_s + near_s
+            assert found["load"].end_s <= found["weights"].end_s + near_s
             return
     pytest.fail("compute never had to wait")
 
