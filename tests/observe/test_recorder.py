@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -59,10 +61,12 @@ def test_a_session_tells_what_happened_when() -> None:
     assert all(before_s <= span.start_s <= span.end_s <= after_s for span in spans)
     of = {what: [span for span in spans if span.what is what] for what in What}
     assert len(of[What.STEP]) == report.steps == 3
-    assert [a.end_s == b.start_s for a, b in zip(of[What.STEP], of[What.STEP][1:], strict=False)] == [True, True]
+    assert all(a.end_s == b.start_s for a, b in itertools.pairwise(of[What.STEP]))
     assert len(of[What.LOAD]) == report.loads > len(of[What.MISS]) == report.misses > 0
     assert sum(span.seconds for span in of[What.SETUP]) == report.setup_s == session.setup_s
-    assert sum(span.seconds * span.share for span in of[What.UPDATE]) == report.limits_s["cpu"] * 3 > 0
+    updated_s = sum(span.seconds * span.share for span in of[What.UPDATE])
+    assert updated_s == pytest.approx(report.limits_s["cpu"] * 3)
+    assert updated_s > 0
     loaded = [span for span in of[What.COPY] if span.tag is Tag.PARAMETERS]
     assert {span.unit for span in loaded} == {unit.index for unit in session.units}
     assert sum(span.bytes for span in loaded) == sum(span.bytes for span in of[What.LOAD])
@@ -84,4 +88,4 @@ def test_an_update_is_counted_once() -> None:
     for busy_s in (1.0, 1.0, 4.0):
         worker.busy_s = busy_s
         meter.emit()
-    assert abs(recorder.snapshot().seconds[What.UPDATE] - 2.0) < 1e-9
+    assert recorder.snapshot().seconds[What.UPDATE] == pytest.approx(2.0)

@@ -37,6 +37,7 @@ def _anchor(stream: torch.cuda.Stream) -> tuple[float, tuple[torch.cuda.Event, f
     event = torch.cuda.Event(enable_timing=True)
     before_s = time.perf_counter()
     event.record(stream)
-    event.synchronize()
+    while not event.query():  # torch's own wait lets no Ctrl-C through
+        pass
     after_s = time.perf_counter()
     return after_s - before_s, (event, (before_s + after_s) / 2)
