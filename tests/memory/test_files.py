@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormtorch.core.errors import SettingError, StorageError
-from stormtorch.core.records import FileAccess, Record
+from stormtorch.core.events import Span, What
 from stormtorch.memory.books import limits
 from stormtorch.memory.disk import files
 from stormtorch.memory.disk.calls import SystemCalls
@@ -347,21 +347,21 @@ def test_settings_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
 
 
 def test_one_record_per_request_however_many_calls(paths: Callable[[], Path]) -> None:
-    records: list[Record] = []
+    records: list[Span] = []
     path = paths()
     with create_file(path, 10 * 4096, direct=False, block_bytes=4096, sink=records.append) as file:
         begin = time.perf_counter()
         file.write(noise(10 * 4096), 0)
         assert len(records) == 1  # before the future resolved, not some time after
         file.read(bytearray(5000), 1)
-    shapes = [(r.path, r.write, r.bytes) for r in records if isinstance(r, FileAccess)]
+    shapes = [(r.name, r.what is What.WRITE, r.bytes) for r in records if r.what in (What.READ, What.WRITE)]
     assert shapes == [(str(path), True, 40960), (str(path), False, 5000)]
-    accesses = [r for r in records if isinstance(r, FileAccess)]
+    accesses = [r for r in records if r.what in (What.READ, What.WRITE)]
     assert all(r.seconds > 0 and begin <= r.start_s <= time.perf_counter() for r in accesses)
 
 
 def test_a_sink_that_raises_is_heard_and_stops_nothing(paths: Callable[[], Path]) -> None:
-    def sink(record: Record) -> None:
+    def sink(record: Span) -> None:
         raise KeyError(record)
 
     with create_file(paths(), 100, direct=False, sink=sink) as file:

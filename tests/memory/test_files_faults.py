@@ -18,7 +18,7 @@ import torch
 
 from stormtorch.core.budget import Budget
 from stormtorch.core.errors import SettingError, StorageError
-from stormtorch.core.records import Record
+from stormtorch.core.events import Span
 from stormtorch.core.sizes import GiB, round_down
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.books.ledger import Ledger
@@ -126,7 +126,7 @@ def test_eio_in_the_middle_stops_that_request_alone(file: File, disk: Disk) -> N
 
 
 def test_a_failed_request_leaves_no_record(tmp_path: Path, disk: Disk) -> None:
-    records: list[Record] = []
+    records: list[Span] = []
     with create_file(tmp_path / "f", 4096, direct=False, calls=disk.calls, sink=records.append) as file:
         disk.read = failing(errno.EIO)
         with pytest.raises(StorageError):

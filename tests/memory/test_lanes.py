@@ -16,15 +16,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stormtorch.core.errors import LaneError, SettingError
-from stormtorch.core.records import Copied, Record
+from stormtorch.core.events import Span, What
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag
 from stormtorch.memory.books.ledger import Ledger
+from stormtorch.memory.cuda.clock import CudaClock
 from stormtorch.memory.host.arena import HostArena
 from stormtorch.memory.host.pinning import page_lock_for
 from stormtorch.memory.lanes.build import Lanes, open_lanes
+from stormtorch.memory.lanes.cuda import need_driver
 from stormtorch.memory.lanes.flags import Flags
 from stormtorch.memory.lanes.lane import Delay
+from stormtorch.memory.lanes.waits import WaitMeter
 
 from ..forkserver import run
 
@@ -69,6 +72,11 @@ def random_delay(kind: str, seed: int) -> Delay:
     if kind == "cpu":
         return lambda: time.sleep(chance.random() * 2e-3)
     return lambda: torch.cuda._sleep(int(chance.random() * 2e6))
+
+
+def slow(kind: str) -> Delay:
+    """About 5 ms before each piece of work."""
+    return (lambda: time.sleep(5e-3)) if kind == "cpu" else (lambda: torch.cuda._sleep(10_000_000))
 
 
 def test_there_and_back(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
@@ -178,14 +186,65 @@ def test_flags_pass_between_lanes_and_host(
 
 
 def test_records_say_what_was_copied(opened: OpenLanes, lane_device: torch.device, kind: str) -> None:
-    records: list[Record] = []
+    records: list[Span] = []
     lanes = opened(sink=records.append)
     there, home = torch.empty(1000, device=lane_device), at_home(kind, torch.ones(1000))
     for _ in range(3):
         lanes.load.copy(there, home, Tag.OPTIMIZER)
     lanes.synchronize()
-    assert [(r.lane, r.tag, r.bytes) for r in records if isinstance(r, Copied)] == [("load", Tag.OPTIMIZER, 4000)] * 3
-    assert all(isinstance(r, Copied) and r.seconds >= 0 and r.start_s >= 0 for r in records)
+    assert [(r.name, r.tag, r.bytes) for r in records if r.what is What.COPY] == [("load", Tag.OPTIMIZER, 4000)] * 3
+    assert all(r.what is What.COPY and r.seconds >= 0 and r.start_s >= 0 for r in records)
+
+
+def test_copies_and_waits_of_all_lanes_are_on_the_clock_of_the_host(
+    opened: OpenLanes, lane_device: torch.device, kind: str
+) -> None:
+    spans: list[Span] = []
+    lanes = opened(sink=spans.append, delay=slow(kind))
+    waits, near_s = WaitMeter(lanes.compute, spans.append), 0.0 if kind == "cpu" else 2e-3
+    there, home = torch.empty(MiB, device=lane_device), at_home(kind, torch.ones(MiB))
+    lanes.synchronize()
+    for turn in range(30):
+        spans.clear()
+        before_s = time.perf_counter()
+        lanes.load.copy(there, home, Tag.PARAMETERS, turn)
+        waits.wait(lanes.load.record(), "weights", turn)
+        lanes.synchronize()
+        between_s = time.perf_counter()
+        lanes.store.copy(home, there, Tag.GRADIENTS, turn)
+        lanes.synchronize()
+        after_s = time.perf_counter()
+        waits.emit()
+        found = {span.name: span for span in spans}
+        assert all(span.unit == turn for span in spans)
+        whole = {"load": (before_s, between_s), "store": (between_s, after_s), "weights": (before_s, between_s)}
+        for span in spans:
+            assert whole[span.name][0] - near_s <= span.start_s < span.end_s <= whole[span.name][1] + near_s
+        assert found["load"].what is found["store"].what is What.COPY
+        if turn > 1 and "weights" in found:  # else the host was busy elsewhere, and the load over before the wait
+            assert found["weights"].what is What.WAIT
+            assert found["load"].end_s <= found["weights"].end_s + near_s
+            return
+    pytest.fail("compute never had to wait")
+
+
+@pytest.mark.gpu
+def test_the_clock_of_a_gpu_stays_right_while_its_anchor_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = CudaClock(need_driver(), 0)
+    monkeypatch.setattr("stormtorch.memory.cuda.clock._MOVES_S", 0.0)
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        before_s, anchor = time.perf_counter(), clock._anchor
+        start.record()
+        torch.cuda._sleep(10_000_000)
+        end.record()
+        torch.cuda.synchronize()
+        after_s = time.perf_counter()
+        start_s, end_s = clock.span(start, end)
+        assert before_s - 2e-3 <= start_s < end_s <= after_s + 2e-3
+        assert clock._anchor is not anchor
+        assert clock.span(start, end) == pytest.approx((start_s, end_s), abs=1e-5)
 
 
 def test_wrong_copies_are_refused_when_they_are_asked_for(opened: OpenLanes) -> None:

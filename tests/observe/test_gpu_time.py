@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stormtorch.core.records import Asked, Waited
+from stormtorch.core.events import Span, What
 from stormtorch.observe.recorder import Mark, Recorder
 from stormtorch.observe.report import gpu_time
 
@@ -28,8 +28,8 @@ def test_nothing_is_said_where_nothing_was_seen() -> None:
 def test_the_recorder_marks_the_last_steps() -> None:
     recorder = Recorder()
     for step in range(50):
-        recorder(Asked(100 * step, 10 * step))
-        recorder(Waited("weights", 0.01))
+        recorder(Span(What.GPU_IDLE, step, step + 1, times=100 if step else 0, share=0.1))
+        recorder(Span(What.WAIT, 0.0, 0.01, "weights"))
         recorder.step()
     marks = recorder.snapshot().marks
     assert len(marks) == 33

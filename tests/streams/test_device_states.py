@@ -206,10 +206,10 @@ def test_an_interrupt_while_compute_waits_for_states() -> None:
         step(model, optimizer, 0)
         real = waits.wait
 
-        def interrupted(event: Any, cause: str) -> None:
+        def interrupted(event: Any, cause: str, unit: int | None = None) -> None:
             if cause == "states":
                 raise KeyboardInterrupt
-            real(event, cause)
+            real(event, cause, unit)
 
         for _ in range(12):
             waits.wait = interrupted  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from stormtorch.core.errors import OutOfBudget, StormError
-from stormtorch.core.records import Copied, Waited
+from stormtorch.core.events import Span, What
 from stormtorch.core.tags import Tag
 from stormtorch.memory.pools.pool import DevicePool
 from stormtorch.observe.recorder import Recorder
@@ -47,8 +47,8 @@ def tuning_of(mode: str, waits_s: float, cause: str = "updates", *, steps: int =
     )
     tuning.take_adam(nothing, nothing, can_travel=lambda: True, fixed_share=None)
     for _ in range(steps):
-        recorder(Copied(lane="store", tag=Tag.GRADIENTS, bytes=int(RATE / 100), start_s=0.0, seconds=0.01))
-        recorder(Waited(cause=cause, seconds=waits_s))
+        recorder(Span(What.COPY, 0.0, 0.01, "store", Tag.GRADIENTS, int(RATE / 100)))
+        recorder(Span(What.WAIT, 0.0, waits_s, cause))
         recorder.step()
     return tuning
 
@@ -98,7 +98,7 @@ def test_states_come_in_as_fast_as_they_did_beside_the_cpu(
     tuning._placement = cast(Any, SimpleNamespace(least_bytes=0, adding_bytes=0))
     for lane, rate in (("load", 50e9), ("aside", states_rate)):
         if rate:
-            tuning._recorder(Copied(lane=lane, tag=Tag.OPTIMIZER, bytes=int(rate), start_s=0.0, seconds=1.0))
+            tuning._recorder(Span(What.COPY, 0.0, 1.0, lane, Tag.OPTIMIZER, int(rate)))
     tuning._choose_share()
     assert seen == [pytest.approx(expected)]
 

@@ -23,10 +23,12 @@ from typing import Any, Literal, Self
 import torch
 
 from ..core.errors import SettingError, StormError
+from ..core.events import Span, What
 from ..core.sizes import parse_bytes
+from ..core.tags import Tag
 from ..memory.books.limits import usable_device
 from .delivery.content import content_of
-from .delivery.engine import Counts, Engine, Run, Span
+from .delivery.engine import BatchRange, Counts, Engine, Run
 from .delivery.item_engine import apply_to_items, check_item_transform
 from .delivery.report import LoaderReport
 from .delivery.row_engine import open_engine
@@ -159,14 +161,15 @@ class DataLoader:
                     raise StormError("This loop is over: another loop over the same loader began. Use two loaders.")
                 if self._engine is not None and self._engine.pid != os.getpid() and self._run is not None:
                     raise StormError("This loop belongs to the process before the fork. Start a new one here.")
-                given = self._next(end)
-                if given is None:
+                found = self._next(end)
+                if found is None:
                     self._run_epoch, self._resumed = self._epoch, True
                     return
+                given, samples, size = found
                 batch = self._finished(given)
-                del given
+                del found, given
                 now = perf_counter()
-                self._counts.spent_s += now - last
+                self._counts(Span(What.BATCH, last, now, "", Tag.DATA, size, None, samples))
                 last = now
                 is_last = self._batch + 1 == self._per_epoch
                 place = (self._epoch + 1, 0) if is_last else (self._epoch, self._batch + 1)
@@ -177,11 +180,11 @@ class DataLoader:
             if turn == self._turn:
                 self._end_run()
 
-    def _next(self, end: int) -> Any:
-        """The next batch of the run; the first request starts the run."""
+    def _next(self, end: int) -> tuple[Any, int, int] | None:
+        """The next batch of the run, its samples and bytes; the first request starts the run."""
         try:
             if self._run is None:
-                self._run = self._own_engine().run(Span(self._epoch, self._batch, end, self._per_epoch))
+                self._run = self._own_engine().run(BatchRange(self._epoch, self._batch, end, self._per_epoch))
             return self._run.next()
         except BaseException:
             # Ctrl-C may have left the engine inconsistent. After an error, the user may fix a file by replacing it,

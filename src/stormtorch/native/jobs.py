@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import threading
+import time
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from ..core.errors import SettingError
+from ..core.events import Sink, Span, What
 from . import flag_words
 from .update import AdamStep, AdamTensors
 
@@ -115,3 +118,22 @@ class Worker(abc.ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class UpdateMeter:
+    """Reports how long a worker's threads have updated. Thread-safe."""
+
+    def __init__(self, worker: Worker, sink: Sink) -> None:
+        self._worker, self._sink = worker, sink
+        self._lock = threading.RLock()
+        self._emitted = time.perf_counter(), 0.0  # when, and the worker's seconds until then
+
+    def emit(self) -> None:
+        """Report the time since the last call. Readable after the worker was closed too."""
+        with self._lock:
+            (before_s, busy_before_s), now_s = self._emitted, time.perf_counter()
+            busy_s = self._worker.stats().busy_s
+            if now_s > before_s:
+                self._emitted = now_s, busy_s
+                share = (busy_s - busy_before_s) / self._worker.threads / (now_s - before_s)
+                self._sink(Span(What.UPDATE, before_s, now_s, share=share))

@@ -1,4 +1,4 @@
-"""Adds up the records of lanes. Cheap enough to be always on."""
+"""Adds up events. Cheap enough to be always on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..core.records import Asked, Copied, Record, Waited
+from ..core.events import Span, What
 from ..core.tags import Tag
 
 _MARKS = 33  # of the last 32 steps, and the one before
+_LATEST = 4096  # some steps; about 1 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +28,15 @@ class Mark:
 
 @dataclass
 class Totals:
-    """Bytes and seconds by lane and tag, waits by cause, and when steps ended."""
+    """Bytes and seconds of copies by lane and tag, waits by cause, the number and seconds of other events by kind, the
+    bytes of the pool, and when steps ended."""
 
     bytes: dict[tuple[str, Tag], int] = field(default_factory=dict)
     busy_s: dict[tuple[str, Tag], float] = field(default_factory=dict)
     waits_s: dict[str, float] = field(default_factory=dict)
+    times: dict[What, int] = field(default_factory=dict)
+    seconds: dict[What, float] = field(default_factory=dict)
+    pool_bytes: int = 0
     step_ends_s: list[float] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)  # at the ends of the last steps
 
@@ -53,37 +58,59 @@ def lane_rate(totals: Totals, lane: str, *, since: Totals | None = None) -> floa
 
 
 class Recorder:
-    """A sink for lanes. Thread-safe."""
+    """A sink. Keeps totals, and the latest events as they are. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may ask for a report inside any call below
-        self._totals = Totals()
-        self._asked, self._marks = Asked(0, 0), deque[Mark](maxlen=_MARKS)
+        self._totals, self._latest = Totals(), deque[Span](maxlen=_LATEST)
+        self._idle, self._marks = 0.0, deque[Mark](maxlen=_MARKS)
+        self._step_start_s = time.perf_counter()
 
-    def __call__(self, record: Record) -> None:
-        if isinstance(record, Copied):
-            key = (record.lane, record.tag)
-            with self._lock:
-                totals = self._totals
-                totals.bytes[key] = totals.bytes.get(key, 0) + record.bytes
-                totals.busy_s[key] = totals.busy_s.get(key, 0.0) + record.seconds
-        elif isinstance(record, Waited):
-            with self._lock:
-                waits = self._totals.waits_s
-                waits[record.cause] = waits.get(record.cause, 0.0) + record.seconds
-        elif isinstance(record, Asked):
-            with self._lock:
-                self._asked = record
+    def __call__(self, span: Span) -> None:
+        what, seconds = span.what, (span.end_s - span.start_s) * span.share
+        with self._lock:
+            totals = self._totals
+            self._latest.append(span)
+            if what is What.COPY:
+                assert span.tag is not None
+                key = (span.name, span.tag)
+                totals.bytes[key] = totals.bytes.get(key, 0) + span.bytes
+                totals.busy_s[key] = totals.busy_s.get(key, 0.0) + seconds
+                return
+            if what is What.WAIT:
+                totals.waits_s[span.name] = totals.waits_s.get(span.name, 0.0) + seconds
+                return
+            totals.times[what] = totals.times.get(what, 0) + span.times
+            totals.seconds[what] = totals.seconds.get(what, 0.0) + seconds
+            if what is What.GPU_IDLE:
+                self._idle += span.share * span.times
+            elif what is What.POOL:
+                totals.pool_bytes = span.bytes
+            elif what is What.STEP:
+                totals.step_ends_s.append(span.end_s)
+                waited_s, asked = sum(totals.waits_s.values()), totals.times.get(What.GPU_IDLE, 0)
+                self._marks.append(Mark(at_s=span.end_s, waited_s=waited_s, asked=asked, idle=self._idle))
 
     def step(self) -> None:
         """Note that an optimizer step was called."""
+        start_s, self._step_start_s = self._step_start_s, time.perf_counter()
+        self(Span(What.STEP, start_s, self._step_start_s))
+
+    def latest(self) -> list[Span]:
+        """The latest events, in the order in which they were noticed: a copy on a GPU some time after its end."""
         with self._lock:
-            now_s, waited_s = time.perf_counter(), sum(self._totals.waits_s.values())
-            self._totals.step_ends_s.append(now_s)
-            asked, idle = self._asked.times, self._asked.idle
-            self._marks.append(Mark(at_s=now_s, waited_s=waited_s, asked=asked, idle=idle))
+            return list(self._latest)
 
     def snapshot(self) -> Totals:
         with self._lock:
             t = self._totals
-            return Totals(dict(t.bytes), dict(t.busy_s), dict(t.waits_s), list(t.step_ends_s), list(self._marks))
+            return Totals(
+                bytes=dict(t.bytes),
+                busy_s=dict(t.busy_s),
+                waits_s=dict(t.waits_s),
+                times=dict(t.times),
+                seconds=dict(t.seconds),
+                pool_bytes=t.pool_bytes,
+                step_ends_s=list(t.step_ends_s),
+                marks=list(self._marks),
+            )

@@ -1,4 +1,5 @@
-"""The report of a session: data first, text from the data."""
+"""The report of a session: events give the data, the data gives the text. Decisions and the ledger's balances are added
+as they are."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import itertools
 import statistics
 from dataclasses import dataclass
 
+from ..core.events import What
 from ..core.sizes import format_bytes
 from ..core.tags import Tier
 from ..memory.books.ledger import Balance, Ledger
@@ -112,14 +114,9 @@ def make_report(
     *,
     ledger: Ledger,
     placement: Placement,
-    pool_bytes: int,
     share_reason: str,
     activation_reason: str,
     units: list[Unit],
-    setup_s: float,
-    misses: int,
-    loads: int,
-    cpu_busy_s: float,
     samples_per_step: int | None,
     tokens_per_step: int | None,
 ) -> Report:
@@ -133,7 +130,7 @@ def make_report(
         "compute": max(0.0, (step_s or 0.0) - sum(waits.values())),  # its time without waits
         "in": sum(seconds for (name, _), seconds in totals.busy_s.items() if name in ("load", "aside")) / steps,
         "out": sum(seconds for (name, _), seconds in totals.busy_s.items() if name == "store") / steps,
-        "cpu": cpu_busy_s / steps,
+        "cpu": totals.seconds.get(What.UPDATE, 0.0) / steps,
     }
     gpu = gpu_time(totals.marks[1:])  # the first step is cold
     if gpu is not None and step_s:
@@ -147,10 +144,10 @@ def make_report(
         step_s=step_s,
         samples_per_s=samples_per_step / step_s if samples_per_step and step_s else None,
         tokens_per_s=tokens_per_step / step_s if tokens_per_step and step_s else None,
-        setup_s=setup_s,
+        setup_s=totals.seconds.get(What.SETUP, 0.0),
         units=len(units),
-        loads=loads,
-        misses=misses,
+        loads=totals.times.get(What.LOAD, 0),
+        misses=totals.times.get(What.MISS, 0),
         bytes_in_per_step=_per_step(totals, steps, "load", "aside"),
         bytes_out_per_step=_per_step(totals, steps, "store"),
         waits_s_per_step=waits,
@@ -161,7 +158,7 @@ def make_report(
         device_peak_bytes=ledger.peak_bytes(Tier.DEVICE),
         host_peak_bytes=ledger.peak_bytes(Tier.HOST),
         pinned_bytes=ledger.pinned_bytes,
-        pool_bytes=pool_bytes,
+        pool_bytes=totals.pool_bytes,
         placement=placement,
         share_reason=share_reason,
         activation_reason=activation_reason,

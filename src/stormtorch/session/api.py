@@ -14,6 +14,7 @@ from torch import nn
 
 from ..checkpoint.saver import Saver
 from ..core.errors import SettingError, StormError
+from ..core.events import Span, What
 from ..observe.report import Report, make_report
 from ..streams.bridge.handlers import inside_step, undisturbed
 from ..streams.settings import Settings, Trial
@@ -81,7 +82,9 @@ class Session:
         self.placement, self.saving = parts.ground.placement, parts.saving
         self._saver = Saver(model, parts.durable, lambda: 0 if parts.optimizer is None else parts.optimizer.steps)
         parts.ground.endings.before_others(self._saver.finish)  # before the model takes over home memory
-        self.setup_s = time.perf_counter() - started_s
+        ready_s = time.perf_counter()
+        self.setup_s = ready_s - started_s
+        parts.ground.recorder(Span(What.SETUP, started_s, ready_s))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -137,6 +140,8 @@ class Session:
         """Measurements since the session began, as data; ``print`` it for a table. Does not wait."""
         parts, ground = self._parts, self._parts.ground
         ground.waits.emit()
+        if parts.updates is not None:
+            parts.updates.emit()
         placement = ground.placement
         if parts.inference is not None and parts.inference.reason:
             placement = dataclasses.replace(placement, reason=parts.inference.reason)
@@ -144,14 +149,9 @@ class Session:
             ground.recorder.snapshot(),
             ledger=ground.ledger,
             placement=placement,
-            pool_bytes=ground.pool.capacity_bytes,
             share_reason=parts.tuning.share_reason,
             activation_reason=parts.saving.reason if parts.saving is not None else "",
             units=ground.units,
-            setup_s=self.setup_s,
-            misses=parts.parameters.misses,
-            loads=parts.parameters.loads,
-            cpu_busy_s=parts.worker.stats().busy_s / parts.worker.threads if parts.worker is not None else 0.0,
             samples_per_step=samples_per_step,
             tokens_per_step=tokens_per_step,
         )

@@ -21,7 +21,7 @@ from ..core.errors import SettingError
 from ..core.tags import Tag
 from ..memory.lanes.build import Lanes
 from ..memory.lanes.flags import Flag
-from ..native.jobs import Worker
+from ..native.jobs import UpdateMeter, Worker
 from ..native.worker import open_worker
 from ..planner.inference import Inference
 from ..planner.online import Tuning
@@ -62,7 +62,7 @@ class Parts:
     saving: Saving | None  # None: activations are kept
     optimizer: OptimizerStream | None
     adam: AdamStream | None  # None: torch's own step runs, or none
-    worker: Worker | None  # Adam's
+    updates: UpdateMeter | None  # of Adam's worker
     inference: Inference | None  # None: an optimizer trains
     durable: Durable
     drain: Callable[[], None]  # blocks until all requested work is done
@@ -195,7 +195,7 @@ def _open(
         saving=saving,
         optimizer=taken,
         adam=adam,
-        worker=worker,
+        updates=None if worker is None else UpdateMeter(worker, ground.recorder),
         inference=inference,
         durable=durable,
         drain=drain,
@@ -211,6 +211,7 @@ def _open_streams(
         pool=ground.pool,
         ledger=ground.ledger,
         waits=ground.waits,
+        sink=ground.recorder,
         enlarge=tuning.enlarge,
         serial=serial,
     )

@@ -13,7 +13,6 @@ from torch import nn
 
 from ..core.endings import Endings
 from ..core.errors import SettingError
-from ..core.records import Asked
 from ..core.sizes import round_up
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger, open_ledger
@@ -70,7 +69,7 @@ class Ground:
         self.waits.emit()
         if self.idle is not None:
             self.idle.watch(torch.cuda.current_stream(self.device).cuda_stream)
-            self.recorder(Asked(*self.idle.read()))
+            self.idle.emit(self.recorder)
 
     def arena(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
         """Home memory that lanes can copy; the caller must register its end."""
@@ -173,7 +172,7 @@ def open_ground(
     board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
     endings.before_others(board.close)
     poison = lanes.store if trial.poison else None
-    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, poison=poison)
+    pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, sink=recorder, poison=poison)
     endings.before_others(pool.close)
     pool.grow(placement.pool_bytes)
     idle = idle_meter_for(device)

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.events import Span, What
+
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BatchRange:
     """The batches from ``batch`` of ``epoch`` up to ``end_epoch``, exclusive. An epoch has ``per_epoch`` batches."""
 
     epoch: int
@@ -23,20 +25,28 @@ class Span:
 
 @dataclass(slots=True)
 class Counts:
-    """A loader's totals so far, for reports."""
+    """A sink that keeps a loader's totals, for reports."""
 
     samples: int = 0
     bytes: int = 0
     waited_s: float = 0.0
     spent_s: float = 0.0  # in runs, each from its first request to its last batch
 
+    def __call__(self, span: Span) -> None:
+        if span.what is What.BATCH:
+            self.samples += span.times
+            self.bytes += span.bytes
+            self.spent_s += span.end_s - span.start_s
+        elif span.what is What.WAIT:
+            self.waited_s += span.end_s - span.start_s
+
 
 class Run(ABC):
     """Gives batches until there are none; ``close`` may be called at any moment."""
 
     @abstractmethod
-    def next(self) -> Any:
-        """The next batch, on its device; None after the last. Blocks until it has been read."""
+    def next(self) -> tuple[Any, int, int] | None:
+        """The next batch, on its device, with its samples and bytes; None after the last. Blocks until it is read."""
 
     @abstractmethod
     def close(self) -> None:
@@ -49,7 +59,7 @@ class Engine(ABC):
     pid: int
 
     @abstractmethod
-    def run(self, span: Span) -> Run:
+    def run(self, span: BatchRange) -> Run:
         """Start reading ``span``. One run at a time: close the last one first."""
 
     @property

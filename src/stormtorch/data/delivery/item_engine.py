@@ -16,10 +16,12 @@ import torch
 import torch.utils.data
 
 from ...core.errors import SettingError, StorageError
+from ...core.events import Span, What
+from ...core.tags import Tag
 from ...native.cores import usable_count
 from ..formats.items import ItemSource
 from ..readers.order import Order
-from .engine import Counts, Engine, Run, Span
+from .engine import BatchRange, Counts, Engine, Run
 from .nan import first_nan_row
 from .transforms import Transform
 
@@ -43,7 +45,7 @@ class ItemEngine(Engine):
         self._batch_rows, self._counts, self._nan = batch_rows, counts, nan
         self._workers = min(4, usable_count()) if workers is None else workers
 
-    def run(self, span: Span) -> Run:
+    def run(self, span: BatchRange) -> Run:
         batches = _Batches(self._order, span, self._batch_rows)
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             self._source.dataset,  # type: ignore[arg-type]
@@ -68,7 +70,7 @@ class ItemEngine(Engine):
 class _Batches:
     """The rows of each batch of a span."""
 
-    def __init__(self, order: Order, span: Span, batch_rows: int) -> None:
+    def __init__(self, order: Order, span: BatchRange, batch_rows: int) -> None:
         self._order, self._span, self._batch_rows = order, span, batch_rows
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -111,19 +113,19 @@ class ItemRun(Run):
     """Batches out of torch's loader."""
 
     def __init__(
-        self, batches: Iterator[Any], span: Span, device: torch.device, counts: Counts, check: _NanCheck | None
+        self, batches: Iterator[Any], span: BatchRange, device: torch.device, counts: Counts, check: _NanCheck | None
     ) -> None:
         self._batches: Iterator[Any] | None = batches
         self._span, self._place = span, (span.epoch, span.batch)
         self._device, self._counts, self._check = device, counts, check
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def next(self) -> Any:
+    def next(self) -> tuple[Any, int, int] | None:
         if self._batches is None:
             return None
-        begin = perf_counter()
+        start_s = perf_counter()
         batch = next(self._batches, None)
-        self._counts.waited_s += perf_counter() - begin
+        self._counts(Span(What.WAIT, start_s, perf_counter(), "data", Tag.DATA))
         if batch is None:
             return None
         if self._check is not None:
@@ -132,9 +134,8 @@ class ItemRun(Run):
         if self._stream is not None:
             batch = self._sent(batch, self._stream)
         tensors = _tensors(batch)
-        self._counts.bytes += sum(tensor.nbytes for tensor in tensors)
-        self._counts.samples += len(tensors[0]) if tensors and tensors[0].dim() else 1
-        return batch
+        samples = len(tensors[0]) if tensors and tensors[0].dim() else 1
+        return batch, samples, sum(tensor.nbytes for tensor in tensors)
 
     def _sent(self, batch: Any, stream: torch.cuda.Stream) -> Any:
         """Copy the batch to the device. Its memory is the copying stream's; records the current stream as a user."""

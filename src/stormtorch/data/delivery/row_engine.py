@@ -17,7 +17,7 @@ from ..readers.decoded_windows import open_decoded_reader
 from ..readers.descriptors import open_limit
 from ..readers.order import Order
 from ..source import DecodedSource, FileSource
-from .engine import Counts, Engine, Run, Span
+from .engine import BatchRange, Counts, Engine, Run
 from .groups import batches_at_once
 from .item_engine import ItemEngine
 from .nan import NanCheck
@@ -94,7 +94,7 @@ class RowsEngine(Engine):
             self._delivery.close()
             raise
 
-    def run(self, span: Span) -> Run:
+    def run(self, span: BatchRange) -> Run:
         return RowsRun(
             span,
             self._reader,

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from ...core.errors import StormError
+from ...core.events import Span, What
+from ...core.tags import Tag
 from ..readers.reader import Read, Reader
-from .engine import Counts, Run, Span
+from .engine import BatchRange, Counts, Run
 from .nan import NanCheck
 from .prefetch_depth import Depth
 from .to_device import Delivery, HostGroup
@@ -36,7 +38,7 @@ class RowsRun(Run):
 
     def __init__(
         self,
-        span: Span,
+        span: BatchRange,
         reader: Reader,
         delivery: Delivery,
         depth: Depth,
@@ -62,10 +64,11 @@ class RowsRun(Run):
         self._single_until = span.epoch, span.batch  # up to this place, read batches one by one
         self._ramp = 1  # the most batches of the next group: the first batch must not wait for a large group
         self._closed = False
+        self._row_bytes = 0  # of all fields, known with the first batch
         delivery.reset()
         reader.restart(span.epoch, span.batch * batch_rows)
 
-    def next(self) -> list[torch.Tensor] | None:
+    def next(self) -> tuple[list[torch.Tensor], int, int] | None:
         if not self._left and not self._take_group():
             return None
         given = self._delivery.own(self._now, self._left.popleft())
@@ -76,9 +79,10 @@ class RowsRun(Run):
         if self._group == 1:
             self._delivery.prepare()
         self._place = self._span.after(*self._place)
-        self._counts.bytes += sum(tensor.nbytes for tensor in given)
-        self._counts.samples += given[0].shape[0]
-        return given
+        rows = given[0].shape[0]
+        if not self._row_bytes:
+            self._row_bytes = sum(tensor.nbytes for tensor in given) // rows
+        return given, rows, rows * self._row_bytes
 
     def close(self) -> None:
         if self._closed:
@@ -175,11 +179,11 @@ class RowsRun(Run):
         if wait:
             ready = pending.read.ready()
             if not ready:
-                begin = time.perf_counter()
+                start_s = time.perf_counter()
                 pending.read.wait()
-                waited = time.perf_counter() - begin
-                self._counts.waited_s += waited
-                self._depth.waited(waited)
+                waited = Span(What.WAIT, start_s, time.perf_counter(), "data", Tag.DATA)
+                self._counts(waited)
+                self._depth.waited(waited.seconds)
         pending.read.wait()  # does not block: releases what the read has borrowed
         if self._check is not None:
             self._check(pending.memory, pending.read)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 import weakref
 
 import torch
 
+from ...core.events import Sink, Span, What
 from ...native.library import Library, SamplerCounts, library
 from .driver import device_index, driver
 
@@ -34,6 +36,7 @@ class IdleMeter:
         self._idle = 0.0
         self._launches = self._onto_idle = 0.0  # launches seen lately, and those of them onto an idle GPU
         self._watched_ns = 0.0  # the time in which they were seen
+        self._emitted = time.perf_counter(), 0, 0.0  # when, and the readings
         # Also at exit, before the driver ends: the thread must not call it then.
         self._end = weakref.finalize(self, _close, native, handle, os.getpid())
 
@@ -58,6 +61,15 @@ class IdleMeter:
         asked, idle = now.asked - last.asked, now.yes - last.yes + onto_idle * (now.blocked - last.blocked)
         self._idle += min(asked, idle + starting * asked)
         return now.asked, self._idle
+
+    def emit(self, sink: Sink) -> None:
+        """Tell ``sink`` what was counted since the last call."""
+        (before_s, asked_before, idle_before), (asked, idle) = self._emitted, self.read()
+        if asked > asked_before:
+            self._emitted = time.perf_counter(), asked, idle
+            times = asked - asked_before
+            share = (idle - idle_before) / times
+            sink(Span(What.GPU_IDLE, before_s, self._emitted[0], times=times, share=share))
 
     def close(self) -> None:
         self._end()

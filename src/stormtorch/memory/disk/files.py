@@ -30,8 +30,8 @@ from types import TracebackType
 from typing import Literal, Self, TypedDict, Unpack
 
 from ...core.errors import SettingError, StorageError
+from ...core.events import Sink
 from ...core.notices import say_once
-from ...core.records import Sink
 from ...core.sizes import MiB, format_bytes, parse_bytes
 from ..books import limits
 from .calls import Descriptor, SystemCalls, storage_error
@@ -49,7 +49,7 @@ class FileOptions(TypedDict, total=False):
     direct: bool | Literal["auto"]  # "auto": where it is real
     threads: int  # blocks in flight at most; 4
     block_bytes: int  # moved by one system call; 8 MiB
-    sink: Sink | None  # gets one FileAccess per request that succeeded, timed from its first block
+    sink: Sink | None  # gets one Span per request that succeeded, timed from its first block
     calls: SystemCalls  # for tests
 
 

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 from ...core.errors import SettingError, StorageError
-from ...core.records import FileAccess, Sink
+from ...core.events import Sink, Span, What
 from ...core.sizes import round_down
 from .calls import ELSEWHERE, Descriptor, storage_error
 
@@ -299,9 +299,9 @@ class Request:
         if self._ending is not None:
             self._ending.call()
         if error is None and self._queue.sink is not None:
-            size, seconds = self._end - self._offset, time.perf_counter() - self._start_s
+            what, size = What.WRITE if self._write else What.READ, self._end - self._offset
             try:
-                self._queue.sink(FileAccess(self._queue.name, self._write, size, self._start_s, seconds))
+                self._queue.sink(Span(what, self._start_s, time.perf_counter(), self._queue.name, bytes=size))
             except BaseException as broken:  # a sink must not raise, not even SystemExit; else the caller is told
                 error = broken
         if error is None:

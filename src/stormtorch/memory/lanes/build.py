@@ -25,14 +25,16 @@ from dataclasses import dataclass
 import torch
 
 from ...core.errors import SettingError
-from ...core.records import Sink
+from ...core.events import Sink
 from ...core.tags import Tag
 from ..books.ledger import Ledger
 from ..books.limits import usable_device
+from ..cuda.clock import CudaClock
+from ..cuda.driver import device_index
 from ..host.arena import HostArena
 from ..host.pinning import page_lock_for
 from .cpu import CpuComputeLane, CpuLane
-from .cuda import CudaLane
+from .cuda import CudaLane, need_driver
 from .lane import Delay, Event, Lane
 from .staged import RING_BYTES, StagedCudaLane
 
@@ -91,10 +93,11 @@ def open_lanes(
     if device.type == "cpu":
         load, store, aside = (CpuLane(name, sink, delay) for name in ("load", "store", "aside"))
         return Lanes(device, load, store, CpuComputeLane(), aside)
-    compute = CudaLane("compute", device, own_stream=False)
+    clock = CudaClock(need_driver(), device_index(device))
+    compute = CudaLane("compute", device, clock, own_stream=False)
     if home is None or home.pinned:
         names = ("load", "store", "aside")
-        cuda = [CudaLane(name, device, own_stream=True, sink=sink, delay=delay) for name in names]
+        cuda = [CudaLane(name, device, clock, own_stream=True, sink=sink, delay=delay) for name in names]
         return Lanes(device, cuda[0], cuda[1], compute, cuda[2])
     if ledger is None:
         raise SettingError(
@@ -102,6 +105,6 @@ def open_lanes(
         )
     ring = HostArena(ring_bytes, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
     halves = ring.tensor((2, ring_bytes // 2), torch.uint8)
-    staged_load = StagedCudaLane("load", device, halves[0], sink, delay)
-    staged_store = StagedCudaLane("store", device, halves[1], sink, delay)
+    staged_load = StagedCudaLane("load", device, halves[0], clock, sink, delay)
+    staged_store = StagedCudaLane("store", device, halves[1], clock, sink, delay)
     return Lanes(device, staged_load, staged_store, compute, staged_load, ring)

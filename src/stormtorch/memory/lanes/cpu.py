@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ...core.records import Copied, Sink
+from ...core.events import Sink, Span, What
 from ...core.tags import Tag
 from .flags import Flag
 from .lane import Delay, Event, Lane, as_bytes, check_copy
@@ -19,17 +19,16 @@ class CpuLane(ThreadLane):
     def __init__(self, name: str, sink: Sink | None = None, delay: Delay | None = None) -> None:
         super().__init__(name, delay)
         self._sink = sink
-        self._origin_s = time.perf_counter()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
         size = check_copy(target, source)
-        name, sink, origin_s = self.name, self._sink, self._origin_s
+        name, sink = self.name, self._sink
 
         def copy() -> None:
             start_s = time.perf_counter()
             as_bytes(target).copy_(as_bytes(source))
             if sink is not None:
-                sink(Copied(name, tag, size, start_s - origin_s, time.perf_counter() - start_s))
+                sink(Span(What.COPY, start_s, time.perf_counter(), name, tag, size, unit))
 
         self.enqueue(copy)
 
@@ -45,7 +44,7 @@ class CpuComputeLane(Lane):
 
     name = "compute"
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:  # noqa: ARG002
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:  # noqa: ARG002
         check_copy(target, source)
         with torch.inference_mode():
             as_bytes(target).copy_(as_bytes(source))

@@ -11,9 +11,10 @@ from collections.abc import Hashable
 import torch
 
 from ...core.errors import LaneError, SettingError
-from ...core.records import Copied, Sink
+from ...core.events import Sink, Span, What
 from ...core.sizes import MiB
 from ...core.tags import Tag
+from ..cuda.clock import CudaClock
 from ..cuda.driver import Driver, device_index, driver
 from ..cuda.streams import OwnStream
 from .flags import Flag
@@ -43,22 +44,23 @@ class CudaLane(Lane):
         self,
         name: str,
         device: torch.device,
+        clock: CudaClock,
         *,
         own_stream: bool,
         sink: Sink | None = None,
         delay: Delay | None = None,
     ) -> None:
-        self.name, self.device_index = name, device_index(device)
+        self.name, self.device_index, self.clock = name, device_index(device), clock
         self._driver = need_driver()
         self._own = OwnStream(self._driver, self.device_index) if own_stream else None
         self._delay = delay
-        self._timer = None if sink is None else CopyTimer(name, sink)
+        self._timer = None if sink is None else CopyTimer(name, sink, clock)
 
     @property
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device_index) if self._own is None else self._own.stream
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
         size = check_copy(target, source)
         if size == 0:
             return
@@ -70,7 +72,7 @@ class CudaLane(Lane):
             # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is forever.
             raise SettingError("A CUDA lane copies page-locked memory only. Take it from a pinned HostArena.")
         if self._timer is not None and start is not None:
-            self._timer.finish(stream, start, tag, size)
+            self._timer.finish(stream, start, tag, size, unit)
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
         self._wait_out_delay()
@@ -148,36 +150,32 @@ def wait_for(event: torch.cuda.Event) -> None:
 
 
 class CopyTimer:
-    """Times copies with events on the stream and emits their records once they are done, never by waiting."""
+    """Times copies with events on the stream and emits their spans once they are done, never by waiting."""
 
-    def __init__(self, lane: str, sink: Sink) -> None:
-        self._lane, self._sink = lane, sink
+    def __init__(self, lane: str, sink: Sink, clock: CudaClock) -> None:
+        self._lane, self._sink, self._clock = lane, sink, clock
         self._lock = threading.Lock()  # a lane's thread and the thread that synchronizes it both emit
-        self._origin: torch.cuda.Event | None = None
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int]] = deque()
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int, int | None]] = deque()
 
     def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Call just before the copy is enqueued on ``stream``."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
-        self._origin = self._origin or event
         return event
 
-    def finish(self, stream: torch.cuda.Stream, start: torch.cuda.Event, tag: Tag, size: int) -> None:
+    def finish(self, stream: torch.cuda.Stream, start: torch.cuda.Event, tag: Tag, size: int, unit: int | None) -> None:
         """Call just after the copy was enqueued."""
         end = torch.cuda.Event(enable_timing=True)
         end.record(stream)
-        self._pending.append((start, end, tag, size))
+        self._pending.append((start, end, tag, size, unit))
         self.emit()
 
     def emit(self) -> None:
-        """Send the records of the copies that have ended."""
+        """Send the spans of the copies that have ended."""
         with self._lock:
             while self._pending and self._pending[0][1].query():
-                start, end, tag, size = self._pending.popleft()
-                assert self._origin is not None
-                start_s, seconds = self._origin.elapsed_time(start) / 1e3, start.elapsed_time(end) / 1e3
-                self._sink(Copied(self._lane, tag, size, start_s, seconds))
+                start, end, tag, size, unit = self._pending.popleft()
+                self._sink(Span(What.COPY, *self._clock.span(start, end), self._lane, tag, size, unit))
 
 
 def need_driver() -> Driver:

@@ -36,8 +36,8 @@ class Lane(ABC):
     name: str
 
     @abstractmethod
-    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
-        """Copy between contiguous tensors of the same dtype and number of elements."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
+        """Copy between contiguous tensors of the same dtype and number of elements; ``unit``: whose, for events."""
 
     @abstractmethod
     def fill(self, target: torch.Tensor, byte: int) -> None:

@@ -13,9 +13,10 @@ from collections import deque
 import torch
 
 from ...core.errors import SettingError
-from ...core.records import Sink
+from ...core.events import Sink
 from ...core.sizes import MiB, round_down
 from ...core.tags import Tag
+from ..cuda.clock import CudaClock
 from ..cuda.driver import device_index
 from ..cuda.streams import OwnStream
 from .cuda import CopyTimer, CudaEvent, need_driver, wait_for
@@ -59,7 +60,13 @@ class StagedCudaLane(ThreadLane):
     """
 
     def __init__(
-        self, name: str, device: torch.device, ring: torch.Tensor, sink: Sink | None = None, delay: Delay | None = None
+        self,
+        name: str,
+        device: torch.device,
+        ring: torch.Tensor,
+        clock: CudaClock,
+        sink: Sink | None = None,
+        delay: Delay | None = None,
     ) -> None:
         self._own = OwnStream(need_driver(), device_index(device))
         self._stream = self._own.stream
@@ -68,7 +75,7 @@ class StagedCudaLane(ThreadLane):
         if piece == 0:
             raise SettingError(f"A ring of {ring.numel()} bytes is too small for a lane. Give {RING_BYTES} for both.")
         self._pieces = deque((ring[i * piece : (i + 1) * piece], torch.cuda.Event()) for i in range(_PIECES))
-        self._timer = None if sink is None else CopyTimer(name, sink)
+        self._timer = None if sink is None else CopyTimer(name, sink, clock)
 
     def _on_stream(self, delay: Delay) -> Delay:
         stream = self._stream
@@ -79,7 +86,7 @@ class StagedCudaLane(ThreadLane):
 
         return delayed
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
         size = check_copy(target, source)
         if size == 0:
             return
@@ -94,7 +101,7 @@ class StagedCudaLane(ThreadLane):
                 else:
                     _store(target_bytes, source_bytes, pieces, stream)
                 if timer is not None and start is not None:
-                    timer.finish(stream, start, tag, size)
+                    timer.finish(stream, start, tag, size, unit)
 
         self.enqueue(copy)
 

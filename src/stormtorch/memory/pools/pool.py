@@ -11,6 +11,7 @@ large as the largest unit."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...core.events import Sink, Span, What
 from ...core.sizes import MiB, round_down, round_up
 from ...core.tags import Tag, Tier
 from ..books.extents import Extents
@@ -193,10 +195,17 @@ class DevicePool(Pool):
     """Memory of the device that computes."""
 
     def __init__(
-        self, device: torch.device, *, ledger: Ledger, tag: Tag, lanes: Lanes, poison: Lane | None = None
+        self,
+        device: torch.device,
+        *,
+        ledger: Ledger,
+        tag: Tag,
+        lanes: Lanes,
+        sink: Sink | None = None,
+        poison: Lane | None = None,
     ) -> None:
         super().__init__(ledger=ledger, tag=tag, poison=poison)
-        self.device, self._lanes, self._compute = device, lanes, lanes.compute
+        self.device, self._lanes, self._compute, self._sink = device, lanes, lanes.compute, sink
         self._out: dict[tuple[int, int], _Out] = {}
         self._dropped: deque[_Out] = deque()  # dropped without ``give``
         self._unsettled = False  # a call has begun, and not reached its end
@@ -218,12 +227,18 @@ class DevicePool(Pool):
         self._add(round_up(size, GRAIN), single=True)
 
     def _add(self, size: int, *, single: bool) -> None:
+        start_s = time.perf_counter()
         memory = DeviceBlock(self.device, size, ledger=self._ledger, tag=self._tag)
         low, high = self.span
         address = memory.tensor().data_ptr()
         self.span = min(low or address, address), max(high, address + size)
         # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
         self._blocks.append(_Block(memory, self._compute.record(), single=single, place=self._compute.place()))
+        self._changed(start_s)
+
+    def _changed(self, start_s: float) -> None:
+        if self._sink is not None:
+            self._sink(Span(What.POOL, start_s, time.perf_counter(), tag=self._tag, bytes=self.capacity_bytes))
 
     def singles(self) -> list[tuple[int, int]]:
         """Address and size of each block of ``add_single``, the latest first."""
@@ -233,7 +248,7 @@ class DevicePool(Pool):
         """Return blocks to torch, all or the one at ``address``; keeps those with pieces that are out. Returns the
         bytes. Does not block: torch hands the memory to compute, which waits for the last uses by other lanes."""
         self._sort_in()
-        given = 0
+        start_s, given = time.perf_counter(), 0
         for block in list(self._blocks):
             if block.extents.taken_bytes or address not in (None, block.memory.tensor().data_ptr()):
                 continue
@@ -247,6 +262,8 @@ class DevicePool(Pool):
             self._blocks.remove(block)
             given += block.memory.size
             block.memory.close()
+        if given:
+            self._changed(start_s)
         return given
 
     def lend(self, piece: Piece, uses: list[Event], places: set[Hashable]) -> torch.Tensor:
@@ -265,7 +282,11 @@ class DevicePool(Pool):
 
     def close(self) -> None:
         self._dropped.clear()  # all lanes are empty by now
-        super().close()
+        start_s = time.perf_counter()
+        try:
+            super().close()
+        finally:
+            self._changed(start_s)
         self._out.clear()
 
     def _offering(self, size: int) -> Iterable[_Block]:

@@ -233,7 +233,7 @@ class GradientStream:
         self.gate(home.unit, lanes.store)  # the worker may still read the gradients of the step before
         assert home.ready is not None
         lanes.store.wait(home.ready)
-        lanes.store.copy(target, bucket, Tag.GRADIENTS)
+        lanes.store.copy(target, bucket, Tag.GRADIENTS, home.unit.index)
         home.arrivals += 1
         lanes.store.write_flag(home.arrived, home.arrivals)
         home.stored, home.there = lanes.store.record(), None
@@ -260,9 +260,9 @@ class GradientStream:
         else:
             if home.stored is not None:
                 lane.wait(home.stored)
-            lane.copy(earlier.bytes, source, Tag.GRADIENTS)
+            lane.copy(earlier.bytes, source, Tag.GRADIENTS, unit.index)
             uses.append(lane.record())
-            self._waits.wait(uses[0], "gradients")
+            self._waits.wait(uses[0], "gradients", unit.index)
         for index in before:
             place = unit.places[index]
             at, dtype = (place.wide_at, place.wide_dtype) if home.is_wide else (place.grad_at, place.dtype)

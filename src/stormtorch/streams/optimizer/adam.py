@@ -318,7 +318,7 @@ class AdamStream:
         """Store the weights that were updated on the device home, after their states."""
         lanes = self._lanes
         lanes.store.wait(lanes.compute.record())
-        lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER)
+        lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER, home.unit.index)
         home.event = lanes.store.record()
         stay.uses[:] = [*(event for event in stay.uses if not event.done()), home.event]
         self._parameters.updated_in_place(home.unit, stay)

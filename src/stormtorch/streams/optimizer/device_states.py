@@ -195,7 +195,7 @@ class DeviceStates:
         chunks = self._chunks[home.unit.index]
         if home.waiting is not None:
             for staged in home.staged:
-                self._add_gradients(staged, home.waiting)
+                self._add_gradients(staged, home.waiting, home.unit.index)
             if not self._sets and not home.staged:
                 self._recall()
         while self._sets and len(home.staged) < len(chunks):
@@ -243,8 +243,9 @@ class DeviceStates:
                     self._give_up_staged()
                 self._stage_next(home, chunk)
             if home.waiting is not None:
-                self._add_gradients(home.staged[0], home.waiting)
-            self._waits.wait(home.staged[0].loaded, "states")  # if Ctrl-C ends the wait, the chunk is still staged
+                self._add_gradients(home.staged[0], home.waiting, home.unit.index)
+            # If Ctrl-C ends the wait, the chunk is still staged.
+            self._waits.wait(home.staged[0].loaded, "states", home.unit.index)
             yield home.staged.popleft()
 
     def _stage_next(self, home: AdamHome, chunk: Chunk) -> None:
@@ -274,13 +275,13 @@ class DeviceStates:
                 lane.wait(waiting.stored)
             for target, source in copies:
                 if source.nbytes:
-                    lane.copy(target, source, Tag.OPTIMIZER)
+                    lane.copy(target, source, Tag.OPTIMIZER, home.unit.index)
         except BaseException:
             self._no_longer_staged(home, Staged(chunk, pieces, there, lane.record()))
             raise
         home.staged.append(Staged(chunk, pieces, there, lane.record()))
 
-    def _add_gradients(self, staged: Staged, waiting: Waiting) -> None:
+    def _add_gradients(self, staged: Staged, waiting: Waiting, unit: int) -> None:
         """Load the gradients of states that were prefetched before the gradients existed."""
         if len(staged.parts) > 3 or waiting.there:
             return
@@ -291,7 +292,7 @@ class DeviceStates:
             if waiting.stored is not None:
                 lane.wait(waiting.stored)
             if source.nbytes:
-                lane.copy(there, source, Tag.OPTIMIZER)
+                lane.copy(there, source, Tag.OPTIMIZER, unit)
         finally:
             staged.loaded = lane.record()
         staged.parts.append(there)
@@ -307,7 +308,7 @@ class DeviceStates:
         store.wait(self._lanes.compute.record())
         for target, part in zip(home.states(staged.chunk), staged.parts, strict=False):
             if target.nbytes:
-                store.copy(target, part, Tag.OPTIMIZER)
+                store.copy(target, part, Tag.OPTIMIZER, home.unit.index)
         self.give_back(home, staged, store.record())
 
     def give_back(self, home: AdamHome, staged: Staged, last_use: Event) -> None:
@@ -339,7 +340,7 @@ class DeviceStates:
             store.wait(self._lanes.compute.record())
             for target, part in zip(home.states(home.kept.chunk), home.kept.parts, strict=False):
                 if target.nbytes:
-                    store.copy(target, part[: target.nbytes], Tag.OPTIMIZER)
+                    store.copy(target, part[: target.nbytes], Tag.OPTIMIZER, home.unit.index)
             store.record().synchronize()
         home.fresh = home.dirty = False
 

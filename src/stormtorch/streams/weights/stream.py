@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,6 +23,7 @@ from typing import TypeVar
 import torch
 
 from ...core.errors import OutOfBudget, StaleGraph
+from ...core.events import Sink, Span, What
 from ...core.sizes import format_bytes
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger
@@ -104,18 +106,18 @@ class ParameterStream:
         pool: DevicePool,
         ledger: Ledger,
         waits: WaitMeter,
+        sink: Sink,
         enlarge: Callable[[int], bool],
         serial: bool,
     ) -> None:
         """``enlarge``: last resort when the pool is full; adds to the pool if the budget has as much left."""
         self.residences, self._lanes, self._pool, self._ledger = residences, lanes, pool, ledger
-        self._waits, self._enlarge, self._serial = waits, enlarge, serial
+        self._waits, self._sink, self._enlarge, self._serial = waits, sink, enlarge, serial
         self.lock = threading.RLock()
         self.order = Order(len(residences))
         self._by_storage: dict[int, Residence] = {}
         self._current: Residence | None = None
         self._last_use: tuple[Stay, Event, bool, int] | None = None  # its copy, load, direction, and the pool's state
-        self._loads_before = 0
         self._passes, self._passes_per_step = 0, 1
         self.on_drop: Callable[[Unit], None] = lambda _unit: None
         # Set by the optimizer stream: makes a lane wait until the home image of a unit is up to date.
@@ -128,7 +130,6 @@ class ParameterStream:
         self.prepare_early: Callable[[], None] = lambda: None  # in backward: prefetch for the step that follows
         self.pending: Callable[[Unit], bool] = lambda _unit: False  # whether an update is under way
         self.kept: frozenset[int] = frozenset()  # units that no prefetch evicts; see ``keep``
-        self.misses = 0  # uses of units that were neither present nor on their way
 
     @locked
     @outside_functorch
@@ -139,11 +140,11 @@ class ParameterStream:
         self._current = residence
         cause = "updates" if self.pending(unit) else "weights"
         stay = self._present(residence)
-        self._waits.wait(stay.loaded, cause)
+        self._waits.wait(stay.loaded, cause, unit.index)
         stay.places.add(self._lanes.compute.place())
         if self.before_use is not None and not self.before_use(unit, stay):
             stay = self._present(residence)
-            self._waits.wait(stay.loaded, "weights")
+            self._waits.wait(stay.loaded, "weights", unit.index)
             stay.places.add(self._lanes.compute.place())
         self.load_ahead()
         self._last_use = stay, stay.loaded, in_backward(), self._pool.returns
@@ -160,11 +161,6 @@ class ParameterStream:
             and self._lanes.compute.place() in stay.places
             and not self.pending(residence.unit)
         )
-
-    @property
-    def loads(self) -> int:
-        """How often a unit was loaded so far."""
-        return self._loads_before + sum(residence.loads for residence in self.residences)
 
     @locked
     def begin_pass(self, training: bool) -> None:
@@ -300,7 +296,6 @@ class ParameterStream:
     def forget(self) -> None:
         """Release home memory: graphs that outlive the session keep this object alive."""
         self.drop_all()
-        self._loads_before = self.loads
         self.residences = []
 
     def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
@@ -344,7 +339,7 @@ class ParameterStream:
         if residence.stay is not None and not self._is_current(residence):
             self._drop(residence)
         if residence.stay is None:
-            self.misses += 1
+            self._emit(What.MISS, residence.unit)
             size = residence.unit.image_bytes
             if self._insist(lambda: self._load(residence, 0), size) is None:
                 raise self.no_room(size, Tag.PARAMETERS)
@@ -361,16 +356,21 @@ class ParameterStream:
         places: set[Hashable] = set()
         base = self._pool.lend(piece, uses, places)
         self.gate(unit, lane)
-        lane.copy(piece.bytes, residence.image, Tag.PARAMETERS)
+        lane.copy(piece.bytes, residence.image, Tag.PARAMETERS, unit.index)
         loaded = lane.record()
         uses.append(loaded)  # compute may never wait for the load
         residence.stay = Stay(base, piece.bytes, uses, places, loaded, residence.version)
         residence.last_load = loaded
         residence.loads += 1
+        self._emit(What.LOAD, unit)
         self._by_storage[base.data_ptr()] = residence
         if self._serial:
             loaded.synchronize()
         return residence.stay
+
+    def _emit(self, what: What, unit: Unit) -> None:
+        now_s = time.perf_counter()
+        self._sink(Span(what, now_s, now_s, tag=Tag.PARAMETERS, bytes=unit.image_bytes, unit=unit.index))
 
     def _take(self, size: int, lane: Lane, distance: float) -> Piece | None:
         """Take ``size`` bytes; evicts copies whose next use is farther than ``distance`` if it must."""
