@@ -71,23 +71,8 @@ class AdamStream(Updater):
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
-    def states(
-        self,
-        optimizer: torch.optim.Optimizer,
-        groups: ParamGroups,
-        access: Access,
-        before_change: Callable[[Unit], None],
-    ) -> AdamStates:
-        return AdamStates(
-            optimizer,
-            self.homes,
-            updater=self,
-            masters=self._masters,
-            gradients=self._gradients,
-            groups=groups,
-            access=access,
-            before_change=before_change,
-        )
+    def states(self, groups: ParamGroups, access: Access, before_change: Callable[[Unit], None]) -> AdamStates:
+        return AdamStates(self.homes, self, self._masters, self._gradients, groups, access, before_change)
 
     def check(self, optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:
         refuse_unknown(optimizer, streamed)

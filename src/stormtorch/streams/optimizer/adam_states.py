@@ -29,9 +29,7 @@ class AdamStates(ShownStates):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
         homes: list[AdamHome],
-        *,
         updater: Updater,
         masters: Masters,
         gradients: GradientStream,
@@ -40,8 +38,9 @@ class AdamStates(ShownStates):
         before_change: Callable[[Unit], None],
     ) -> None:
         """``before_change`` is called before states are replaced: a save may still read them."""
-        self._optimizer, self._homes, self._updater, self._masters = optimizer, homes, updater, masters
-        self._gradients, self._groups, self._access, self._before_change = gradients, groups, access, before_change
+        self._homes, self._updater, self._masters, self._gradients = homes, updater, masters, gradients
+        self._groups, self._access, self._before_change = groups, access, before_change
+        self._optimizer = groups.optimizer
         self._place = {id(place.parameter): place for home in homes for place in home.unit.places}
         self._taken: dict[int, dict[str, Any]] = {}  # kept while torch loads the other states, by number
         self._not_written: set[int] = set()  # parameters without later writes, as a state dict is about to be loaded

@@ -23,10 +23,8 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # beside the states o
 class MasterStates(ShownStates):
     """The parameters of a session that have masters of their own, for torch's hooks."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, updater: Updater, groups: ParamGroups, units: list[Unit]
-    ) -> None:
-        self._optimizer, self._updater, self._groups = optimizer, updater, groups
+    def __init__(self, updater: Updater, groups: ParamGroups, units: list[Unit]) -> None:
+        self._optimizer, self._updater, self._groups = groups.optimizer, updater, groups
         self._place = {id(p.parameter): p for unit in units for p in unit.trained if p.is_split}
         self._taken: dict[int, dict[str, Any]] = {}
 

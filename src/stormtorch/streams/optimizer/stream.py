@@ -67,7 +67,7 @@ class OptimizerStream:
         self.on_step: Callable[[], None] = lambda: None
         self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # a save may still read the unit
         self._groups = ParamGroups(optimizer)
-        self._states = updater.states(optimizer, self._groups, access, self._before_replacing)
+        self._states = updater.states(self._groups, access, self._before_replacing)
         self._takeover = Takeover(
             optimizer,
             step=self.step,

@@ -88,14 +88,8 @@ class TorchStep(Updater):
         self._stand_ins: dict[int, nn.Parameter] = {}
         self.by_unit = is_separable(optimizer)
 
-    def states(
-        self,
-        optimizer: torch.optim.Optimizer,
-        groups: ParamGroups,
-        access: Access,  # noqa: ARG002
-        before_change: Callable[[Unit], None],  # noqa: ARG002
-    ) -> ShownStates:
-        return MasterStates(optimizer, self, groups, self._units) if self._masters else ShownStates()
+    def states(self, groups: ParamGroups, _access: Access, _before_change: Callable[[Unit], None]) -> ShownStates:
+        return MasterStates(self, groups, self._units) if self._masters else ShownStates()
 
     def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:
         """Update the unit's parameters that have a gradient and are in ``hyper`` (by index), and wait for it."""

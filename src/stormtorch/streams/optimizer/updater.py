@@ -60,14 +60,8 @@ class Updater:
     takes_sparse = True  # gradients
     defers_clipping = False  # `clip` can scale gradients at the next update
 
-    def states(
-        self,
-        optimizer: torch.optim.Optimizer,
-        groups: ParamGroups,
-        access: Access,
-        before_change: Callable[[Unit], None],
-    ) -> ShownStates:
-        """The states to show in ``optimizer``. ``before_change`` is called before they are replaced: a save may still
+    def states(self, groups: ParamGroups, access: Access, before_change: Callable[[Unit], None]) -> ShownStates:
+        """The states to show in the optimizer. ``before_change`` is called before they are replaced: a save may still
         read them."""
         return ShownStates()
 
