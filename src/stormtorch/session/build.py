@@ -395,9 +395,9 @@ def _make_known(updater: Updater, access: UserAccess, parameters: ParameterStrea
     parameters.before_use = updater.before_use
     parameters.prepare = updater.prepare
     parameters.prepare_early = updater.prepare_early
-    parameters.give_way = updater.give_way
+    parameters.give_way = updater.there.give_way
     gradients.before_storing = updater.finish
-    gradients.staying = updater.staying
+    gradients.staying = updater.there.staying
     gradients.join_readers = updater.join
     gradients.settle = updater.apply_factor
 

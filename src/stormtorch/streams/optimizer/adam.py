@@ -44,6 +44,7 @@ from .updater import MASTER, Updater
 class AdamStream(Updater):
     """Runs Adam or AdamW for the units of a session."""
 
+    there: DeviceStates
     takes_sparse, defers_clipping = False, True
 
     def __init__(
@@ -239,12 +240,6 @@ class AdamStream(Updater):
             self._update_at_home(home, waiting)
         home.waiting = None  # last: an update that was interrupted before it began is still to be done
         return there
-
-    def give_way(self) -> bool:
-        return self.there.give_way()
-
-    def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
-        return self.there.staying(unit, size)
 
     def is_on_device(self, unit: Unit) -> bool:
         return self.homes[unit.index].on_device

@@ -6,7 +6,7 @@ updates behind its caller and keeps states in home memory: it overrides most of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -53,12 +53,61 @@ class ShownStates:
         """Give states the parameters' dtypes, in a way that works once."""
 
 
+class StatesOnDevice:
+    """Memory of the pool for states that are kept on the device, or pass through it. By default there are none."""
+
+    share_now = 0.0  # the part of the units, of those that are not kept, which is updated on the device
+    gave_way = False  # permanently
+
+    @property
+    def kept_units(self) -> int:
+        """How many units' states are kept."""
+        return 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the pool in which states are kept."""
+        return 0
+
+    @property
+    def sets_bytes(self) -> int:
+        """Bytes of the pool through which states pass."""
+        return 0
+
+    def keepable(self, *, wide: bool) -> dict[int, int]:
+        """The bytes that it would take to keep the states of each unit that is not kept yet, by index."""
+        return {}
+
+    def keep(self, indices: Iterable[int], *, wide: bool) -> None:
+        """Keep the states of these units on the device, as far as there is room, and update them there.
+
+        ``wide``: with room for gradients of several micro-batches, in fp32."""
+
+    def share(self, part: float, room_bytes: int, *, early: bool) -> None:
+        """Let ``part`` of the units that are not kept, evenly spread, be updated on the device from the next step on.
+
+        ``room_bytes``: what the pool can spare for them. ``early``: whether states may come before the step is
+        called."""
+
+    def give_way(self) -> bool:
+        """Return memory through which states pass to the pool, which needs it; False if there was none.
+
+        From then on the CPU does the updates that were to happen on the device."""
+        return False
+
+    def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
+        """The device bytes where ``size`` bytes of a kept unit's gradients remain until the update; None if not
+        kept."""
+        return None
+
+
 class Updater:
     """Updates units of weights at home or on the device."""
 
     by_unit = True  # it can update one unit at a time
     takes_sparse = True  # gradients
     defers_clipping = False  # `clip` can scale gradients at the next update
+    there: StatesOnDevice = StatesOnDevice()
 
     def states(self, groups: ParamGroups, access: Access, before_change: Callable[[Unit], None]) -> ShownStates:
         """The states to show in the optimizer. ``before_change`` is called before they are replaced: a save may still
@@ -105,14 +154,6 @@ class Updater:
     def before_use(self, unit: Unit, stay: Stay) -> bool:
         """Do a deferred update: the unit's weights are on the device now. False if that makes ``stay`` stale."""
         return True
-
-    def give_way(self) -> bool:
-        """Return memory for states in flight to the pool; False if there is none."""
-        return False
-
-    def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
-        """Device memory in which the unit's gradients stay until its update; None: they go home."""
-        return None
 
     def is_on_device(self, unit: Unit) -> bool:
         """Whether the unit is updated on the device."""
