@@ -23,6 +23,7 @@ from stormtorch.session.api import Session
 from stormtorch.streams.optimizer.adam import AdamStream
 from stormtorch.streams.optimizer.adam_home import AdamHome, Waiting
 from stormtorch.streams.optimizer.shares import Rates
+from stormtorch.streams.optimizer.updater import NoUpdater
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.units.placement import Growth
 
@@ -90,9 +91,7 @@ def test_states_come_in_as_fast_as_they_did_beside_the_cpu(
 
     monkeypatch.setattr("stormtorch.planner.online.device_share", note)
     worker = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=1.0, elements=4e9))
-    there = SimpleNamespace(share_now=0.0, gave_way=False, share=lambda *_, **__: None, kept_bytes=0)
-    adam: Any = SimpleNamespace(there=there, homes=[])
-    tuning._worker, tuning._adam = cast(Any, worker), adam
+    tuning._worker, tuning._updater = cast(Any, worker), NoUpdater()
     tuning._partition = cast(Any, SimpleNamespace(units=[]))
     tuning._pool = cast(Any, SimpleNamespace(capacity_bytes=0))
     tuning._placement = cast(Any, SimpleNamespace(least_bytes=0, adding_bytes=0))
@@ -319,8 +318,7 @@ def test_a_late_decision_knows_how_long_a_step_takes(first: int, monkeypatch: py
         return 0.0, ""
 
     monkeypatch.setattr("stormtorch.planner.online.device_share", note)
-    there = SimpleNamespace(share_now=0.0, gave_way=False, share=lambda *_, **__: None, kept_bytes=0)
-    tuning._adam = cast(Any, SimpleNamespace(there=there, homes=[]))
+    tuning._updater = NoUpdater()
     busy = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=0.9 * tuning.steps, elements=4e9))
     tuning._worker = cast(Any, busy)
     tuning._partition = cast(Any, SimpleNamespace(units=[]))

@@ -17,7 +17,7 @@ from torch import nn
 from ..core.errors import SettingError
 from ..core.notices import say_once
 from ..streams.home.parameter import plain
-from ..streams.optimizer.masters import MASTER
+from ..streams.optimizer.updater import MASTER
 from .adapter import adapter_files, is_adapted
 from .folder import STORM, describe_versions
 from .names import extra_states, names_of

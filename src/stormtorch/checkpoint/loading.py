@@ -20,7 +20,7 @@ from ..core.notices import say_once
 from ..memory.books.limits import host_available_bytes
 from ..memory.disk.safetensors_header import Entry
 from ..streams.home.parameter import plain
-from ..streams.optimizer.masters import MASTER
+from ..streams.optimizer.updater import MASTER
 from . import disk
 from .adapter import WEIGHTS, adapter_files, is_adapted
 from .content import OPTIMIZER, STATE, parameter_names

@@ -19,10 +19,8 @@ from ..streams.bridge.torch_private import in_backward, without_torch_function
 from ..streams.gradients.stream import GradientStream
 from ..streams.home.parameter import plain
 from ..streams.model.access import UserAccess
-from ..streams.optimizer.adam import AdamStream
-from ..streams.optimizer.adam_home import MOMENTS
-from ..streams.optimizer.masters import MASTER
 from ..streams.optimizer.stream import OptimizerStream
+from ..streams.optimizer.updater import MASTER, Updater
 from ..streams.units.unit import Place, Unit
 from ..streams.weights.stream import ParameterStream
 from .snapshot import Still
@@ -39,13 +37,13 @@ class Durable:
         gradients: GradientStream,
         access: UserAccess,
         optimizer: OptimizerStream | None,
-        adam: AdamStream | None,
+        updater: Updater,
         still: Still,
         drain: Callable[[], None],
     ) -> None:
         """``drain``: blocks until all requested work is done."""
         self._units, self._parameters, self._gradients, self._drain = units, parameters, gradients, drain
-        self._access, self._optimizer, self._adam, self.still = access, optimizer, adam, still
+        self._access, self._optimizer, self._updater, self.still = access, optimizer, updater, still
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         access.before_change = self._before_change
         if optimizer is not None:
@@ -108,25 +106,12 @@ class Durable:
         if self._optimizer is None:
             return
         states: dict[Any, dict[str, Any]] = dict(self._optimizer.optimizer.state)
-        for place in self._place.values():
-            if self._adam is None and self._optimizer.torch_step.master(place) is not None:
-                states.setdefault(place.parameter, {})  # an optimizer without states, such as plain SGD
-            elif self._adam is not None and place.trained and place.parameter not in states:
-                home = self._adam.homes[place.unit.index]
-                if home.steps[place.index]:  # updated in backward; step() has not shown it yet
-                    states[place.parameter] = dict(self._homes_of(place))
+        for place in (place for unit in self._units for place in unit.trained):
+            state = self._updater.state_of(place, states.get(place.parameter))
+            if state is not None:
+                states[place.parameter] = state
         for parameter, state in states.items():
-            shown = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-            where = self._place.get(id(parameter))
-            if where is not None and where.trained:
-                if self._adam is not None:
-                    home = self._adam.homes[where.unit.index]
-                    shown["step"] = torch.tensor(float(home.steps[where.index]))
-                else:
-                    master = self._optimizer.torch_step.master(where)
-                    if master is not None:
-                        shown[MASTER] = master
-            yield parameter, shown
+            yield parameter, {key: plain(v) if isinstance(v, torch.Tensor) else v for key, v in state.items()}
 
     # --- loading
 
@@ -160,9 +145,8 @@ class Durable:
             self._parameters.changed(unit, by_step=False)
         with without_torch_function():
             torch.autograd.graph.increment_version([place.parameter for place in places])
-        if self._optimizer is not None and not with_states:
-            for place in places:
-                self._optimizer.masters.reset(place)
+        for place in [] if with_states else places:
+            self._updater.reset_master(place)
 
     def note_written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark these as written; they were among those of ``rewriting``."""
@@ -174,13 +158,13 @@ class Durable:
         """Tensors for a parameter's state, for the caller to fill: existing ones if they fit, else new ones."""
         assert self._optimizer is not None
         place = self._place.get(id(parameter))
-        mine = self._homes_of(place) if place is not None else {}
+        mine = self._updater.homes_of(place) if place is not None else {}
         found: dict[str, Any] = {}
         present = self._optimizer.optimizer.state.get(parameter, {})
         for key, (shape, dtype) in shapes.items():
             room = mine.get(key)
-            if room is None and key == MASTER and place is not None and self._adam is None:
-                room = self._optimizer.torch_step.new_master(place)
+            if room is None and key == MASTER and place is not None:
+                room = self._updater.new_master(place)
             if room is None:
                 room = present.get(key)
                 room = plain(room) if isinstance(room, torch.Tensor) else None
@@ -197,16 +181,7 @@ class Durable:
         place = self._place.get(id(parameter))
         if place is None or not place.trained:
             return False
-        return self.has_masters and place.is_split if key == MASTER else self._adam is not None and key in MOMENTS
-
-    def _homes_of(self, place: Place) -> dict[str, torch.Tensor]:
-        """The home memory of a parameter's state; empty if torch holds it."""
-        if self._adam is None or not place.trained:
-            return {}
-        home = self._adam.homes[place.unit.index]
-        mine = {name: home.moment(name, place) for name in MOMENTS}
-        master = home.master(place)
-        return mine if master is None else {**mine, MASTER: master}
+        return self.has_masters and place.is_split if key == MASTER else key in self._updater.homes_of(place)
 
     def install(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Replace all of the optimizer's states. The tensors are those of ``room_for``, filled."""
@@ -214,17 +189,15 @@ class Durable:
         for unit in self._units:
             for place in unit.trained:
                 if MASTER not in states.get(place.parameter, {}):
-                    self._optimizer.masters.reset(place)
-        if self._adam is None:
-            own = {p: {key: v for key, v in state.items() if key != MASTER} for p, state in states.items()}
-            states = {p: state for p, state in own.items() if state}
-        self._optimizer.replace_states(dict(states))
+                    self._updater.reset_master(place)
+        own = {p: {key: v for key, v in state.items() if key != MASTER} for p, state in states.items()}
+        self._optimizer.replace_states({p: state for p, state in own.items() if state})
 
     def forget_gradients(self) -> None:
         """Drop the gradients: they belong to other weights."""
         self._gradients.clear()
         if self._optimizer is not None:
-            self._optimizer.forget_factor()
+            self._updater.forget_factor()
             self._optimizer.zero_grad()  # the session's; user code calls that of its own optimizer
 
 

@@ -17,9 +17,8 @@ from ..memory.pools.pool import GRAIN, DevicePool
 from ..native.jobs import Worker
 from ..observe.recorder import Recorder, Totals, lane_rate, link_rates
 from ..streams.gradients.stream import GradientStream
-from ..streams.optimizer.adam import AdamStream
-from ..streams.optimizer.device_states import kept_bytes
 from ..streams.optimizer.shares import Rates, device_share
+from ..streams.optimizer.updater import NoUpdater, Updater
 from ..streams.units.partition import Partition
 from ..streams.units.placement import Placement, growth
 
@@ -48,8 +47,8 @@ class Tuning:
         """``mode``: of the step. ``look`` brings the recorder up to date."""
         self.device, self._ledger, self._pool, self._placement = device, ledger, pool, placement
         self._partition, self._recorder, self._mode, self._look = partition, recorder, mode, look
-        self._adam: AdamStream | None = None
-        self._worker: Worker | None = None
+        self._updater: Updater = NoUpdater()
+        self._worker: Worker | None = None  # None: there is no work to divide
         self._can_travel: Callable[[], bool | None] = lambda: False
         self._travels: bool | None = None  # its answer; until there is one, nothing is decided
         self._undecided_steps = 0  # steps without an answer
@@ -83,7 +82,7 @@ class Tuning:
 
     def take_adam(
         self,
-        adam: AdamStream,
+        adam: Updater,
         worker: Worker,
         *,
         can_travel: Callable[[], bool | None],
@@ -92,7 +91,7 @@ class Tuning:
         """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests.
 
         ``can_travel``: whether lanes can copy the states; None until that is known."""
-        self._adam, self._worker, self._share_is_fixed = adam, worker, fixed_share is not None
+        self._updater, self._worker, self._share_is_fixed = adam, worker, fixed_share is not None
         self._can_travel = can_travel
         self.share_reason = "on the CPU" + ("" if self.meter is None else " until rates have been measured")
         if fixed_share:
@@ -128,24 +127,21 @@ class Tuning:
     def _divide(self, gradients: GradientStream) -> None:
         began, self._accumulates = gradients.has_added and not self._accumulates, gradients.has_added
         is_due, self._is_share_due = self._is_share_due, False
-        if self._adam is None or self.meter is None:
-            return  # the device is RAM as well, with the same cores
+        if self._worker is None or self.meter is None:
+            return  # without a meter, the device is RAM as well, with the same cores
         if is_due and not self._share_is_fixed:
             if self._travels:
                 self._choose_share()
             else:
                 self.share_reason = "on the CPU: its states could not be page-locked"
-        elif began and self._adam.there.sets_bytes:
-            self._share(self._adam.there.share_now)  # without the memory that accumulation needs now
+        elif began and self._updater.there.sets_bytes:
+            self._share(self._updater.there.share_now)  # without the memory that accumulation needs now
 
     # --- the pool
 
     def _grow(self, gradients: GradientStream, meter: DeviceMeter) -> None:
         """Give the pool the part of the budget that activations have left."""
         wide = any(home.wide is not None for home in gradients.homes)
-        states = {}
-        if self._adam is not None and self._travels:
-            states = {h.unit.index: kept_bytes(h.unit, wide=wide) for h in self._adam.homes if h.kept is None}
         grown = growth(
             self._placement,
             pool_bytes=self._pool.capacity_bytes - self._state_bytes,
@@ -154,7 +150,7 @@ class Tuning:
             free_bytes=meter.free(),
             lost_bytes=meter.lost(self.limit_bytes + self.foreign_bytes),
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
-            state_bytes=states,
+            state_bytes=self._updater.there.keepable(wide=wide) if self._travels else {},
         )
         if grown.pool_bytes:
             try:
@@ -162,13 +158,12 @@ class Tuning:
             except OutOfBudget:  # other programs have taken the memory meanwhile; training goes on without it
                 return
             self.peak.grew(grown.pool_bytes)
-        if self._adam is not None:
-            self._adam.there.keep(grown.keep, wide=wide)
+        self._updater.there.keep(grown.keep, wide=wide)
 
     @property
     def _state_bytes(self) -> int:
         """Bytes of the pool for optimizer states, kept or passing through."""
-        return 0 if self._adam is None else self._adam.there.kept_bytes + self._adam.there.sets_bytes
+        return self._updater.there.kept_bytes + self._updater.there.sets_bytes
 
     def enlarge(self, size: int) -> bool:
         """Add ``size`` bytes to a pool that is too small for what is held now, if the budget has them left."""
@@ -189,9 +184,9 @@ class Tuning:
 
     def _choose_share(self) -> None:
         """Choose again how much of the optimizer's work the device does."""
-        assert self._adam is not None
         assert self._worker is not None
-        if self._adam.there.gave_way:
+        there = self._updater.there
+        if there.gave_way:
             self.share_reason = "on the CPU: states in flight to the device had no room beside the weights"
             return
         totals, worker = self._recorder.snapshot(), self._worker.stats()
@@ -205,7 +200,6 @@ class Tuning:
         units = self._partition.units
         count = max(1, sum(unit.state_count for unit in units))
         states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in units)
-        there = self._adam.there
         share, reason = device_share(
             Rates(
                 cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
@@ -218,15 +212,14 @@ class Tuning:
             weight_bytes=sum(unit.image_bytes for unit in units) / count,
             state_bytes=states / count,
         )
-        kept = sum(home.kept is not None for home in self._adam.homes)
+        kept = there.kept_units
         self.share_reason = f"{kept} of {len(units)} units kept on the device; of the rest {reason}" if kept else reason
         self._share(share)
         if share and not there.share_now:
             self.share_reason = f"on the CPU: the pool has no room for states in flight; otherwise {reason}"
 
     def _share(self, share: float) -> None:
-        assert self._adam is not None
-        there = self._adam.there
+        there = self._updater.there
         least = self._placement.least_bytes - self._idle_bytes
         there.share(share, self._pool.capacity_bytes - there.kept_bytes - least, early=self._mode != "backward")
 
@@ -253,7 +246,7 @@ class Tuning:
         busy = others_s / (len(ends) + 1) / ((ends[-1] - ends[0]) / (len(ends) - 1))
         in_rate *= max(0.0, 1 - busy)
         steps = len(ends) - len(past.step_ends_s)
-        if self._adam is not None and self._mode != "backward" and steps and forward_s > 0:
+        if self._mode != "backward" and steps and forward_s > 0:
             late_s = sum(totals.waits_s.get(cause, 0.0) - past.waits_s.get(cause, 0.0) for cause in _OF_UPDATES)
             out_rate *= max(0.0, 1 - late_s / steps / forward_s)
         return out_rate, in_rate

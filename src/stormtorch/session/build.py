@@ -39,7 +39,8 @@ from ..streams.optimizer.adam import AdamStream
 from ..streams.optimizer.adam_home import AdamHome
 from ..streams.optimizer.device_states import kept_bytes
 from ..streams.optimizer.stream import OptimizerStream
-from ..streams.optimizer.torch_step import is_whole
+from ..streams.optimizer.torch_step import TorchStep, is_whole
+from ..streams.optimizer.updater import NoUpdater, Updater
 from ..streams.settings import Settings, Trial
 from ..streams.units.unit import Unit
 from ..streams.weights.stream import ParameterStream, Residence
@@ -61,11 +62,16 @@ class Parts:
     access: UserAccess
     saving: Saving | None  # None: activations are kept
     optimizer: OptimizerStream | None
-    adam: AdamStream | None  # None: torch's own step runs, or none
+    updater: Updater
     updates: UpdateMeter | None  # of Adam's worker
     inference: Inference | None  # None: an optimizer trains
     durable: Durable
     drain: Callable[[], None]  # blocks until all requested work is done
+
+    @property
+    def adam(self) -> AdamStream | None:
+        """The updater if it is our own Adam, for a look at its homes and at its states on the device."""
+        return self.updater if isinstance(self.updater, AdamStream) else None
 
 
 def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial) -> Parts:
@@ -151,7 +157,8 @@ def _open(
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
     attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
-    adam = worker = taken = inference = None
+    worker = taken = inference = None
+    updater: Updater = NoUpdater()
     if optimizer is None:
         inference = _open_inference(ground, tuning, parameters, gradients, attachment.calls)
     else:
@@ -159,29 +166,30 @@ def _open(
         masters = settings.master_dtype is not None
         mode = "forward" if settings.step == "auto" else settings.step
         if ground.homes.adam:
-            adam, worker, can_travel = _open_adam(ground, images, flags, parameters, gradients, trial)
-            tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
+            updater, worker = _open_adam(ground, images, flags, tuning, parameters, gradients, trial, mode)
+        else:
+            updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
         taken = OptimizerStream(
             optimizer,
             access=access,
             units=ground.units,
             parameters=parameters,
             gradients=gradients,
-            adam=adam,
+            updater=updater,
             masters=masters,
             mode=mode,
         )
         endings.before_others(taken.release)
         taken.before_update = functools.partial(tuning.before_step, gradients)
         taken.on_step = functools.partial(tuning.after_step, gradients)
-        _make_known(taken, access, parameters, gradients)
+        _make_known(updater, access, parameters, gradients)
     access.durable = durable = Durable(
         units=ground.units,
         parameters=parameters,
         gradients=gradients,
         access=access,
         optimizer=taken,
-        adam=adam,
+        updater=updater,
         still=Still(ground.ledger),
         drain=drain,
     )
@@ -194,7 +202,7 @@ def _open(
         access=access,
         saving=saving,
         optimizer=taken,
-        adam=adam,
+        updater=updater,
         updates=None if worker is None else UpdateMeter(worker, ground.recorder),
         inference=inference,
         durable=durable,
@@ -327,11 +335,12 @@ def _open_adam(
     ground: Ground,
     images: list[torch.Tensor],
     flags: Iterator[Flag],
+    tuning: Tuning,
     parameters: ParameterStream,
     gradients: GradientStream,
     trial: Trial,
-) -> tuple[AdamStream, Worker, Callable[[], bool | None]]:
-    """Adam's stream, its worker, and whether lanes can copy its states to the device: None until that is known."""
+    mode: str,
+) -> tuple[AdamStream, Worker]:
     units, endings = ground.units, ground.endings
     states = ground.arena_locked_behind(ground.homes.states, Tag.OPTIMIZER)  # no lane needs them in the first steps
     endings.before_others(states.close)
@@ -359,6 +368,7 @@ def _open_adam(
         gradients=gradients,
         waits=ground.waits,
         factors=factors.tensor((64, 16), torch.float32)[:, :1],
+        in_backward_mode=mode == "backward",
         poison=ground.poison,
     )
     endings.after_others(adam.forget)
@@ -367,11 +377,6 @@ def _open_adam(
     if trial.kept:
         ground.pool.grow(sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept]))
         adam.there.keep([unit.index for unit in units[: trial.kept]], wide=True)
-    parameters.pending = adam.pending
-    parameters.before_use = adam.before_use
-    parameters.prepare = adam.prepare
-    parameters.prepare_early = adam.prepare_early
-    parameters.give_way = adam.there.give_way
 
     def can_travel() -> bool | None:
         if not states.settled:
@@ -379,28 +384,32 @@ def _open_adam(
         states.say_if_refused()
         return ground.can_copy(states)
 
-    return adam, worker, can_travel
+    tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
+    return adam, worker
 
 
-def _make_known(
-    optimizer: OptimizerStream, access: UserAccess, parameters: ParameterStream, gradients: GradientStream
-) -> None:
-    """Make the other streams wait for the optimizer's work from now on."""
-    access.optimizer = optimizer
-    parameters.gate = gradients.gate = optimizer.gate
-    gradients.join_readers = optimizer.join
-    gradients.settle = optimizer.apply_factor
+def _make_known(updater: Updater, access: UserAccess, parameters: ParameterStream, gradients: GradientStream) -> None:
+    """Make the other streams wait for updates from now on, and serve those on the device."""
+    access.updater = updater
+    parameters.gate = gradients.gate = updater.gate
+    parameters.pending = updater.pending
+    parameters.before_use = updater.before_use
+    parameters.prepare = updater.prepare
+    parameters.prepare_early = updater.prepare_early
+    parameters.give_way = updater.there.give_way
+    gradients.before_storing = updater.finish
+    gradients.staying = updater.there.staying
+    gradients.join_readers = updater.join
+    gradients.settle = updater.apply_factor
 
 
 def _drain(access: UserAccess, lanes: Lanes) -> None:
-    if access.optimizer is not None:
-        access.optimizer.join_all()
+    access.updater.join_all()
     lanes.synchronize()
 
 
 def _settle(access: UserAccess, parameters: ParameterStream, drain: Callable[[], None]) -> None:
     """Bring everything home before the parts end."""
-    if access.optimizer is not None:
-        access.optimizer.apply_factor()
+    access.updater.apply_factor()
     drain()
     parameters.drop_all()

@@ -50,6 +50,7 @@ class Access(Protocol):
     """Serves user code that touches home memory."""
 
     device: torch.device
+    stepping: int | None  # the signal handler that runs an optimizer's step, 0 for none; None: no step runs
 
     @property
     def twins(self) -> Lender:

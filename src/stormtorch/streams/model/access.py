@@ -17,7 +17,7 @@ from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
 from ..gradients.stream import GradientStream
 from ..home.parameter import HomeView, home_view
-from ..optimizer.stream import OptimizerStream
+from ..optimizer.updater import NoUpdater, Updater
 from ..units.unit import Place, Unit
 from ..weights.stream import ParameterStream
 from .calls import Calls
@@ -38,7 +38,8 @@ class UserAccess:
     ) -> None:
         self.device, self.twins, self.closed = device, twins, False
         self.lock = parameters.lock
-        self.optimizer: OptimizerStream | None = None
+        self.updater: Updater = NoUpdater()
+        self.stepping: int | None = None
         self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # a save may still read the unit
         self.durable: Any = None  # saves and loads the session, for load_weights
         self._parameters, self._gradients, self._calls = parameters, gradients, calls
@@ -58,7 +59,7 @@ class UserAccess:
         here = handlers.handler_here()
         if not here:
             return False
-        if self.optimizer is not None and self.optimizer.stepping not in (None, here):
+        if self.stepping not in (None, here):
             return True
         return self._passes.handler != here and (in_backward() or (forward and self._passes.depth > 0))
 
@@ -67,8 +68,7 @@ class UserAccess:
         if self.closed or kind == "past":
             return
         if kind == "grad":
-            if self.optimizer is not None:
-                self.optimizer.apply_factor()
+            self.updater.apply_factor()
             home = self._gradients.homes[place.unit.index]
             if place.index in home.consumed_places:
                 raise StormError(
@@ -76,8 +76,10 @@ class UserAccess:
                     'Use step="forward" (the "auto" choice) to read, clip or change gradients.'
                 )
             home.join()
-        elif self.optimizer is not None:
-            self.optimizer.join(place.unit, states=kind == "state")
+        elif kind == "state":
+            self.updater.join_states(place.unit)
+        else:
+            self.updater.join(place.unit)
 
     @locked
     def before_write(self, place: Place, kind: str) -> None:
@@ -89,10 +91,9 @@ class UserAccess:
             last = self._parameters.residences[place.unit.index].last_load
             if last is not None:
                 last.synchronize()  # a load may still be reading
-            if self.optimizer is not None:
-                self.optimizer.masters.before_rewrite(place)
-        elif kind == "grad" and self.optimizer is not None:
-            self.optimizer.join(place.unit)  # an update may still be reading
+            self.updater.before_rewrite(place)
+        elif kind == "grad":
+            self.updater.join(place.unit)  # an update may still be reading
 
     @locked
     def after_write(self, place: Place, kind: str) -> None:
@@ -101,8 +102,7 @@ class UserAccess:
         if kind == "weight":
             place.written = True
             self._parameters.changed(place.unit, by_step=False)
-            if self.optimizer is not None:
-                self.optimizer.masters.rewritten(place)
+            self.updater.rewritten(place)
             self._calls.renew(place.unit)
         elif kind == "grad":
             self._gradients.homes[place.unit.index].norms.pop(place.index, None)
@@ -112,8 +112,7 @@ class UserAccess:
         """Take note that a parameter got its first values by a write that was not reported."""
         place.written = True
         self._parameters.changed(place.unit, by_step=False)
-        if self.optimizer is not None:
-            self.optimizer.masters.reset(place)
+        self.updater.reset_master(place)
 
     @locked
     def grad(self, place: Place) -> torch.Tensor | None:
@@ -121,11 +120,11 @@ class UserAccess:
 
     @locked
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
-        if value is not None and self.optimizer is not None:
-            self.optimizer.apply_factor()
+        if value is not None:
+            self.updater.apply_factor()
         self._gradients.set_grad(place, value)
-        if value is None and self.optimizer is not None and not any(home.present for home in self._gradients.homes):
-            self.optimizer.forget_factor()
+        if value is None and not any(home.present for home in self._gradients.homes):
+            self.updater.forget_factor()
 
     def held(self, place: Place) -> MutableMapping[int, HomeView]:
         return self._held.setdefault(id(place), weakref.WeakValueDictionary())

@@ -11,7 +11,7 @@ the next forward uses the unit; with step="backward" as soon as its gradients ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -24,19 +24,28 @@ from ...memory.lanes.lane import Lane
 from ...memory.lanes.waits import WaitMeter
 from ...native.adamw import adamw_
 from ...native.jobs import Worker
+from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
 from ..gradients.home import GradHome
 from ..gradients.stream import GradientStream
+from ..home.parameter import Access
 from ..units.chunks import whole_of
-from ..units.unit import Unit
+from ..units.unit import Place, Unit
 from ..weights.stream import ParameterStream, Stay
-from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
-from .adam_settings import adam_step
+from .adam_home import MOMENTS, AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
+from .adam_settings import adam_step, refuse_unknown
+from .adam_states import AdamStates
 from .device_states import DeviceStates
+from .masters import Masters
+from .param_groups import ParamGroups
+from .updater import MASTER, Updater
 
 
-class AdamStream:
+class AdamStream(Updater):
     """Runs Adam or AdamW for the units of a session."""
+
+    there: DeviceStates
+    takes_sparse, defers_clipping = False, True
 
     def __init__(
         self,
@@ -50,22 +59,28 @@ class AdamStream:
         gradients: GradientStream,
         waits: WaitMeter,
         factors: torch.Tensor,
+        in_backward_mode: bool,
         poison: Lane | None,
     ) -> None:
         """``factors``: fp32 words in home memory for clip factors, used in turns."""
         self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
         self._parameters, self._gradients, self._factors = parameters, gradients, factors
         self.there = DeviceStates(homes, lanes=lanes, parameters=parameters, waits=waits, gate=self.gate, poison=poison)
-        self._factor_turn = 0
-        self.in_backward_mode = False
+        self._masters, self.lock = Masters(homes, self), parameters.lock
+        self._factor_turn, self._in_backward_mode = 0, in_backward_mode
         self._kept: dict[int, torch.Tensor] = {}  # on the device; kept because the store lane reads them later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
+    def states(self, groups: ParamGroups, access: Access, before_change: Callable[[Unit], None]) -> AdamStates:
+        return AdamStates(self.homes, self, self._masters, self._gradients, groups, access, before_change)
+
+    def check(self, optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:
+        refuse_unknown(optimizer, streamed)
+
     # --- clipping
 
     def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm."""
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         if self._device_factor is not None:
             total = total * self._device_factor
@@ -80,8 +95,8 @@ class AdamStream:
         self._lanes.store.copy(self._factor, factor.reshape(1), Tag.GRADIENTS)
         return total
 
+    @locked
     def apply_factor(self) -> None:
-        """Apply a deferred clip factor now, on the host, because user code reads the gradients."""
         if self._factor is None:
             return
         self._lanes.store.synchronize()
@@ -94,8 +109,8 @@ class AdamStream:
                     home.view(home.unit.places[index]).mul_(factor)
                 home.norms.clear()
 
+    @locked
     def forget_factor(self) -> None:
-        """Forget the clip factor: its gradients were dropped."""
         self._factor = self._device_factor = None
 
     # --- updating
@@ -167,7 +182,6 @@ class AdamStream:
     # --- waiting
 
     def gate(self, unit: Unit, lane: Lane) -> None:
-        """Make ``lane`` wait until the unit's home image and states are up to date."""
         home = self.homes[unit.index]
         home.pending = [(flag, value) for flag, value in home.pending if not flag.at(value).reached()]
         for flag, value in home.pending:
@@ -176,12 +190,11 @@ class AdamStream:
             lane.wait(home.event)
 
     def pending(self, unit: Unit) -> bool:
-        """Whether an update of the unit is queued and not done."""
         home = self.homes[unit.index]
         return home.waiting is not None or any(not flag.at(value).reached() for flag, value in home.pending)
 
+    @locked
     def join(self, unit: Unit) -> None:
-        """Block until the unit's home image is up to date."""
         self.finish(unit)
         home = self.homes[unit.index]
         self.there.unstage(home)  # user code may change the states that were prefetched
@@ -192,27 +205,28 @@ class AdamStream:
             home.event.synchronize()
             home.event = None
 
+    @locked
     def join_states(self, unit: Unit) -> None:
-        """Block until the unit's states at home are up to date too; user code may then change them there."""
         self.join(unit)
         self.there.write_back(self.homes[unit.index])
+
+    def join_all(self) -> None:
+        for home in self.homes:
+            self.join_states(home.unit)
 
     # --- on the device
 
     def prepare(self, unit: Unit, in_pass: bool) -> bool:
-        """Prefetch what an update on the device will need; False if there is no room yet."""
         home = self.homes[unit.index]
-        if home.on_device and (home.waiting is not None or (self.in_backward_mode and in_pass and in_backward())):
+        if home.on_device and (home.waiting is not None or (self._in_backward_mode and in_pass and in_backward())):
             return self.there.stage(home)
         return True
 
     def prepare_early(self) -> None:
-        """Prefetch states for the next step during backward, while the link has time."""
-        if not self.in_backward_mode:
+        if not self._in_backward_mode:
             self.there.stage_early()
 
     def before_use(self, unit: Unit, stay: Stay) -> bool:
-        """Do a deferred update: the unit's weights are on the device now. False if that makes ``stay`` stale."""
         home = self.homes[unit.index]
         waiting = home.waiting
         if waiting is None:
@@ -227,11 +241,10 @@ class AdamStream:
         home.waiting = None  # last: an update that was interrupted before it began is still to be done
         return there
 
-    def update_here(self, grads: GradHome, bucket: torch.Tensor, hyper: dict[int, dict[str, Any]]) -> bool:
-        """For step="backward": update the unit on the device from the gradients in ``bucket``.
+    def is_on_device(self, unit: Unit) -> bool:
+        return self.homes[unit.index].on_device
 
-        False if there is no room for that.
-        """
+    def update_here(self, grads: GradHome, bucket: torch.Tensor, hyper: dict[int, dict[str, Any]]) -> bool:
         home = self.homes[grads.unit.index]
         if not self.there.can_stage(home):
             return False
@@ -323,9 +336,35 @@ class AdamStream:
         stay.uses[:] = [*(event for event in stay.uses if not event.done()), home.event]
         self._parameters.updated_in_place(home.unit, stay)
 
+    # --- masters and checkpoints
+
+    def before_rewrite(self, place: Place) -> None:
+        self._masters.before_rewrite(place)
+
+    def rewritten(self, place: Place) -> None:
+        self._masters.rewritten(place)
+
+    def reset_master(self, place: Place) -> None:
+        self._masters.reset(place)
+
+    def homes_of(self, place: Place) -> dict[str, torch.Tensor]:
+        if not place.trained:
+            return {}
+        home = self.homes[place.unit.index]
+        mine, master = {name: home.moment(name, place) for name in MOMENTS}, home.master(place)
+        return mine if master is None else {**mine, MASTER: master}
+
+    def state_of(self, place: Place, shown: dict[str, Any] | None) -> dict[str, Any] | None:
+        steps = self.homes[place.unit.index].steps[place.index]
+        if shown is None and not steps:
+            return None
+        # Without an entry, backward has updated it, and step() has not shown it yet.
+        return {**(self.homes_of(place) if shown is None else shown), "step": torch.tensor(float(steps))}
+
     def forget(self) -> None:
         """Release memory: graphs that outlive the session keep this object alive."""
-        self.homes, self._images = [], []
+        self.homes.clear()  # shown states and masters have the same list
+        self._images = []
         self._kept.clear()
         self.there.forget()
 

@@ -18,59 +18,64 @@ from ..bridge.torch_private import without_torch_function
 from ..gradients.stream import GradientStream
 from ..home.parameter import Access, HomeView, home_view, joined, plain
 from ..units.unit import Place, Unit
-from .adam import AdamStream
-from .adam_home import MOMENTS
+from .adam_home import MOMENTS, AdamHome
+from .masters import Masters
 from .param_groups import ParamGroups
+from .updater import MASTER, ShownStates, Updater
 
 
-class AdamStates:
+class AdamStates(ShownStates):
     """``optimizer.state`` of the parameters that our own kernels update."""
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        adam: AdamStream,
+        homes: list[AdamHome],
+        updater: Updater,
+        masters: Masters,
         gradients: GradientStream,
         groups: ParamGroups,
         access: Access,
         before_change: Callable[[Unit], None],
     ) -> None:
         """``before_change`` is called before states are replaced: a save may still read them."""
-        self._optimizer, self._adam, self._gradients = optimizer, adam, gradients
+        self._homes, self._updater, self._masters, self._gradients = homes, updater, masters, gradients
         self._groups, self._access, self._before_change = groups, access, before_change
-        self._place = {id(place.parameter): place for home in adam.homes for place in home.unit.places}
+        self._optimizer = groups.optimizer
+        self._place = {id(place.parameter): place for home in homes for place in home.unit.places}
         self._taken: dict[int, dict[str, Any]] = {}  # kept while torch loads the other states, by number
+        self._not_written: set[int] = set()  # parameters without later writes, as a state dict is about to be loaded
         self._shown: dict[int, dict[str, Any]] = {}  # the entries we have put into optimizer.state, by parameter
 
-    def take_all(self, states: dict[Any, dict[str, Any]]) -> None:
+    def take_over(self) -> None:
+        if self._optimizer.state:
+            self._take_all({p: dict(entry) for p, entry in self._optimizer.state.items()})
+
+    def _take_all(self, states: dict[Any, dict[str, Any]]) -> None:
         """Take over states that torch or an earlier session made; a parameter without one starts from zero."""
-        self._take(
-            [(place, states.get(place.parameter) or {}) for home in self._adam.homes for place in home.unit.trained]
-        )
+        self._take([(place, states.get(place.parameter) or {}) for home in self._homes for place in home.unit.trained])
 
     def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Hide our states from ``load_state_dict``: torch would cast them to the parameters' dtype and device."""
+        self._not_written = self._masters.loading()
         mine = {number for number, parameter in enumerate(self._groups.parameters()) if id(parameter) in self._place}
         states = state_dict["state"]
         self._taken = {number: state for number, state in states.items() if number in mine}
         return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
 
-    def after_loading(self) -> list[Place]:
-        """Install the hidden states. Returns the places whose masters were among them."""
+    def after_loading(self) -> None:
         numbered = self._groups.parameters()
         states = {numbered[key]: dict(value) for key, value in self._taken.items()}
         self._taken = {}
         for parameter, state in states.items():
             if not self._place[id(parameter)].trained:
                 self._optimizer.state[parameter] = state
-        self.take_all(states)
-        brought = (p for p, state in states.items() if "master" in state and not self._is_live(state["master"]))
-        return [self._place[id(parameter)] for parameter in brought]
+        self._take_all(states)
+        brought = (p for p, state in states.items() if MASTER in state and not self._is_live(state[MASTER]))
+        self._masters.loaded([self._place[id(parameter)] for parameter in brought], self._not_written)
 
     def heed(self, unit: Unit | None = None) -> None:
-        """Take over changes that user code made to the state, of one unit or of all."""
         changed: list[tuple[Place, dict[str, Any]]] = []
-        for home in self._adam.homes if unit is None else [self._adam.homes[unit.index]]:
+        for home in self._homes if unit is None else [self._homes[unit.index]]:
             if self._gradients.homes[home.unit.index].consumed:
                 continue  # updated already; the entry's step count is still the old one
             for number, place in enumerate(home.unit.trained):
@@ -80,14 +85,14 @@ class AdamStates:
                 if state and shown and all(state.get(name) is shown[name] for name in MOMENTS):
                     home.steps[number] = int(state["step"])
                     continue
-                self._adam.join_states(home.unit)
+                self._updater.join_states(home.unit)
                 self._before_change(home.unit)
                 changed.append((place, state or {}))
         self._take(changed)
 
     def count(self) -> None:
         """Write step counts after an update, and make entries for parameters that have none yet."""
-        for home in self._adam.homes:
+        for home in self._homes:
             for number, place in enumerate(home.unit.trained):
                 if home.steps[number]:
                     if "step" not in self._optimizer.state[place.parameter]:
@@ -97,7 +102,7 @@ class AdamStates:
     def replace(self, states: dict[Any, dict[str, Any]]) -> None:
         """Take the step counts out of ``states``; moments and masters are in home memory already."""
         self._shown.clear()  # entries that user code holds show the loaded states, which are written already
-        for home in self._adam.homes:
+        for home in self._homes:
             for number, place in enumerate(home.unit.trained):
                 state = states.pop(place.parameter, None)
                 if state is None:
@@ -106,26 +111,26 @@ class AdamStates:
                     home.steps[number] = int(state["step"])
                     self._show(place, state)
 
-    def make_ordinary(self) -> None:
+    def after_release(self) -> None:
         """Replace the views by ordinary tensors of the parameters' dtypes."""
-        for home in self._adam.homes:
+        for home in self._homes:
             for place in home.unit.trained:
                 state = self._optimizer.state.get(place.parameter)
                 if state and "exp_avg" in state:
-                    state.pop("master", None)
+                    state.pop(MASTER, None)
                     for name in MOMENTS:
                         state[name] = home.narrow(name, place)
 
     def _show(self, place: Place, before: Mapping[str, Any] | None = None) -> None:
         """Make our entry for a parameter; additional items of ``before`` remain in it."""
-        home = self._adam.homes[place.unit.index]
+        home = self._homes[place.unit.index]
         state: dict[str, Any] = {"step": torch.tensor(float(home.steps[home.unit.trained.index(place)]))}
         for name in MOMENTS:
             state[name] = home_view(home.moment(name, place), self._access, place, "state")
         master = home.master(place)
         if master is not None:
-            state["master"] = home_view(master, self._access, place, "state")
-        more = {key: value for key, value in (before or {}).items() if key not in ("step", "master", *MOMENTS)}
+            state[MASTER] = home_view(master, self._access, place, "state")
+        more = {key: value for key, value in (before or {}).items() if key not in ("step", MASTER, *MOMENTS)}
         self._optimizer.state[place.parameter] = {**state, **more}
         self._shown[id(place.parameter)] = state
 
@@ -137,7 +142,7 @@ class AdamStates:
                 self._let_go(place)
         sources = [self._sources(place, state) if "exp_avg" in state else {} for place, state in states]
         for (place, state), source in zip(states, sources, strict=True):
-            home = self._adam.homes[place.unit.index]
+            home = self._homes[place.unit.index]
             home.steps[place.index] = int(state["step"]) if "exp_avg" in state else 0
             if "exp_avg" not in state:
                 self._optimizer.state.pop(place.parameter, None)
@@ -145,7 +150,7 @@ class AdamStates:
                     home.moment(name, place).zero_()
                 continue
             for name, value in source.items():
-                target = home.master(place) if name == "master" else home.moment(name, place)
+                target = home.master(place) if name == MASTER else home.moment(name, place)
                 if target is not None:
                     target.copy_(value)
             self._show(place, state)
@@ -157,8 +162,8 @@ class AdamStates:
             value = plain(joined(state[name]))
             if state[name] is not shown.get(name):
                 sources[name] = value.clone() if self._is_live(state[name]) else value
-        if "master" in state and not self._is_live(state["master"]):
-            sources["master"] = plain(joined(state["master"]))
+        if MASTER in state and not self._is_live(state[MASTER]):
+            sources[MASTER] = plain(joined(state[MASTER]))
         return sources
 
     def _is_live(self, value: torch.Tensor) -> bool:
@@ -170,7 +175,7 @@ class AdamStates:
         shown = self._shown.pop(id(place.parameter), {})
         held = {name: weakref.ref(shown[name]) for name in MOMENTS if name in shown}
         shown.clear()
-        home = self._adam.homes[place.unit.index]
+        home = self._homes[place.unit.index]
         for name, reference in held.items():
             view = reference()
             if view is not None:

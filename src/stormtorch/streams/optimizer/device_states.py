@@ -21,6 +21,7 @@ from ..units.chunks import Chunk, chunks_of, whole_of
 from ..units.unit import Unit
 from ..weights.stream import ParameterStream
 from .adam_home import AdamHome, Staged, Waiting, states_of
+from .updater import StatesOnDevice
 
 _SETS = 8  # one being updated, some on their way in, some on their way home
 _FEW_SETS = 3
@@ -33,7 +34,7 @@ def kept_bytes(unit: Unit, *, wide: bool) -> int:
     return sum(states_of(unit, wide=wide)) + 4 * GRAIN
 
 
-class DeviceStates:
+class DeviceStates(StatesOnDevice):
     """Moves states to the device and back; the caller decides which units are updated or kept there."""
 
     def __init__(
@@ -61,11 +62,9 @@ class DeviceStates:
     # --- what goes where
 
     def share(self, part: float, room_bytes: int, *, early: bool) -> None:
-        """Let ``part`` of the units that are not kept, evenly spread, be updated on the device from the next step on.
-
-        States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait for
-        a store of states. ``room_bytes``: what the pool can spare for them. ``early``: whether sets are filled before
-        the step is called (`stage_early`); the first unit is then among those, so that forward can begin."""
+        """States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
+        for a store of states. With ``early``, sets are filled before the step is called (`stage_early`); the first unit
+        is then among those, so that forward can begin."""
         passing = [home for home in self.homes if home.kept is None and home.unit.trained]
         for home in passing:
             self.unstage(home)  # the worker may change these states next, and chunk sizes may change
@@ -111,9 +110,6 @@ class DeviceStates:
                 self._parameters.give(piece, last_use)
 
     def give_way(self) -> bool:
-        """Return the sets to the pool, which has no room for data that must be there. False if there were none.
-
-        From then on the CPU does the updates that were to happen on the device."""
         passing = [home for home in self.homes if home.kept is None]
         for home in passing:
             self.unstage(home)
@@ -123,10 +119,10 @@ class DeviceStates:
         self._close_sets()
         return had_sets
 
-    def keep(self, indices: Iterable[int], *, wide: bool) -> None:
-        """Keep the states of these units on the device, as far as there is room, and update them there.
+    def keepable(self, *, wide: bool) -> dict[int, int]:
+        return {home.unit.index: kept_bytes(home.unit, wide=wide) for home in self.homes if home.kept is None}
 
-        ``wide``: with room for gradients of several micro-batches, in fp32."""
+    def keep(self, indices: Iterable[int], *, wide: bool) -> None:
         for index in indices:
             home = self.homes[index]
             sizes = states_of(home.unit, wide=wide)
@@ -141,12 +137,14 @@ class DeviceStates:
 
     @property
     def sets_bytes(self) -> int:
-        """Bytes of the pool through which states pass."""
         return (len(self._sets) + self._sets_out) * self._set_bytes
 
     @property
+    def kept_units(self) -> int:
+        return sum(home.kept is not None for home in self.homes)
+
+    @property
     def kept_bytes(self) -> int:
-        """Bytes of the pool in which states are kept."""
         return sum(piece.size + GRAIN for home in self.homes if home.kept is not None for piece in home.kept.pieces)
 
     def let_go(self, home: AdamHome) -> None:
@@ -172,8 +170,6 @@ class DeviceStates:
     # --- there
 
     def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
-        """The device bytes where ``size`` bytes of a kept unit's gradients remain until the update; None if not
-        kept."""
         kept = self.homes[unit.index].kept
         if kept is None or size > kept.parts[3].nbytes:
             return None

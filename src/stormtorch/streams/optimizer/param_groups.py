@@ -14,17 +14,17 @@ class ParamGroups:
     """Which parameters an optimizer holds, and in which group each is."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._group: dict[int, dict[str, Any]] = {}  # by parameter
         self._key: tuple[int, ...] = ()
 
     def parameters(self) -> list[nn.Parameter]:
         """All of them, in the order of their numbers in a state dict."""
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def of(self, unit: Unit) -> dict[int, dict[str, Any]]:
         """The groups of a unit's parameters, by place; without parameters that the optimizer does not have."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         key = tuple(id(item) for group in groups for item in (group, *group["params"]))
         if key != self._key:  # once, unless user code changes the groups: this runs for every unit of a backward
             self._group = {id(parameter): group for group in groups for parameter in group["params"]}

@@ -56,7 +56,7 @@ class Takeover:
         step: Callable[[Callable[[], Any] | None], Any],
         zero_grad: Callable[..., None],
         before_saving: Callable[[], None],
-        after_saving: Callable[[dict[str, Any]], None] | None,
+        after_saving: Callable[[dict[str, Any]], None],
         before_loading: Callable[[dict[str, Any]], dict[str, Any] | None],
         after_loading: Callable[[], None],
     ) -> None:
@@ -86,9 +86,7 @@ class Takeover:
         self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _optimizer: self._before_saving()))
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._load_pre_hook))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._load_post_hook))
-        after_saving = self._after_saving
-        if after_saving is not None:
-            self._hooks.append(optimizer.register_state_dict_post_hook(lambda _optimizer, saved: after_saving(saved)))
+        self._hooks.append(optimizer.register_state_dict_post_hook(lambda _optimizer, saved: self._after_saving(saved)))
 
     def end(self) -> None:
         """Restore the object, except for wrappers that other code has put on it since. Works once."""

@@ -25,14 +25,10 @@ from ..home.parameter import Access
 from ..home.torch_grad import has_sparse_grad, real_grad
 from ..units.unit import Unit
 from ..weights.stream import ParameterStream
-from .adam import AdamStream
-from .adam_settings import refuse_unknown
-from .adam_states import AdamStates
-from .master_states import MasterStates
-from .masters import Masters
 from .param_groups import ParamGroups
-from .patch import PUT_ON, Takeover, users_own
-from .torch_step import Shadow, TorchStep, as_is, is_separable
+from .patch import Takeover, users_own
+from .torch_step import Shadow, as_is
+from .updater import Updater
 
 
 class OptimizerStream:
@@ -46,49 +42,38 @@ class OptimizerStream:
         units: list[Unit],
         parameters: ParameterStream,
         gradients: GradientStream,
-        adam: AdamStream | None,
+        updater: Updater,
         masters: bool,
         mode: str,
     ) -> None:
         self.optimizer, self._units = optimizer, units
-        self._parameters, self._gradients, self._adam, self._mode = parameters, gradients, adam, mode
+        self._parameters, self._gradients, self._updater, self._mode = parameters, gradients, updater, mode
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._own_step, self._own_zero_grad = users_own(optimizer, "step"), users_own(optimizer, "zero_grad")
         if self._own_zero_grad is None and type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self._own_zero_grad = functools.partial(type(optimizer).zero_grad, optimizer)
-        self._is_separable = is_separable(optimizer)
         if self._own_step is not None:
             say_once(
                 f"The step of {type(optimizer).__name__} was set on the optimizer object: it is called as it is, on "
                 "all parameters at once, which is slower. Use hooks (register_step_pre_hook) instead: they are free."
             )
-        self._shadow = Shadow(optimizer, PUT_ON)
-        self.torch_step = TorchStep(self._shadow, parameters, masters=masters)
-        self.stepping: int | None = None  # the signal handler that runs the step, 0 for none; None: no step runs
-        self._access = access
+        self._shadow = Shadow(optimizer)  # for parameters that are not streamed
+        self._access, self.has_masters = access, masters
         self._unstepped = False  # backward has updated units since the last step()
         self.lock = parameters.lock
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
         self.before_update: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
-        self.masters, self.has_masters = Masters(adam, self.torch_step), masters
-        self._not_written: set[int] = set()  # parameters without later writes, as a state dict is about to be loaded
         self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # a save may still read the unit
         self._groups = ParamGroups(optimizer)
-        self._states: AdamStates | None = None
-        self._master_states: MasterStates | None = None
-        if adam is not None:
-            self._states = AdamStates(optimizer, adam, gradients, self._groups, access, self._before_replacing)
-        elif masters:
-            self._master_states = MasterStates(optimizer, self.torch_step, self._groups, units)
-        self._loads = self._states or self._master_states  # the states that torch would cast on loading
+        self._states = updater.states(self._groups, access, self._before_replacing)
         self._takeover = Takeover(
             optimizer,
             step=self.step,
             zero_grad=self._own_zero_grad or self.zero_grad,
-            before_saving=self.join_all,
-            after_saving=None if self._master_states is None else self._master_states.after_saving,
+            before_saving=updater.join_all,
+            after_saving=self._states.after_saving,
             before_loading=self._before_loading,
             after_loading=self._after_loading,
         )
@@ -101,20 +86,11 @@ class OptimizerStream:
 
     def _connect(self) -> None:
         """Connect the optimizer to backward through the gradients, and take over existing states."""
-        adam, gradients, state = self._adam, self._gradients, self.optimizer.state
         if self._mode == "backward":
-            gradients.consume = self._consume
-            gradients.before_dropping = self.before_dropping
-        if adam is not None:
-            if state and self._states is not None:
-                self._states.take_all({p: dict(entry) for p, entry in state.items()})
-            gradients.before_storing = adam.finish
-            gradients.staying = adam.there.staying
-            if self._mode == "backward":
-                adam.in_backward_mode = True
-                gradients.update_here = self._update_here
-        elif self._master_states is not None and self._is_separable:
-            self._master_states.take_all()
+            self._gradients.consume = self._consume
+            self._gradients.before_dropping = self.before_dropping
+            self._gradients.update_here = self._update_here
+        self._states.take_over()
 
     # --- the step
 
@@ -123,14 +99,14 @@ class OptimizerStream:
         if self._access.is_interrupted():
             raise handlers.inside_step("take an optimizer step")
         handlers.look_at_all()
-        before, self.stepping = self.stepping, handlers.handler_here()
+        before, self._access.stepping = self._access.stepping, handlers.handler_here()
         try:
             return self._step(closure)
         finally:
-            self.stepping = before
+            self._access.stepping = before
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if self._adam is None and not self._is_separable:
+        if not self._updater.by_unit:
             self.before_change(None)
             loss = as_is(self.optimizer, self._own_step, closure)
         else:
@@ -171,24 +147,21 @@ class OptimizerStream:
     def _update_all(self) -> None:
         refuse_ranks()
         self._refuse_thawed()
-        if self._adam is not None:
-            refuse_unknown(self.optimizer, self._place)
+        self._updater.check(self.optimizer, self._place)
         for home in self._gradients.homes:
             for place in home.unit.trained:
                 self._gradients.fold(place)
         self._refuse_sparse(self._units)
-        if self._states is not None:
-            self._states.heed()
+        self._states.heed()
         for home in self._gradients.homes:
-            if home.present or (self._adam is None and any(has_sparse_grad(place) for place in home.unit.trained)):
+            if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
                 self._update(home, self._groups.of(home.unit))
-        if self._states is not None:
-            self._states.count()
+        self._states.count()
         others = [p for p in self._groups.parameters() if id(p) not in self._place and p.grad is not None]
         if others:  # left on the device, added later, or not the model's
             self._shadow.run([(p, p) for p in others])
         if self._mode == "serial":
-            self.join_all()
+            self._updater.join_all()
         self._parameters.end_step()
         self._parameters.load_ahead()
 
@@ -204,17 +177,14 @@ class OptimizerStream:
 
     def _refuse_sparse(self, units: list[Unit]) -> None:
         """Raise before the first unit is updated, so that an error leaves all units unchanged."""
-        for unit in units if self._adam is not None else []:
+        for unit in [] if self._updater.takes_sparse else units:
             sparse = [place.index for place in unit.trained if has_sparse_grad(place)]
             if sparse and not self._groups.of(unit).keys().isdisjoint(sparse):
                 raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
 
     def _update(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
         self.before_change(home.unit)
-        if self._adam is not None:
-            self._adam.update(home, mine)
-        else:
-            self.torch_step.update(home, mine)
+        self._updater.update(home, mine)
         self._note_change(home, mine)
 
     def _note_change(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
@@ -233,17 +203,14 @@ class OptimizerStream:
         mine = self._consumable(home)
         if mine is not None:
             self._refuse_sparse([home.unit])
-            if self._states is not None:
-                self._states.heed(home.unit)
+            self._states.heed(home.unit)
             with torch.no_grad():
                 self._update(home, mine)
             self._consumed(home)
 
     def _update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
         """For step="backward": update the unit now on the device, if it is to be updated there."""
-        assert self._adam is not None
-        assert self._states is not None
-        mine = self._consumable(home) if self._adam.homes[home.unit.index].on_device else None
+        mine = self._consumable(home) if self._updater.is_on_device(home.unit) else None
         if mine is None:
             return False
         self._states.heed(home.unit)
@@ -251,7 +218,7 @@ class OptimizerStream:
         residence = self._parameters.residences[home.unit.index]
         updates = residence.updates
         try:
-            if not self._adam.update_here(home, bucket, mine):
+            if not self._updater.update_here(home, bucket, mine):
                 return False
         finally:
             if residence.updates != updates:  # perhaps partly, before an error: that cannot be undone either
@@ -261,8 +228,8 @@ class OptimizerStream:
 
     def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:
         """The unit's hyperparameters; None if the optimizer lacks some of its parameters: user code may use those."""
-        if self._adam is not None and not self._unstepped:  # check before the first unit changes
-            refuse_unknown(self.optimizer, self._place)
+        if not self._unstepped:  # check before the first unit changes
+            self._updater.check(self.optimizer, self._place)
         mine = self._groups.of(home.unit)
         return mine if all(index in mine for index in home.present) else None
 
@@ -288,14 +255,14 @@ class OptimizerStream:
         if everything:
             self._gradients.clear()
         else:
-            self.apply_factor()  # parameters of other optimizers keep their gradients
+            self._updater.apply_factor()  # parameters of other optimizers keep their gradients
         for key, parameter in held.items():
             place = self._place.get(key)
             if place is None:
                 parameter.grad = None
             elif not everything or (not place.trained and real_grad(place) is not None):
                 self._gradients.set_grad(place, None)
-        self.forget_factor()
+        self._updater.forget_factor()
 
     @locked
     def before_dropping(self) -> None:
@@ -303,8 +270,7 @@ class OptimizerStream:
         if not self._unstepped:
             return
         self._unstepped = False
-        if self._states is not None:
-            self._states.count()  # the updates count, if training goes on from here
+        self._states.count()  # the updates count, if training goes on from here
         updated = sum(home.consumed for home in self._gradients.homes)
         raise StormError(
             f'step="backward" has updated {updated} of {len(self._units)} units while their gradients arrived, and '
@@ -316,7 +282,7 @@ class OptimizerStream:
     @locked
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor | None:
         """Clip without waiting; None if that is not possible."""
-        if self._adam is None:
+        if not self._updater.defers_clipping:
             return None
         if self._mode == "backward":
             raise StormError(
@@ -340,7 +306,7 @@ class OptimizerStream:
         everything = sum(len(home.present) for home in self._gradients.homes)
         if len(norms) != everything or not norms:
             return None
-        return self._adam.clip(norms, max_norm)
+        return self._updater.clip(norms, max_norm)
 
     # --- the state, in torch's own format
 
@@ -348,15 +314,13 @@ class OptimizerStream:
         self.before_change(unit)  # an attribute that is set after construction
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        self.join_all()
+        self._updater.join_all()
         self.before_change(None)
-        self._not_written = self.masters.loading(self._units)
-        return None if self._loads is None else self._loads.before_loading(state_dict)
+        return self._states.before_loading(state_dict)
 
     def _after_loading(self) -> None:
         self._unstepped = False  # loading starts from a complete step
-        if self._loads is not None:
-            self.masters.loaded(self._loads.after_loading(), self._not_written)
+        self._states.after_loading()
 
     # --- for checkpoints
 
@@ -364,49 +328,21 @@ class OptimizerStream:
     def settle(self) -> None:
         """Block until home memory has the current weights and states, including changes that user code made to the
         state."""
-        if self._states is not None:
-            self._states.heed()
-        self.join_all()
+        self._states.heed()
+        self._updater.join_all()
 
     @locked
     def replace_states(self, states: dict[Any, dict[str, Any]]) -> None:
         """Install these states. For our own kernels, moments and masters are in home memory already."""
         self._unstepped = False
         self.optimizer.state.clear()
-        if self._states is not None:
-            self._states.replace(states)
+        self._states.replace(states)
         for parameter, state in states.items():
             self.optimizer.state[parameter] = state
         self._states_seen.clear()
         self._sort_state()
 
-    # --- waiting and ending
-
-    def gate(self, unit: Unit, lane: Any) -> None:
-        if self._adam is not None:
-            self._adam.gate(unit, lane)
-
-    @locked
-    def join(self, unit: Unit, *, states: bool = False) -> None:
-        """Block until the unit's weights at home are up to date; with ``states``, the optimizer's too."""
-        if self._adam is not None:
-            (self._adam.join_states if states else self._adam.join)(unit)
-
-    def join_all(self) -> None:
-        for unit in self._units:
-            self.join(unit, states=True)
-
-    @locked
-    def apply_factor(self) -> None:
-        """Scale gradients whose clipping was deferred: user code reads them."""
-        if self._adam is not None:
-            self._adam.apply_factor()
-
-    @locked
-    def forget_factor(self) -> None:
-        """Forget deferred clipping: its gradients were dropped."""
-        if self._adam is not None:
-            self._adam.forget_factor()
+    # --- ending
 
     @property
     def released(self) -> bool:
@@ -417,10 +353,8 @@ class OptimizerStream:
         """Give the optimizer back, with its state in ordinary tensors of the parameters' dtypes."""
         if self.released:
             return
-        if self._master_states is not None and self._is_separable:
-            self._master_states.make_ordinary()  # can run twice, if Ctrl-C ends it
+        self._states.before_release()
         self._takeover.end()
-        if self._states is not None:
-            if self._unstepped:
-                self._states.count()
-            self._states.make_ordinary()
+        if self._unstepped:
+            self._states.count()
+        self._states.after_release()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +20,14 @@ from torch import nn
 
 from ..bridge.torch_private import without_torch_function
 from ..gradients.home import GradHome
-from ..home.parameter import HomeParameter, alone
+from ..home.parameter import Access, HomeParameter, alone
 from ..home.torch_grad import has_sparse_grad, real_grad
-from ..units.unit import Place
+from ..units.unit import Place, Unit
 from ..weights.stream import ParameterStream
-from .patch import users_own, without_hooks
+from .master_states import MasterStates
+from .param_groups import ParamGroups
+from .patch import PUT_ON, users_own, without_hooks
+from .updater import MASTER, ShownStates, Updater
 
 _WHEN = ("pre", "post")
 
@@ -45,16 +48,15 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
 class Shadow:
     """The user's optimizer, restricted to some parameters."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, own_names: Iterable[str]) -> None:
-        """``own_names``: attributes that streaming has put on the instance; the shadow must not have them."""
-        self._optimizer, self._own_names = optimizer, frozenset(own_names)
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
         self._step: Callable[[Any], Any] = without_hooks(type(optimizer).step)  # hooks run once for the whole step
 
     def run(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Update the second of each pair with the state of the first."""
         optimizer = self._optimizer
         shadow: Any = object.__new__(type(optimizer))
-        shadow.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in self._own_names})
+        shadow.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in PUT_ON})
         shadow._optimizer_step_pre_hooks = OrderedDict()
         shadow._optimizer_step_post_hooks = OrderedDict()
         stand_in = {id(parameter): other for parameter, other in pairs}
@@ -76,12 +78,18 @@ class Shadow:
                 optimizer.state[parameter] = shadow.state[other]
 
 
-class TorchStep:
+class TorchStep(Updater):
     """Runs a separable optimizer on home memory, on the calling thread."""
 
-    def __init__(self, shadow: Shadow, parameters: ParameterStream, *, masters: bool) -> None:
-        self._shadow, self._parameters, self._masters = shadow, parameters, masters
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, units: list[Unit], parameters: ParameterStream, *, masters: bool
+    ) -> None:
+        self._shadow, self._units, self._parameters, self._masters = Shadow(optimizer), units, parameters, masters
         self._stand_ins: dict[int, nn.Parameter] = {}
+        self.by_unit = is_separable(optimizer)
+
+    def states(self, groups: ParamGroups, _access: Access, _before_change: Callable[[Unit], None]) -> ShownStates:
+        return MasterStates(self, groups, self._units) if self._masters else ShownStates()
 
     def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:
         """Update the unit's parameters that have a gradient and are in ``hyper`` (by index), and wait for it."""
@@ -116,25 +124,24 @@ class TorchStep:
                     place.parameter.data.copy_(stand_in)
 
     def rewritten(self, place: Place) -> None:
-        """Let the master follow weights that user code has changed, where it differs."""
         stand_in = self._stand_ins.get(id(place.parameter))
         if stand_in is not None and stand_in.dtype != place.dtype:
             with torch.no_grad(), without_torch_function():
                 image = place.parameter.data
                 stand_in.copy_(torch.where(stand_in.to(place.dtype) == image, stand_in, image.to(stand_in.dtype)))
 
-    def master(self, place: Place) -> torch.Tensor | None:
-        """The parameter's master, made with its first update; None if it has none."""
+    def state_of(self, place: Place, shown: dict[str, Any] | None) -> dict[str, Any] | None:
         stand_in = self._stand_ins.get(id(place.parameter))
-        return stand_in.detach() if stand_in is not None and stand_in.dtype != place.dtype else None
+        if stand_in is None or stand_in.dtype == place.dtype:
+            return shown
+        return {**(shown or {}), MASTER: stand_in.detach()}
 
     def new_master(self, place: Place) -> torch.Tensor | None:
-        """The parameter's master, made from the weights if there is none yet."""
         if not (self._masters and place.is_split):
             return None
         return self._stand_in(place).detach()
 
-    def forget_master(self, place: Place) -> None:
+    def reset_master(self, place: Place) -> None:
         """Drop the master; the next update makes a new one from the weights."""
         self._stand_ins.pop(id(place.parameter), None)
 

@@ -124,8 +124,8 @@ class ParameterStream:
         self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None
         # Set for updates on the device. ``before_use`` brings the weights there up to date before a use (False: the
         # copy is stale now). ``prepare`` prefetches what their update needs (False: there is no room yet).
-        self.before_use: Callable[[Unit, Stay], bool] | None = None
-        self.prepare: Callable[[Unit, bool], bool] | None = None
+        self.before_use: Callable[[Unit, Stay], bool] = lambda _unit, _stay: True
+        self.prepare: Callable[[Unit, bool], bool] = lambda _unit, _in_pass: True
         self.give_way: Callable[[], bool] = lambda: False  # return unneeded bytes to the pool (False: there are none)
         self.prepare_early: Callable[[], None] = lambda: None  # in backward: prefetch for the step that follows
         self.pending: Callable[[Unit], bool] = lambda _unit: False  # whether an update is under way
@@ -142,7 +142,7 @@ class ParameterStream:
         stay = self._present(residence)
         self._waits.wait(stay.loaded, cause, unit.index)
         stay.places.add(self._lanes.compute.place())
-        if self.before_use is not None and not self.before_use(unit, stay):
+        if not self.before_use(unit, stay):
             stay = self._present(residence)
             self._waits.wait(stay.loaded, "weights", unit.index)
             stay.places.add(self._lanes.compute.place())
@@ -236,7 +236,7 @@ class ParameterStream:
                     self._drop(residence)
                 if self._load(residence, distance) is None:
                     return
-            if self.prepare is not None and not self.prepare(residence.unit, in_pass):
+            if not self.prepare(residence.unit, in_pass):
                 return
 
     @locked

@@ -1,0 +1,205 @@
+# ruff: noqa: ARG002  defaults ignore their arguments
+"""The interface of what updates weights: our own Adam (adam.py), torch's own step (torch_step.py), or nothing.
+
+The defaults are those of an updater that is done when `update` returns, and whose states torch keeps. Our own Adam
+updates behind its caller and keeps states in home memory: it overrides most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import torch
+
+from ...memory.lanes.lane import Lane
+from ..gradients.home import GradHome
+from ..home.parameter import Access
+from ..units.unit import Place, Unit
+from ..weights.stream import Stay
+from .param_groups import ParamGroups
+
+MASTER = "master"  # its name among the states of a parameter, in state dicts and checkpoints
+
+
+class ShownStates:
+    """An updater's states as user code finds them in ``optimizer.state``. By default torch keeps them there itself."""
+
+    def take_over(self) -> None:
+        """Take over states that exist when streaming begins."""
+
+    def heed(self, unit: Unit | None = None) -> None:
+        """Take over changes that user code made to the state, of one unit or of all."""
+
+    def count(self) -> None:
+        """Show step counts after an update."""
+
+    def after_saving(self, state_dict: dict[str, Any]) -> None:
+        """Complete a dict that ``state_dict`` has made."""
+
+    def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the dict without states that torch would cast; None if torch is to load all of it."""
+        return None
+
+    def after_loading(self) -> None:
+        """Install the states that `before_loading` has left out."""
+
+    def replace(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Take out of ``states`` those that a checkpoint has written to home memory, and show them."""
+
+    def before_release(self) -> None:
+        """Give states the parameters' dtypes, for torch. Called again if Ctrl-C ends it."""
+
+    def after_release(self) -> None:
+        """Give states the parameters' dtypes, in a way that works once."""
+
+
+class StatesOnDevice:
+    """Memory of the pool for states that are kept on the device, or pass through it. By default there are none."""
+
+    share_now = 0.0  # the part of the units, of those that are not kept, which is updated on the device
+    gave_way = False  # permanently
+
+    @property
+    def kept_units(self) -> int:
+        """How many units' states are kept."""
+        return 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the pool in which states are kept."""
+        return 0
+
+    @property
+    def sets_bytes(self) -> int:
+        """Bytes of the pool through which states pass."""
+        return 0
+
+    def keepable(self, *, wide: bool) -> dict[int, int]:
+        """The bytes that it would take to keep the states of each unit that is not kept yet, by index."""
+        return {}
+
+    def keep(self, indices: Iterable[int], *, wide: bool) -> None:
+        """Keep the states of these units on the device, as far as there is room, and update them there.
+
+        ``wide``: with room for gradients of several micro-batches, in fp32."""
+
+    def share(self, part: float, room_bytes: int, *, early: bool) -> None:
+        """Let ``part`` of the units that are not kept, evenly spread, be updated on the device from the next step on.
+
+        ``room_bytes``: what the pool can spare for them. ``early``: whether states may come before the step is
+        called."""
+
+    def give_way(self) -> bool:
+        """Return memory through which states pass to the pool, which needs it; False if there was none.
+
+        From then on the CPU does the updates that were to happen on the device."""
+        return False
+
+    def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
+        """The device bytes where ``size`` bytes of a kept unit's gradients remain until the update; None if not
+        kept."""
+        return None
+
+
+class Updater:
+    """Updates units of weights at home or on the device."""
+
+    by_unit = True  # it can update one unit at a time
+    takes_sparse = True  # gradients
+    defers_clipping = False  # `clip` can scale gradients at the next update
+    there: StatesOnDevice = StatesOnDevice()
+
+    def states(self, groups: ParamGroups, access: Access, before_change: Callable[[Unit], None]) -> ShownStates:
+        """The states to show in the optimizer. ``before_change`` is called before they are replaced: a save may still
+        read them."""
+        return ShownStates()
+
+    def check(self, optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:
+        """Raise if the groups of ``streamed`` parameters (by id) have a setting that cannot be used."""
+
+    def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:
+        """Update the unit's parameters that have a gradient and are in ``hyper`` (by index), now or later."""
+        raise NotImplementedError
+
+    # --- waiting
+
+    def gate(self, unit: Unit, lane: Lane) -> None:
+        """Make ``lane`` wait until the unit's home image and states are up to date."""
+
+    def pending(self, unit: Unit) -> bool:
+        """Whether an update of the unit is queued and not done."""
+        return False
+
+    def finish(self, unit: Unit) -> None:
+        """Begin a deferred update now."""
+
+    def join(self, unit: Unit) -> None:
+        """Block until the unit's home image is up to date."""
+
+    def join_states(self, unit: Unit) -> None:
+        """Block until the unit's states at home are up to date too; user code may then change them there."""
+
+    def join_all(self) -> None:
+        """Block until images and states of all units are up to date at home."""
+
+    # --- updates on the device
+
+    def prepare(self, unit: Unit, in_pass: bool) -> bool:
+        """Prefetch what an update on the device will need; False if there is no room yet."""
+        return True
+
+    def prepare_early(self) -> None:
+        """Prefetch states for the next step during backward, while the link has time."""
+
+    def before_use(self, unit: Unit, stay: Stay) -> bool:
+        """Do a deferred update: the unit's weights are on the device now. False if that makes ``stay`` stale."""
+        return True
+
+    def is_on_device(self, unit: Unit) -> bool:
+        """Whether the unit is updated on the device."""
+        return False
+
+    def update_here(self, grads: GradHome, bucket: torch.Tensor, hyper: dict[int, dict[str, Any]]) -> bool:
+        """Update the unit on the device from the gradients in ``bucket``; False if there is no room for that."""
+        return False
+
+    # --- clipping
+
+    def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm."""
+        raise NotImplementedError
+
+    def apply_factor(self) -> None:
+        """Apply a deferred clip factor now, on the host, because user code reads the gradients."""
+
+    def forget_factor(self) -> None:
+        """Forget the clip factor: its gradients were dropped."""
+
+    # --- masters: an update reads the fp32 master of a bf16 or fp16 weight; it must follow what others write
+
+    def before_rewrite(self, place: Place) -> None:
+        """Prepare for a write of user code to a parameter."""
+
+    def rewritten(self, place: Place) -> None:
+        """Let the master follow a write of user code, where the weight has changed."""
+
+    def reset_master(self, place: Place) -> None:
+        """Make the master equal to the weight."""
+
+    def new_master(self, place: Place) -> torch.Tensor | None:
+        """Memory for a master that torch's states lack, made from the weight; None: it has none."""
+        return None
+
+    # --- checkpoints
+
+    def homes_of(self, place: Place) -> dict[str, torch.Tensor]:
+        """The home memory of a parameter's states, by name; empty if torch keeps them."""
+        return {}
+
+    def state_of(self, place: Place, shown: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The complete state of a trained parameter; ``shown`` is its entry in ``optimizer.state``. None: no state."""
+        return shown
+
+
+class NoUpdater(Updater):
+    """Of a session without an optimizer: its weights change by user code alone."""
