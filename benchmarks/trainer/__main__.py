@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="also the trainer of transformers, all in VRAM")
     parser.add_argument("--warm", type=int, help="steps before the measured ones (default: until plans have settled)")
     parser.add_argument("--steps", type=int, default=4, help="of a turn; the first of them is not counted")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each method that are measured")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each method that are measured")
     parser.add_argument("--limit", type=float, default=900, help="seconds that one model may take")
     parser.add_argument("--commit", help="what to write down as the commit where there is no git (default: git's)")
     parser.add_argument("--out", type=Path, metavar="NAME", help="also write NAME.md and NAME.log")

@@ -39,10 +39,10 @@ METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "offload": ({"activations": "offload"}, False),
     "checkpoint": ({}, True),
 }
-# Steps of the first turn, which is not measured. "auto" compares plans from the 8th step on; the optimizer's shares
-# settle.
+# Steps of the first turn, which is not measured. "auto" compares plans from the 8th step on, and again from the 64th,
+# which comes after all turns and profiled steps; the shares of the optimizer settle.
 _WARM = {"auto": 36}
-_WARM_OTHERS, _STEPS, _PROFILED = 10, 4, 6
+_WARM_OTHERS, _STEPS, _PROFILED = 10, 4, 4
 _OFTEN_NS = 500_000  # how often the GPU is looked at beside the profiler: few steps have to tell as much as many
 
 
@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--vram", nargs="+", required=True)
     parser.add_argument("--warm", type=int)
     parser.add_argument("--steps", type=int, default=_STEPS, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
     model: nn.Module | None = None
