@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import stormtorch as storm
+from stormtorch.streams.bridge import handlers
 from stormtorch.streams.bridge.torch_private import FUNCTION_BASE
 
 from .models import (
@@ -1215,10 +1216,13 @@ def test_streamed_twice_at_once_is_refused() -> None:
 
 
 def test_a_session_that_nobody_keeps_streams_on() -> None:
+    gc.collect()
+    others = handlers.state.sessions
     with Pair(CHAIN, fused) as pair:
         pair.session.close()
         stream(pair.streamed.model, pair.streamed.optimizer)
         gc.collect()
+        assert handlers.state.sessions == others + 1
         with pytest.raises(storm.StormError, match=r"[Cc]lose"):
             stream(pair.streamed.model, pair.streamed.optimizer)
         pair.steps(2)
@@ -1226,6 +1230,7 @@ def test_a_session_that_nobody_keeps_streams_on() -> None:
     del pair
     gc.collect()
     assert "apply" not in vars(FUNCTION_BASE)  # torch is as it was
+    assert handlers.state.sessions == others  # signal handlers are the user's own again
 
 
 def test_a_session_begun_with_gradients_and_states_keeps_them() -> None:

@@ -92,7 +92,7 @@ class OffloadedActivations:
     def _open(
         self, model: nn.Module | None, mode: str, limit_bytes: int, meter: DeviceMeter | None, trial: Trial
     ) -> None:
-        self._endings.last(handlers.begin())
+        self._endings.last(handlers.begin(self._endings))
         self._endings.last(expand_segments(self.device))
         lanes = open_lanes(self.device, sink=self.recorder, delay=trial.delay)
         self._endings.before_others(lanes.close)

@@ -140,7 +140,7 @@ def open_ground(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial, endings: Endings
 ) -> tuple[Ground, list[torch.Tensor]]:
     """Open the ground and home memory, and move the weights of all units there."""
-    endings.last(handlers.begin())
+    endings.last(handlers.begin(endings))
     outlined = outline(model, optimizer, settings, trial)
     device, ledger, homes, placement = outlined.device, outlined.ledger, outlined.homes, outlined.placement
     units = outlined.partition.units

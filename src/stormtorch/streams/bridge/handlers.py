@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -188,21 +189,23 @@ def _defer(numbers: tuple[int, ...]) -> None:
             signal.signal(number, Deferred(handler))
 
 
-def begin() -> Callable[[], None]:
-    """Let handlers wait for sections from now on; returns a function that ends that."""
+def begin(owner: object) -> Callable[[], object]:
+    """Let handlers wait for sections from now on; returns a function that ends that, as the end of ``owner`` does."""
     state.sessions += 1
+    ending = weakref.finalize(owner, _end)
+    ending.atexit = False
     look_at_all()
+    return ending
 
-    def end() -> None:
-        state.sessions -= 1
-        if not state.sessions and threading.get_ident() == state.main:
-            for number in _ALL:
-                handler = _handler_of(number)
-                if type(handler) is Deferred:
-                    signal.signal(number, handler.handler)
-            deliver()
 
-    return end
+def _end() -> None:
+    state.sessions -= 1
+    if not state.sessions and threading.get_ident() == state.main:
+        for number in _ALL:
+            handler = _handler_of(number)
+            if type(handler) is Deferred:
+                signal.signal(number, handler.handler)
+        deliver()
 
 
 def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
