@@ -19,7 +19,9 @@ so they get a copy of the old values; when one of them is assigned back, they ar
 that swaps averaged weights in and out by ``p.data`` gets the trained ones back, as in plain PyTorch.
 
 ``device`` of a streamed parameter is the device that computes with it, so that ``x.to(p.device)`` and ``model.device``
-keep their meaning."""
+keep their meaning.
+
+More than 400 lines: the two classes and the functions that dispatch for them refer to each other."""
 
 from __future__ import annotations
 
