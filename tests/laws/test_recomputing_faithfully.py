@@ -663,6 +663,71 @@ def test_a_loss_left_behind_keeps_no_graph() -> None:
             assert len(Watched.nodes) > first or step < 2, "nothing was run again"
 
 
+class Raising(Part):
+    """Fails after it has saved the result of its own operation."""
+
+    fails = False
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(super().middle(Watched.apply(x)))  # type: ignore[no-untyped-call]
+        if self.fails:
+            raise ValueError("on purpose")
+        return y
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_block_that_raises_keeps_no_graph(at: int) -> None:
+    """Not even until the garbage collector runs: whoever catches an error may need the memory at once."""
+    model = of_parts(*[Raising] * 3)()
+    gc.disable()
+    try:
+        with contextlib.closing(opened(model, torch.device("cpu"))) as activations:
+            for step in range(STEPS):
+                parts = [module for module in model.modules() if isinstance(module, Raising)]
+                parts[at].fails = step == STEPS - 1
+                Watched.nodes.clear()
+                with contextlib.suppress(ValueError), activations:
+                    model(torch.randn(8, WIDTH)).square().mean().backward()
+            assert len(Watched.nodes) == at + 1
+            assert [node() for node in Watched.nodes] == [None] * (at + 1)
+    finally:
+        gc.enable()
+
+
+class Result:
+    """Not a tensor, a list or a dict: what it contains is not looked at."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+class LeavingAnObject(Part):
+    """Leaves a new object with a loss behind in each call."""
+
+    result: Result | None = None
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().middle(Watched.apply(x))  # type: ignore[no-untyped-call]
+        self.result = Result(y.square().mean())
+        return y
+
+
+def test_an_object_left_behind_is_kept_by_the_block_alone() -> None:
+    model = of_parts(*[LeavingAnObject] * 3)()
+    Watched.nodes.clear()
+    with contextlib.closing(opened(model, torch.device("cpu"))) as activations:
+        for _ in range(STEPS):
+            with activations:
+                loss = model(torch.randn(8, WIDTH)).square().mean()
+            loss.backward()
+        del loss
+        for module in model.modules():
+            if isinstance(module, LeavingAnObject):
+                module.result = None
+        gc.collect()
+        assert [node() for node in Watched.nodes] == [None] * len(Watched.nodes)
+
+
 class Reaching(nn.Module):
     """A block that uses the weight of a module outside of it."""
 

@@ -280,12 +280,19 @@ def _arrange(
         limit_bytes=tuning.limit_bytes,
         foreign_bytes=tuning.foreign_bytes,
         can_recompute=tuning.can_recompute,
-        is_streamed=lambda tensor: parameters.pack(tensor) is not None,
+        is_streamed=lambda tensor: parameters.residence_of(tensor) is not None,
+        note_of=parameters.pack,
         steps=(lambda: tuning.steps) if stepped else None,
         is_settled=(lambda: tuning.is_settled) if stepped else (lambda: True),
     )
-    left = ground.partition.left
-    saving, end = open_saving(model, mode, around, lambda: [*model.buffers(), *left], trial)
+    left, modules = ground.partition.left, list(model.modules())  # walking through them takes long
+
+    def on_device() -> Iterator[torch.Tensor]:
+        yield from left
+        for module in modules:
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+    saving, end = open_saving(model, mode, around, on_device, trial)
     ground.endings.before_others(end)
     calls.saving = saving
     tuning.activation_wish = lambda: saving.wish_bytes

@@ -133,9 +133,9 @@ class OffloadedActivations:
         with contextlib.ExitStack() as stack:
             if torch.is_grad_enabled():
                 saving: Any = self.saving
-                self._pack = saving.pack
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, saving.unpack))
-                stack.enter_context(saving.passing(self._pack))
+                hooks = self._pack, _ = saving.pack, saving.unpack
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+                stack.enter_context(saving.passing(*hooks))
             self._context = stack.pop_all()
         return self
 

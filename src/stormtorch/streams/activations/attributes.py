@@ -2,8 +2,8 @@
 
 A block that counts its calls, keeps a memory from call to call or leaves an auxiliary loss behind changes attributes of
 its modules. Running it again in backward is right only if it finds the attributes of the first run and leaves no
-changes. So a copy of each module's ``__dict__`` is taken before the block runs, which costs about a microsecond a
-module, and is put back during the second run.
+changes. So a copy of each module's ``__dict__`` is taken before the block runs, and is put back during the second run.
+Most modules never change theirs: for these the last copy is compared, which takes about a microsecond a module.
 
 The copy is shallow. The contents of lists, dicts, tensors and random generators are compared instead; a block that
 changes these may not run again."""
@@ -11,6 +11,7 @@ changes these may not run again."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,56 +25,108 @@ _OF_TORCH = (frozenset(vars(nn.Module())) - {"training"}) | {"_call_impl", "_com
 _CONTAINERS = (list, dict, set, deque)
 
 
-class Attributes:
-    """The attributes at construction. Holds no graph: a tensor that has one is referred to weakly."""
+class Look:
+    """A module's attributes at one moment, without torch's own. Holds no graph: a tensor that has one is referred to
+    weakly.
 
-    __slots__ = ("_before", "_inside", "_versions")
+    ``everything`` is the whole ``__dict__``, if it has nothing whose contents may change: comparing with it tells
+    fastest that nothing has."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._inside: list[tuple[Any, Any]] = []  # containers and generators, with their contents
-        self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        for module in modules:
-            found = _own(module)
-            if module._buffers:
-                self._inside.append((module._buffers, module._buffers.copy()))
-            for name, value in list(found.items()):
-                match _sort_of(type(value)):
-                    case "tensor":
-                        self._see(found, name, value, module)
-                    case "container":
-                        self._inside.append((value, value.copy()))
-                    case "generator":
-                        self._inside.append((value, value.get_state()))
-            self._before.append((module, found))
+    __slots__ = ("everything", "found", "inside", "module", "versions")
 
-    def _see(self, found: dict[str, Any], name: str, value: torch.Tensor, module: nn.Module) -> None:
-        if name in module._parameters:
-            del found[name]  # the device view of a streamed parameter, which calls.py installs and removes
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.found = module, _own(module)
+        self.inside: list[tuple[Any, Any]] = []  # containers and generators, with their contents
+        self.versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        sorts = {name: sort for name, value in self.found.items() if (sort := _sort_of(type(value)))}
+        if module._buffers:
+            self.inside.append((module._buffers, module._buffers.copy()))
+        self.everything = None if sorts or module._buffers else module.__dict__.copy()
+        for name, sort in sorts.items():
+            value = self.found[name]
+            match sort:
+                case "tensor":
+                    self._see(name, value)
+                case "container":
+                    self.inside.append((value, value.copy()))
+                case "generator":
+                    self.inside.append((value, value.get_state()))
+
+    def _see(self, name: str, value: torch.Tensor) -> None:
+        if name in self.module._parameters:
+            del self.found[name]  # the device view of a streamed parameter, which calls.py installs and removes
             return
         if not value.is_inference():
-            self._versions.append((weakref.ref(value), value._version))
+            self.versions.append((weakref.ref(value), value._version))
         if value.grad_fn is not None:
             # A tensor that the block computed with is kept alive by its graph; any other need not come back.
-            found[name] = weakref.ref(value)
+            self.found[name] = weakref.ref(value)
+
+    def is_there(self) -> bool:
+        """Whether the module surely has these attributes now. False where it takes longer to find out."""
+        before, now = self.everything, self.module.__dict__
+        return (
+            before is not None
+            and len(before) == len(now)
+            and all(map(operator.is_, before, now))
+            and all(map(operator.is_, before.values(), now.values()))
+        )
+
+
+class Looks:
+    """Looks at a block's modules, and remembers the last look at each one. Not at one that was found changed twice in a
+    row: that would keep its old attributes alive for nothing."""
+
+    __slots__ = ("_changed", "_last", "_modules")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._changed = modules, [0] * len(modules)  # how often, since it was found the same
+        self._last: list[Look | None] = [None] * len(modules)
+
+    def now(self) -> list[Look]:
+        looks = []
+        for number, last in enumerate(self._last):
+            if last is not None and last.is_there():
+                self._changed[number] = 0
+                looks.append(last)
+                continue
+            look = Look(self._modules[number])
+            self._changed[number] += 1
+            remembers = look.everything is not None and self._changed[number] <= 2
+            self._last[number] = look if remembers else None
+            looks.append(look)
+        return looks
+
+
+class Attributes:
+    """The attributes at construction."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, looks: Looks) -> None:
+        self._before = looks.now()
 
     def same_inside(self) -> bool:
         """Whether lists, dicts, tensors and generators have the same contents as before."""
-        return all(map(_is_same, self._inside)) and not any(
-            (tensor := reference()) is not None and tensor._version != version for reference, version in self._versions
+        looks = [look for look in self._before if look.everything is None]
+        versions = [entry for look in looks for entry in look.versions]
+        return all(all(map(_is_same, look.inside)) for look in looks) and not any(
+            (tensor := reference()) is not None and tensor._version != version for reference, version in versions
         )
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Set the attributes of the first run; afterwards restore the present ones, whatever the run has set."""
-        now = [(module, _own(module)) for module, _ in self._before]
-        for (module, found), (_, own) in zip(self._before, now, strict=True):
-            _put(module, found, own)
+        now = [look.found if look.is_there() else _own(look.module) for look in self._before]
+        for look, own in zip(self._before, now, strict=True):
+            if own is not look.found:
+                _put(look.module, look.found, own)
         try:
             yield
         finally:
-            for module, found in now:
-                _put(module, found, _own(module))
+            for look, own in zip(self._before, now, strict=True):
+                if own is not look.found or not look.is_there():
+                    _put(look.module, own, _own(look.module))
 
 
 _sorts: dict[type, str] = {}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..bridge.torch_private import has_global_hooks, has_user_modes, without_torch_function
+from .attributes import Looks
 
 
 def shape_of(block: nn.Module) -> Any:
@@ -23,10 +24,11 @@ class Anatomy:
     """A block's modules and the places of its parameters in them, found once: walking through them at each call takes
     longer than many an operation."""
 
-    __slots__ = ("_own", "_places", "_scripted", "modules")
+    __slots__ = ("_own", "_places", "_scripted", "looks", "modules")
 
     def __init__(self, block: nn.Module) -> None:
         self.modules = list(block.modules())
+        self.looks = Looks(self.modules)
         self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.modules)
         looked_at = (
             [] if self._scripted else self.modules

@@ -83,7 +83,7 @@ class Conditions:
 
     def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
         self._anatomy, self._device = anatomy, device
-        self._attributes = Attributes(anatomy.modules)
+        self._attributes = Attributes(anatomy.looks)
         self._trained = anatomy.manner()[1]
         self._random: RandomNumbers | None = RandomNumbers(device)
         self._numpy, self._default = _numpy_state(), default_device()

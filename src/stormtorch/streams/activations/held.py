@@ -16,9 +16,10 @@ class Held:
 
     __slots__ = ("_version", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, version: int | None = None) -> None:
+        """``version``: the one that it was saved with; by default the present one."""
         self.tensor = tensor.detach()
-        self._version = None if tensor.is_inference() else tensor._version
+        self._version = (None if tensor.is_inference() else tensor._version) if version is None else version
 
     @property
     def changed(self) -> bool:

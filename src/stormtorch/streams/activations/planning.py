@@ -153,6 +153,7 @@ class Planning:
             self._simple = with_reason(self._simple, f"to have {candidate.reason} took {ratio:.2f} of the time")
         self._comparison = Comparison() if self._candidates else None
         self._set_plan(self._simple)
+        self._trim_at = self.passes + 2  # also where the last turn was the simple plan's
 
     def _begin_comparison(self) -> None:
         assert self.plan is not None

@@ -4,6 +4,7 @@ Torch's own checkpointing decides before a block runs that it will run again. He
 it is known what the block has saved and whether a second run would go unnoticed. `Saved.value` of each saved tensor is
 one of:
 
+    Tensor    on the device; nothing is decided yet
     Held      on the device
     Note      in RAM, or on its way
     None      dropped: backward runs the block again and takes the tensor that it saves then
@@ -44,19 +45,29 @@ from .blocks import Anatomy, filled, leaves_of, tensors_in
 from .conditions import Conditions
 from .held import Held, stale
 from .offloaded import Note
+from .room import Surroundings
 from .stream import ActivationStream
 
 
 class Saved:
     """The object that autograd keeps for a tensor saved by a block; see the table above."""
 
-    __slots__ = ("__weakref__", "dtype", "number", "probe", "run", "shape", "value")
+    __slots__ = ("__weakref__", "dtype", "number", "probe", "run", "shape", "value", "version")
 
-    def __init__(self, run: BlockRun, number: int, tensor: torch.Tensor, value: Held | Note) -> None:
-        self.run, self.number = run, number
-        self.value: Held | Note | None = value
+    def __init__(
+        self, run: BlockRun, number: int, tensor: torch.Tensor, value: torch.Tensor | Held | Note, version: int | None
+    ) -> None:
+        self.run, self.number, self.version = run, number, version
+        self.value: torch.Tensor | Held | Note | None = value
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.probe: VersionProbe | None = None  # of a dropped tensor that user code may still write to
+
+    def settle(self) -> Held | Note | None:
+        """Keep the tensor, if nothing is decided yet. With the tensor itself here, it and its node may keep each other
+        alive."""
+        if isinstance(self.value, torch.Tensor):
+            self.value = Held(self.value, self.version)
+        return self.value
 
 
 class _Enough(Exception):
@@ -75,20 +86,19 @@ class BlockRun:
         kwargs: dict[str, Any],
         *,
         stream: ActivationStream,
-        device: torch.device,
-        is_streamed: Callable[[torch.Tensor], bool],
+        around: Surroundings,
         sends: bool,
         may_drop: bool,
     ) -> None:
-        """``is_streamed``: whether a tensor is a streamed weight, which autograd's hooks find again. ``sends``: whether
-        saved tensors are offloaded at once. ``may_drop``: whether ``drop`` may be called."""
-        self._block, self._original, self._stream, self._device = block, original, stream, device
-        self._is_streamed, self.sends, self.repeats = is_streamed, sends, False
+        """``sends``: whether saved tensors are offloaded at once. ``may_drop``: whether ``drop`` may be called."""
+        self._block, self._original, self._stream, self._device = block, original, stream, around.device
+        self._is_streamed, self._note_of = around.is_streamed, around.note_of
+        self.sends, self.repeats = sends, False
         self._count, self._names = len(args), list(kwargs)
         given = (*args, *kwargs.values())
         self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
         self._form = filled(given, iter([None] * len(self._inputs)))
-        self._conditions = Conditions(anatomy, device) if may_drop else None
+        self._conditions = Conditions(anatomy, around.device) if may_drop else None
         watched = (*anatomy.buffers(), *tensors_in(args, kwargs)) if may_drop else ()
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
@@ -98,10 +108,15 @@ class BlockRun:
 
     # --- forward
 
-    def save(self, tensor: torch.Tensor) -> Saved:
-        """For autograd: save ``tensor``."""
-        value: Held | Note = self._stream.pack(tensor) if self.sends else Held(tensor)
-        saved = Saved(self, len(self._saved), tensor, value)
+    @never_traced
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Hook for autograd: save ``tensor``. Of a streamed weight, which `weights` finds again, only a note."""
+        note = self._note_of(tensor)
+        if note is not None:
+            return note
+        value = self._stream.pack(tensor) if self.sends else tensor
+        version = None if tensor.is_inference() else tensor._version
+        saved = Saved(self, len(self._saved), tensor, value, version)
         self._saved.append(weakref.ref(saved))
         return saved
 
@@ -123,7 +138,7 @@ class BlockRun:
         """Bytes of all saved tensors, each storage once, without weights that are permanently on the device."""
         sizes: dict[Any, int] = {}
         for saved in filter(None, (reference() for reference in self._saved)):
-            value = saved.value
+            value = saved.settle()
             if isinstance(value, Note):
                 sizes[value.offloaded] = value.offloaded.size
             elif (
@@ -137,11 +152,13 @@ class BlockRun:
         """Release the saved tensors; backward will run the block again. Its inputs remain, or are offloaded."""
         for saved in filter(None, (reference() for reference in self._saved)):
             value = saved.value
-            if isinstance(value, Held):
-                if value.changed:
+            tensor = value.tensor if isinstance(value, Held) else value
+            if isinstance(tensor, torch.Tensor):
+                if saved.version is not None and tensor._version != saved.version:
+                    saved.settle()
                     continue  # overwritten since: backward must raise
-                if self._is_output(value.tensor):
-                    saved.probe = VersionProbe(value.tensor)
+                if self._is_output(tensor):
+                    saved.probe = VersionProbe(tensor)
             saved.value = None
         kept: dict[int, Any] = {}  # an argument that is given twice is kept once
         for leaf in self._inputs:
@@ -159,12 +176,14 @@ class BlockRun:
 
     def stay(self) -> None:
         """Drop nothing: release what a second run would need."""
+        for saved in filter(None, (reference() for reference in self._saved)):
+            saved.settle()
         self._inputs, self._versions, self._conditions = [], [], None
 
     def send(self) -> None:
         """Offload saved tensors that are on the device, as far as there is room."""
         for saved in filter(None, (reference() for reference in self._saved)):
-            value = saved.value
+            value = saved.settle()
             if isinstance(value, Held) and not value.changed:
                 saved.value = self._stream.pack(value.get(), made=True)
 
@@ -173,7 +192,7 @@ class BlockRun:
     def get(self, saved: Saved) -> torch.Tensor:
         """The saved tensor, for autograd."""
         if saved.value is not None:
-            return self._stream.unpack(saved.value)
+            return self._stream.unpack(saved.settle())
         if saved.probe is not None and saved.probe.changed:
             raise stale(saved.shape, saved.dtype)
         if saved.number not in self._again:
@@ -193,7 +212,7 @@ class BlockRun:
             if has_all:
                 raise _Enough
             if self._is_streamed(tensor):
-                return tensor.detach()
+                return tensor
             number, count = count, count + 1
             saved = wanted.get(number)
             if saved is not None:

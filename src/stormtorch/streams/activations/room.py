@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ class Surroundings:
     foreign_bytes: int = 0  # bytes of this process there that do not count in the limit
     can_recompute: Callable[[nn.Module], bool] = lambda _block: True
     is_streamed: Callable[[torch.Tensor], bool] = lambda _tensor: False  # whether a tensor is a streamed weight
+    note_of: Callable[[torch.Tensor], Any] = lambda _tensor: None  # the note that autograd keeps of a streamed weight
     steps: Callable[[], int] | None = None  # optimizer steps so far; None: each pass counts as one
     is_settled: Callable[[], bool] = lambda: True  # whether nothing else will take more of the device
 

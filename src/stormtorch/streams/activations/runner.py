@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ...core.notices import say_once
 from ...memory.cuda.stopwatch import Reading, timed
@@ -46,6 +47,8 @@ from .profiles import ROUNDS, Profiles
 from .recompute import BlockRun, Saved
 from .room import Gauge, Surroundings
 from .stream import ActivationStream
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # for saved tensors: pack and unpack
 
 
 class Saving:
@@ -73,7 +76,7 @@ class Saving:
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
         self._closed = False
-        self._hooks: Callable[[torch.Tensor], Any] | None = None  # the pack hook of the pass that runs
+        self._hooks: Hooks | None = None  # of the pass that runs
         self._sending = False
         self._run: BlockRun | None = None  # the block that is running
         # The previous block: its kind, and whether its inputs are offloaded.
@@ -98,8 +101,8 @@ class Saving:
     # --- passes
 
     @contextlib.contextmanager
-    def passing(self, pack: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-        """Wrap a pass of the model; ``pack`` is one of the saved-tensor hooks under which it runs."""
+    def passing(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+        """Wrap a pass of the model, which runs under these saved-tensor hooks."""
         self._run = self._undropped = None  # left by a pass that an exception has ended
         self._stream.begin_pass()
         self._levels.begin()
@@ -112,7 +115,7 @@ class Saving:
         self._keeps_all = self.mode == "auto"
         self._fits.clear()
         self._is_past_blocks = False
-        self._hooks, self._sending = pack, self.mode == "offload" or self._loose.leaves
+        self._hooks, self._sending = (pack, unpack), self.mode == "offload" or self._loose.leaves
         self._set_ways()
         try:
             yield
@@ -139,13 +142,11 @@ class Saving:
         if in_backward() or in_functorch() or not torch.is_grad_enabled():
             return False
         hooks = innermost_hooks()
-        return hooks is not None and hooks[0] == self._hooks
+        return hooks is not None and hooks[0] == self._hooks[0]
 
     @never_traced
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Hook for autograd: the object that stands for ``tensor`` until backward."""
-        if self._run is not None:
-            return self._run.save(tensor)
+        """Hook for autograd: the object that stands for ``tensor``, saved outside of blocks, until backward."""
         is_loose = not self._is_past_blocks and self.mode == "auto"
         if is_loose:
             settled = self.planning.age > REPLAN_AT[-1]
@@ -158,7 +159,8 @@ class Saving:
 
     @never_traced
     def unpack(self, saved: Any) -> torch.Tensor:
-        self.note_end()
+        if self._is_noting:
+            self.note_end()
         return saved.run.get(saved) if isinstance(saved, Saved) else self._stream.unpack(saved)
 
     def note_end(self) -> None:
@@ -226,18 +228,22 @@ class Saving:
             args,
             kwargs,
             stream=self._stream,
-            device=self._around.device,
-            is_streamed=self._around.is_streamed,
+            around=self._around,
             sends=plan.kind == "offload",
             may_drop=may_drop,
         )
+        assert self._hooks is not None
         refused, reading = self._stream.refused_bytes, None
         self._run = run
         try:
-            if is_measured:
-                result, reading = timed(self._around.device, lambda: original(*args, **kwargs))
-            else:
-                result = original(*args, **kwargs)
+            with saved_tensors_hooks(run.pack, self._hooks[1]):
+                if is_measured:
+                    result, reading = timed(self._around.device, lambda: original(*args, **kwargs))
+                else:
+                    result = original(*args, **kwargs)
+        except BaseException:
+            run.stay()
+            raise
         finally:
             self._run = None
         if run.end(result) != may_drop:

@@ -21,9 +21,8 @@ sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ig
 """Returns how many nodes of autograd's graph the calling thread has made so far."""
 
 
-def current_pass() -> int:
-    """The number of the backward pass that the calling thread is in; -1 outside of any."""
-    return int(torch._C._current_graph_task_id())
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that the calling thread is in; -1 outside of any."""
 
 
 def in_backward() -> bool:

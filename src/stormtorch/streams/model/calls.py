@@ -210,11 +210,12 @@ class Calls:
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
         """Route autograd's saved tensors through `_pack`: weights become notes, `Saving` handles activations."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        pack, unpack = self._pack, self._unpack
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             if self.saving is None or not torch.is_grad_enabled():
                 yield
             else:
-                with self.saving.passing(self._pack):
+                with self.saving.passing(pack, unpack):
                     yield
 
     @never_traced

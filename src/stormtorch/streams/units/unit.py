@@ -98,6 +98,7 @@ class Unit:
             )
         self.trained = [place for place in self.places if place.trained]
         self.image_bytes = _lay_out(self.places, "at", lambda place: place.count * place.dtype.itemsize)
+        self._starts = [place.at for place in self.places]
         self.grad_bytes = _lay_out(self.trained, "grad_at", lambda place: place.count * place.dtype.itemsize)
         self.wide_bytes = _lay_out(self.trained, "wide_at", lambda place: place.count * place.wide_dtype.itemsize)
         self.state_count = _lay_out(self.trained, "state_at", lambda place: place.count * 4) // 4
@@ -125,7 +126,7 @@ class Unit:
 
     def place_at(self, offset: int) -> Place:
         """The parameter that the byte ``offset`` of the image belongs to."""
-        return self.places[bisect.bisect_right(self.places, offset, key=lambda place: place.at) - 1]
+        return self.places[bisect.bisect_right(self._starts, offset) - 1]
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.places)} parameters, {self.image_bytes} bytes)"

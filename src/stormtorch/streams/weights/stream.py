@@ -32,11 +32,12 @@ from ...memory.lanes.lane import Event, Lane
 from ...memory.lanes.waits import WaitMeter
 from ...memory.pools.pool import DevicePool, Piece
 from ..bridge.lock import locked
-from ..bridge.torch_private import has_plain_storage, in_backward, outside_functorch, without_torch_function
+from ..bridge.torch_private import in_backward, outside_functorch, without_torch_function
 from ..units.order import Order
 from ..units.unit import Place, Unit
 
 T = TypeVar("T")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # other kinds of tensors give their memory a meaning of their own
 
 
 class Stay:
@@ -44,11 +45,12 @@ class Stay:
 
     ``loaded``: the event after which its bytes are there. ``uses``: events before which the bytes must not be
     overwritten. ``places``: the streams that have computed with them. ``memory``: the same bytes as ``base``, for
-    lanes, which must not keep the copy alive. ``views`` and ``idle``: the tensors that model/views.py has made over the
-    bytes, by place; ``idle`` are those made without a graph, with the parameters that required a gradient then.
+    lanes, which must not keep the copy alive. ``typed``: ``base`` in other dtypes. ``views`` and ``idle``: the tensors
+    that model/views.py has made over the bytes, by place; ``idle`` are those made without a graph, with the parameters
+    that required a gradient then.
     """
 
-    __slots__ = ("base", "idle", "loaded", "memory", "places", "uses", "version", "views")
+    __slots__ = ("base", "idle", "loaded", "memory", "places", "typed", "uses", "version", "views")
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Stay:
     ) -> None:
         self.base, self.memory, self.uses, self.places = base, memory, uses, places
         self.loaded, self.version = loaded, version
+        self.typed: dict[torch.dtype, torch.Tensor] = {}
         self.views: dict[int, torch.Tensor] = {}
         self.idle: tuple[list[Place], dict[int, torch.Tensor]] | None = None
 
@@ -300,21 +303,24 @@ class ParameterStream:
 
     def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
         """Hook for tensors that autograd saves: a note of which weight ``tensor`` is, or None."""
+        residence = self.residence_of(tensor)
+        if residence is None:
+            return None
+        place = residence.unit.place_at(int(tensor.storage_offset()) * tensor.itemsize)
+        return SavedWeight(place, tensor, residence.updates)
+
+    def residence_of(self, tensor: torch.Tensor) -> Residence | None:
+        """The unit of which ``tensor`` is a part on the device; None if it is not a streamed weight."""
         low, high = self._pool.span
         try:
             if not low <= tensor.data_ptr() < high:  # most tensors are not weights: this is the cheapest test
                 return None
         except (RuntimeError, NotImplementedError):  # it has no memory of its own
             return None
-        if tensor.device != self._lanes.device or not has_plain_storage(tensor):
-            return None
-        if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:  # lazy views keep the device copy
-            return None
         residence = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        if residence is None:
+        if residence is None or type(tensor) not in _PLAIN or tensor.numel() == 0:
             return None
-        place = residence.unit.place_at(int(tensor.storage_offset()) * tensor.itemsize)
-        return SavedWeight(place, tensor, residence.updates)
+        return None if tensor.is_conj() or tensor.is_neg() else residence  # lazy views keep the device copy
 
     @locked
     def unpack(self, saved: SavedWeight) -> torch.Tensor:
@@ -330,7 +336,10 @@ class ParameterStream:
             )
         stay = residence.stay if self._is_in_use(residence) else self.use(residence.unit)
         assert stay is not None
-        return stay.base.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+        typed = stay.typed.get(saved.dtype)
+        if typed is None:
+            typed = stay.typed[saved.dtype] = stay.base.view(saved.dtype)
+        return typed.as_strided(saved.shape, saved.stride, saved.offset)
 
     def _is_current(self, residence: Residence) -> bool:
         return residence.stay is not None and residence.stay.version == residence.version
@@ -416,6 +425,7 @@ class ParameterStream:
         if self._last_use is not None and self._last_use[0] is stay:
             self._last_use = None  # it would keep the copy
         self.on_drop(residence.unit)
+        stay.typed.clear()
         stay.views.clear()
         stay.idle = None
         del stay
