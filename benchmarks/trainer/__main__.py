@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ _COLUMNS = (
     "VRAM GiB",
     "reserved GiB",
     "GPU",
+    "busy",
     "activations",
     "pool, optimizer",
 )
@@ -53,6 +55,7 @@ def main() -> int:
     parser.add_argument("--vram", nargs="+", default=list(_BUDGETS))
     parser.add_argument("--methods", nargs="+", default=list(_METHODS))
     parser.add_argument("--plain", action="store_true", help="also the trainer of transformers, all in VRAM")
+    parser.add_argument("--no-busy", action="store_true", help="do not compare busy times with torch.profiler's")
     parser.add_argument("--warm", type=int, help="steps before the measured ones (default: until plans have settled)")
     parser.add_argument("--steps", type=int, default=4, help="of a turn; the first of them is not counted")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each method that are measured")
@@ -73,26 +76,45 @@ def main() -> int:
 
 def _rows(model: str, methods: list[str], options: argparse.Namespace) -> list[dict[str, str]]:
     print(f"{model} ...", file=sys.stderr, flush=True)
-    made, until_s = [], time.monotonic() + options.limit
-    with tempfile.TemporaryDirectory() as output, contextlib.ExitStack() as stack:
+    made: list[dict[str, str]] = []
+    until_s = time.monotonic() + options.limit
+    with tempfile.TemporaryDirectory() as output:
         log = (options.out or Path(output) / "log").with_suffix(".log")
         words = [
             "--shapes", *options.shapes, "--vram", *options.vram, "--steps", str(options.steps),
             "--rounds", str(options.rounds), "--output", output,
             *([] if options.warm is None else ["--warm", str(options.warm)]),
         ]  # fmt: skip
-        processes = [stack.enter_context(Method(method, [model, method, *words], log)) for method in methods]
-        cells = itertools.product(options.shapes, options.vram)
-        for (shape, vram), found in zip(cells, outcomes(processes, until_s), strict=False):
-            about = {"model": model, "tokens": shape, "vram": vram}
-            rows = [about | _cells(outcome, found) for outcome in found]
-            for row in rows:
-                shown = (row.get(key, "") for key in ("model", "tokens", "vram", "method", "step s", "auto / best"))
-                print(" ".join(shown), file=sys.stderr, flush=True)
-            made += rows
-            if all(outcome["failed"] for outcome in found):
-                break
+        with contextlib.ExitStack() as stack:
+            processes = [stack.enter_context(Method(method, [model, method, *words], log)) for method in methods]
+            cells = itertools.product(options.shapes, options.vram)
+            for (shape, vram), found in zip(cells, outcomes(processes, until_s), strict=False):
+                about = {"model": model, "tokens": shape, "vram": vram}
+                rows = [about | _cells(outcome, found) for outcome in found]
+                for row in rows:
+                    _say(row, "method", "step s", "auto / best")
+                made += rows
+                if all(outcome["failed"] for outcome in found):
+                    return made
+        if "auto" in methods and not options.no_busy:  # now that RAM has room for one more
+            with Method("busy", [model, "busy", *words], log) as process:
+                _add_busy([row for row in made if row["method"] == "auto"], outcomes([process], until_s))
     return made
+
+
+def _add_busy(rows: list[dict[str, str]], outcomes_of_it: Iterator[list[dict[str, Any]]]) -> None:
+    """Add to the rows of "auto" what torch.profiler saw, and our own report beside it."""
+    for row, (found,) in zip(rows, outcomes_of_it, strict=False):
+        if found["failed"]:
+            row["busy"] = _failure(found["failed"])
+        elif found["profiled_busy"]:
+            row["busy"] = f"{found['busy']:.1%}; torch.profiler: {found['profiled_busy']:.1%}"
+        _say(row, "busy")
+
+
+def _say(row: dict[str, str], *columns: str) -> None:
+    about = ("model", "tokens", "vram", *columns)
+    print(" ".join(row.get(column, "") for column in about), file=sys.stderr, flush=True)
 
 
 def _failure(why: str) -> str:
@@ -112,8 +134,6 @@ def _cells(outcome: dict[str, Any], all_of_them: list[dict[str, Any]]) -> dict[s
         "activations": outcome["reason"],
         "pool, optimizer": outcome["pool"],
     }
-    if outcome["profiled_busy"]:
-        cells["GPU"] += f" (busy {outcome['busy']:.1%} while torch.profiler saw {outcome['profiled_busy']:.1%})"
     others = [o for o in all_of_them if o["method"] in ("recompute", "checkpoint") and not o["failed"]]
     if outcome["method"] == "auto" and others:
         cells["auto / best"] = f"{max(_ratio(outcome, other) for other in others):.3f}"

@@ -30,7 +30,8 @@ from .models import CONFIGS, build
 from .profiled import busy_s, events_of
 
 # What a user writes beside the trainer's defaults. "plain" and "plain-checkpoint" are the trainer of transformers, all
-# in VRAM; "checkpoint" is its own gradient checkpointing, with the model streamed.
+# in VRAM; "checkpoint" is its own gradient checkpointing, with the model streamed. "busy" is "auto" under
+# torch.profiler: a process of its own, because the profiler slows launches down even after it has ended.
 METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "plain": (None, False),
     "plain-checkpoint": (None, True),
@@ -38,9 +39,10 @@ METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "recompute": ({"activations": "recompute"}, False),
     "offload": ({"activations": "offload"}, False),
     "checkpoint": ({}, True),
+    "busy": ({}, False),
 }
 # Steps of the first turn, which is not measured. "auto" compares plans from the 8th step on, and again from the 64th,
-# which comes after all turns and profiled steps; the shares of the optimizer settle.
+# which comes after all turns; the shares of the optimizer settle.
 _WARM = {"auto": 36}
 _WARM_OTHERS, _STEPS, _PROFILED = 10, 4, 4
 _OFTEN_NS = 500_000  # how often the GPU is looked at beside the profiler: few steps have to tell as much as many
@@ -62,7 +64,7 @@ class Outcome:
 
 class Turns(TrainerCallback):
     """Lets the trainer run in turns, and times its steps, from the end of one to the end of the next on the device. The
-    first step of a turn is not counted. After the last turn some are profiled."""
+    first step of a turn is not counted. After the last turn ``profiled`` steps run under the profiler."""
 
     def __init__(self, warm: int, steps: int, rounds: int, profiled: int) -> None:
         self.ends_at = [warm + number * steps for number in range(rounds + 1)]  # of turns, in steps
@@ -162,7 +164,8 @@ def _between(first: Any, second: Any) -> float:
 def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outcome:
     storm, checkpointing = METHODS[method]
     warm = options.warm if options.warm is not None else _WARM.get(method, _WARM_OTHERS)
-    clock = Turns(warm, options.steps, options.rounds, _PROFILED if method == "auto" else 0)
+    is_profiled = method == "busy"
+    clock = Turns(warm, options.steps, 0 if is_profiled else options.rounds, _PROFILED if is_profiled else 0)
     vocabulary = CONFIGS[options.model][1]["vocab_size"]
     rows = torch.randint(vocabulary, (64, options.sequence), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
