@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from stormtorch.core.sizes import GiB, MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.session.api import Session
 from stormtorch.session.offload import OffloadedActivations
-from stormtorch.streams.activations.plan import OFFLOAD
+from stormtorch.streams.activations.plan import OFFLOAD, RECOMPUTE
 from stormtorch.streams.settings import Settings, Trial
 
 from .counting import Counting
@@ -108,3 +110,42 @@ def test_ram_that_the_plan_does_not_need_is_given_back() -> None:
     assert OFFLOAD not in plan.blocks
     assert max(used) > 0, "nothing left in the first passes, so there was nothing to give back"
     assert used[-1] == 0
+
+
+class Gated(nn.Module):
+    """Its last operation saves more than its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.one(x) * self.two(x)
+        return product
+
+
+def test_what_the_last_operation_saves_counts_too() -> None:
+    """RAM has no room for it: the block runs again, and nothing of it remains on the device."""
+    torch.manual_seed(0)
+    after = {}
+    with Counting() as meter:
+        model, given = Net(Gated, 32, 6), torch.randn(8, 32, 32)
+        ram = given.nbytes + 4096  # for the input of the first block
+        activations = OffloadedActivations(model, "auto", GiB, ram, "cpu", trial=Trial(meter=meter, small_bytes=2048))
+        for _ in range(4):
+            with activations:
+                loss = model(given)
+            loss.backward()
+        plan = activations.saving.plan
+        assert plan is not None
+        assert len(plan.blocks) == 6
+        for kind in (RECOMPUTE, OFFLOAD):
+            activations.saving.planning.plan = replace(plan, blocks=[kind] * 6, way_bytes=[0] * 7)
+            del loss
+            before = meter.allocated()
+            with activations:
+                loss = model(given)
+            after[kind.kind] = meter.allocated() - before
+            loss.backward()
+        activations.close()
+    assert after["offload"] <= after["recompute"]

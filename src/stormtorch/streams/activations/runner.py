@@ -246,6 +246,8 @@ class Saving:
             raise
         finally:
             self._run = None
+        if plan.kind == "offload":
+            self._stream.send_all()  # no operation is running now: RAM has room for all of it, or not
         if run.end(result) != may_drop:
             self.planning.never_again(kind)
         if reading is not None:
