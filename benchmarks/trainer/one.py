@@ -85,6 +85,8 @@ class Turns(TrainerCallback):
         self.marks.append(_mark())
         if step in self.ends_at:
             _now()
+            if torch.cuda.is_available():
+                print(f"step {step}: at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", file=sys.stderr)
             if step > self.ends_at[0]:
                 self.turns_s.append([_between(a, b) for a, b in itertools.pairwise(self.marks)])
             self.marks = []
@@ -192,6 +194,8 @@ def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outc
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        left = torch.cuda.memory_allocated()
+        print(f"{method} {options.vram}: {left / 2**30:.1f} GiB were there before", file=sys.stderr)
     trainer.train()
     outcome = Outcome(method, turns_s=clock.turns_s, reason=clock.reason, gpu=clock.gpu, pool=clock.pool)
     outcome.busy, outcome.profiled_busy = clock.busy, clock.profiled_busy
