@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -726,6 +727,170 @@ def test_an_object_left_behind_is_kept_by_the_block_alone() -> None:
                 module.result = None
         gc.collect()
         assert [node() for node in Watched.nodes] == [None] * len(Watched.nodes)
+
+
+class Averaging(Part):
+    """Has a buffer from the second step on."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        if "mean" in self._buffers:
+            mean = self.get_buffer("mean")
+            self.mean = 0.5 * mean + 0.5 * x.detach().mean(0)
+            x = x * (1 + mean)
+        return super().middle(x)
+
+
+class Reordering(Part):
+    """Goes through a dict, and changes its order in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {"a": 2.0, "b": 3.0}
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        first = next(iter(self.factors))
+        factor = self.factors.pop(first)
+        self.factors[first] = factor
+        return super().middle(x * factor)
+
+
+@pytest.mark.parametrize("way", ["away", "kept", "auto"])
+@pytest.mark.parametrize("part", [Averaging, Reordering])
+def test_what_changes_without_a_new_attribute(part: type[Part], way: str) -> None:
+    torch.manual_seed(0)
+    plain = of_parts(*[part] * 3)()
+    model = copy.deepcopy(plain)
+    with contextlib.closing(opened(model, torch.device("cpu"), way)) as activations:
+        for step in range(STEPS):
+            x = torch.randn(8, WIDTH)
+            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+                for module in side.modules():
+                    if isinstance(module, Averaging) and step == 1:
+                        module.register_buffer("mean", torch.ones(WIDTH))
+                side.zero_grad()
+                with context:
+                    loss = side(x).square().mean()
+                loss.backward()
+            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
+            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+
+
+class SameWeight(torch.autograd.Function):
+    """Returns a view of a weight, and saves that."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.watched = torch.nn.Identity()
+        Watched.nodes.append(weakref.ref(ctx.watched))
+        result = weight.view_as(weight)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        assert ctx.saved_tensors
+        return gradients[0]
+
+
+class WithSameWeight(Part):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = SameWeight.apply(self.wide.weight)  # type: ignore[no-untyped-call]
+        return torch.tanh(nn.functional.linear(x, weight, self.wide.bias))
+
+
+def test_a_view_of_a_weight_that_its_node_saves_keeps_no_graph(device: torch.device) -> None:
+    def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+        return x, x
+
+    model = of_parts(*[WithSameWeight] * 4)
+    Watched.nodes.clear()
+    case = Case("views", model, batch, lambda model, given: model(given[0]).square().mean())
+    with Pair(case, sgd, device=device, room=0) as pair:
+        pair.steps(5)
+        pair.check()
+        gc.collect()
+        assert [node() for node in Watched.nodes] == [None] * len(Watched.nodes)
+
+
+class BestOf(Part):
+    """Throws most of its work away."""
+
+    alive: int = 0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        thrown = []
+        for factor in range(6):
+            thrown.append(StorageWeakRef(torch.tanh(self.wide(x * factor)).untyped_storage()))
+        self.alive = sum(not storage.expired() for storage in thrown)
+        return super().middle(x)
+
+
+@pytest.mark.parametrize("way", ["away", "kept", "auto"])
+def test_work_that_a_block_throws_away_is_freed_at_once(way: str) -> None:
+    model = of_parts(*[BestOf] * 2)()
+    gc.disable()
+    try:
+        with contextlib.closing(opened(model, torch.device("cpu"), way)) as activations:
+            for _ in range(STEPS):
+                with activations:
+                    loss = model(torch.randn(8, WIDTH)).square().mean()
+                loss.backward()
+                assert [module.alive for module in model.modules() if isinstance(module, BestOf)] == [0, 0]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_attributes_that_user_code_removes_are_freed(steps: int) -> None:
+    model = of_parts(*[Part] * 2)()
+    with contextlib.closing(opened(model, torch.device("cpu"))) as activations:
+        tensor = torch.randn(8)
+        reference = weakref.ref(tensor)
+        part: Any = next(module for module in model.modules() if isinstance(module, Part))
+        part.cache, part.result = (tensor,), Result(tensor)
+        del tensor
+        for _ in range(steps):
+            with activations:
+                loss = model(torch.randn(8, WIDTH)).square().mean()
+            loss.backward()
+        del loss, part.cache, part.result
+        gc.collect()
+        assert reference() is None
+
+
+class Pointing(Part):
+    """Has a weak reference of its own."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().middle(x)
+        self.kept, self.pointer = [y], weakref.ref(y)
+        return y
+
+
+def test_weak_references_remain_weak_references() -> None:
+    model = of_parts(*[Pointing] * 2)()
+    with contextlib.closing(opened(model, torch.device("cpu"))) as activations:
+        for _ in range(STEPS):
+            with activations:
+                loss = model(torch.randn(8, WIDTH)).square().mean()
+            loss.backward()
+            pointers = [module.pointer for module in model.modules() if isinstance(module, Pointing)]
+            assert [type(pointer) for pointer in pointers] == [weakref.ref] * 2
+
+
+def test_backward_in_inference_mode() -> None:
+    model = of_parts(*[Part] * 3)()
+    x = torch.randn(8, WIDTH)
+    model(x).square().mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with contextlib.closing(opened(model, torch.device("cpu"))) as activations:
+        with activations:
+            loss = model(x).square().mean()
+        with torch.inference_mode():
+            loss.backward()
+    same([p.grad for p in model.parameters()], expected, "gradients")
 
 
 class Reaching(nn.Module):

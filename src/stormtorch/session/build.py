@@ -285,11 +285,11 @@ def _arrange(
         steps=(lambda: tuning.steps) if stepped else None,
         is_settled=(lambda: tuning.is_settled) if stepped else (lambda: True),
     )
-    left, modules = ground.partition.left, list(model.modules())  # walking through them takes long
+    left, modules = ground.partition.left, [weakref.ref(module) for module in model.modules()]
 
-    def on_device() -> Iterator[torch.Tensor]:
+    def on_device() -> Iterator[torch.Tensor]:  # a walk through the model takes long
         yield from left
-        for module in modules:
+        for module in filter(None, (reference() for reference in modules)):
             yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
     saving, end = open_saving(model, mode, around, on_device, trial)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,29 +23,34 @@ from torch import nn
 
 # Hooks are checked elsewhere; our own wrapper of the call comes and goes.
 _OF_TORCH = (frozenset(vars(nn.Module())) - {"training"}) | {"_call_impl", "_compiled_call_impl"}
+_DICTS_OF_TORCH = _OF_TORCH - {"_call_impl", "_compiled_call_impl"}  # they live as long as their module
 _CONTAINERS = (list, dict, set, deque)
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, types.FunctionType, type)
+
+
+class _Weakly:
+    """Refers to a tensor that has a graph. A class of its own: attributes of user code may be weak references too."""
+
+    __slots__ = ("reference",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.reference = weakref.ref(tensor)
 
 
 class Look:
     """A module's attributes at one moment, without torch's own. Holds no graph: a tensor that has one is referred to
-    weakly.
+    weakly."""
 
-    ``everything`` is the whole ``__dict__``, if it has nothing whose contents may change: comparing with it tells
-    fastest that nothing has."""
-
-    __slots__ = ("everything", "found", "inside", "module", "versions")
+    __slots__ = ("found", "inside", "module", "versions")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.found = module, _own(module)
         self.inside: list[tuple[Any, Any]] = []  # containers and generators, with their contents
         self.versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        sorts = {name: sort for name, value in self.found.items() if (sort := _sort_of(type(value)))}
         if module._buffers:
             self.inside.append((module._buffers, module._buffers.copy()))
-        self.everything = None if sorts or module._buffers else module.__dict__.copy()
-        for name, sort in sorts.items():
-            value = self.found[name]
-            match sort:
+        for name, value in list(self.found.items()):
+            match _sort_of(type(value)):
                 case "tensor":
                     self._see(name, value)
                 case "container":
@@ -60,41 +66,92 @@ class Look:
             self.versions.append((weakref.ref(value), value._version))
         if value.grad_fn is not None:
             # A tensor that the block computed with is kept alive by its graph; any other need not come back.
-            self.found[name] = weakref.ref(value)
+            self.found[name] = _Weakly(value)
 
     def is_there(self) -> bool:
         """Whether the module surely has these attributes now. False where it takes longer to find out."""
-        before, now = self.everything, self.module.__dict__
-        return (
-            before is not None
-            and len(before) == len(now)
-            and all(map(operator.is_, before, now))
-            and all(map(operator.is_, before.values(), now.values()))
-        )
+        return False
+
+
+class Known:
+    """The attributes of a module whose values cannot change inside, to compare with. Keeps no object alive that user
+    code may drop: numbers, words and functions only, and weak references to the rest."""
+
+    __slots__ = ("_values", "module", "rest")
+
+    def __init__(self, module: nn.Module, values: dict[str, Any], rest: list[tuple[str, weakref.ref[Any]]]) -> None:
+        """``values``: all of them, with None for those in ``rest``."""
+        self.module, self._values, self.rest = module, values, rest
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Known | None:
+        """None if a value may change inside, or can only be kept by keeping it alive."""
+        values, rest = module.__dict__.copy(), []
+        if module._buffers:
+            return None
+        for name, value in list(values.items()):
+            if name in _DICTS_OF_TORCH or _sort_of(type(value)) == "plain":
+                continue
+            if _sort_of(type(value)):
+                return None
+            try:
+                rest.append((name, weakref.ref(value)))
+            except TypeError:
+                return None
+            values[name] = None
+        return cls(module, values, rest)
+
+    def is_there(self) -> bool:
+        """Whether the module has these attributes now."""
+        now, values = self.module.__dict__, self._values
+        if len(values) != len(now) or self.module._buffers or not all(map(operator.is_, values, now)):
+            return False
+        if self.rest:
+            values = self.with_rest([reference() for _, reference in self.rest])
+        return all(map(operator.is_, values.values(), now.values()))
+
+    def with_rest(self, rest: Sequence[Any]) -> dict[str, Any]:
+        """All values, with the objects of ``rest``."""
+        return {**self._values, **dict(zip((name for name, _ in self.rest), rest, strict=True))}
+
+
+class Same:
+    """A look at a module whose attributes are those that are known. Keeps them alive, as the module does."""
+
+    __slots__ = ("_kept", "_known", "inside", "is_there", "module", "versions")
+
+    def __init__(self, known: Known) -> None:
+        self.module, self.is_there, self._known = known.module, known.is_there, known
+        self._kept = [reference() for _, reference in known.rest]
+        self.inside: tuple[tuple[Any, Any], ...] = ()
+        self.versions: tuple[tuple[weakref.ref[torch.Tensor], int], ...] = ()
+
+    @property
+    def found(self) -> dict[str, Any]:
+        values = self._known.with_rest(self._kept)
+        return {name: value for name, value in values.items() if name not in _OF_TORCH}
 
 
 class Looks:
-    """Looks at a block's modules, and remembers the last look at each one. Not at one that was found changed twice in a
-    row: that would keep its old attributes alive for nothing."""
+    """Looks at a block's modules, and remembers what is known of each one; not of one that was found changed twice in a
+    row."""
 
-    __slots__ = ("_changed", "_last", "_modules")
+    __slots__ = ("_changed", "_known", "_modules")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules, self._changed = modules, [0] * len(modules)  # how often, since it was found the same
-        self._last: list[Look | None] = [None] * len(modules)
+        self._known: list[Known | None] = [None] * len(modules)
 
-    def now(self) -> list[Look]:
-        looks = []
-        for number, last in enumerate(self._last):
-            if last is not None and last.is_there():
+    def now(self) -> list[Look | Same]:
+        looks: list[Look | Same] = []
+        for number, known in enumerate(self._known):
+            if known is not None and known.is_there():
                 self._changed[number] = 0
-                looks.append(last)
+                looks.append(Same(known))
                 continue
-            look = Look(self._modules[number])
+            looks.append(Look(self._modules[number]))
             self._changed[number] += 1
-            remembers = look.everything is not None and self._changed[number] <= 2
-            self._last[number] = look if remembers else None
-            looks.append(look)
+            self._known[number] = Known.of(self._modules[number]) if self._changed[number] <= 2 else None
         return looks
 
 
@@ -107,26 +164,26 @@ class Attributes:
         self._before = looks.now()
 
     def same_inside(self) -> bool:
-        """Whether lists, dicts, tensors and generators have the same contents as before."""
-        looks = [look for look in self._before if look.everything is None]
-        versions = [entry for look in looks for entry in look.versions]
-        return all(all(map(_is_same, look.inside)) for look in looks) and not any(
+        """Whether lists, dicts, tensors and generators have the same contents as before. A module that had no buffers
+        may have got some."""
+        versions = [entry for look in self._before for entry in look.versions]
+        return all(all(map(_is_same, look.inside)) for look in self._before) and not any(
             (tensor := reference()) is not None and tensor._version != version for reference, version in versions
         )
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Set the attributes of the first run; afterwards restore the present ones, whatever the run has set."""
-        now = [look.found if look.is_there() else _own(look.module) for look in self._before]
+        now = [None if look.is_there() else _own(look.module) for look in self._before]  # None: those of the first run
         for look, own in zip(self._before, now, strict=True):
-            if own is not look.found:
+            if own is not None:
                 _put(look.module, look.found, own)
         try:
             yield
         finally:
             for look, own in zip(self._before, now, strict=True):
-                if own is not look.found or not look.is_there():
-                    _put(look.module, own, _own(look.module))
+                if own is not None or not look.is_there():
+                    _put(look.module, look.found if own is None else own, _own(look.module))
 
 
 _sorts: dict[type, str] = {}
@@ -137,7 +194,8 @@ def _sort_of(kind: type) -> str:
     microseconds."""
     if kind not in _sorts:
         known = (("tensor", torch.Tensor), ("container", _CONTAINERS), ("generator", torch.Generator))
-        _sorts[kind] = next((sort for sort, kinds in known if issubclass(kind, kinds)), "")
+        sort = next((sort for sort, kinds in known if issubclass(kind, kinds)), "")
+        _sorts[kind] = "plain" if kind in _PLAIN else sort
     return _sorts[kind]
 
 
@@ -155,7 +213,7 @@ def _put(module: nn.Module, values: dict[str, Any], own: dict[str, Any]) -> None
     for name, value in values.items():
         if own.get(name) is value or name in parameters:
             continue
-        tensor = value() if isinstance(value, weakref.ref) else value
+        tensor = value.reference() if isinstance(value, _Weakly) else value
         if tensor is not None or value is None:
             there[name] = tensor
     for name in own.keys() - values.keys() - parameters.keys():
@@ -169,7 +227,8 @@ def _is_same(entry: tuple[Any, Any]) -> bool:
     if len(value) != len(before):
         return False
     if isinstance(value, dict):
-        return all(key in before and before[key] is item for key, item in value.items())
+        # In this order: the block may go through it.
+        return all(map(operator.is_, value, before)) and all(map(operator.is_, value.values(), before.values()))
     if isinstance(value, set):
         return bool(value == before)
     return all(a is b for a, b in zip(value, before, strict=True))

@@ -16,10 +16,9 @@ class Held:
 
     __slots__ = ("_version", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, version: int | None = None) -> None:
-        """``version``: the one that it was saved with; by default the present one."""
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
-        self._version = (None if tensor.is_inference() else tensor._version) if version is None else version
+        self._version = None if tensor.is_inference() else tensor._version
 
     @property
     def changed(self) -> bool:

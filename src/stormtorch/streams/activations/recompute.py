@@ -4,7 +4,6 @@ Torch's own checkpointing decides before a block runs that it will run again. He
 it is known what the block has saved and whether a second run would go unnoticed. `Saved.value` of each saved tensor is
 one of:
 
-    Tensor    on the device; nothing is decided yet
     Held      on the device
     Note      in RAM, or on its way
     None      dropped: backward runs the block again and takes the tensor that it saves then
@@ -52,22 +51,13 @@ from .stream import ActivationStream
 class Saved:
     """The object that autograd keeps for a tensor saved by a block; see the table above."""
 
-    __slots__ = ("__weakref__", "dtype", "number", "probe", "run", "shape", "value", "version")
+    __slots__ = ("__weakref__", "dtype", "number", "probe", "run", "shape", "value")
 
-    def __init__(
-        self, run: BlockRun, number: int, tensor: torch.Tensor, value: torch.Tensor | Held | Note, version: int | None
-    ) -> None:
-        self.run, self.number, self.version = run, number, version
-        self.value: torch.Tensor | Held | Note | None = value
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+    def __init__(self, run: BlockRun, number: int, tensor: torch.Tensor, value: Held | Note) -> None:
+        self.run, self.number = run, number
+        self.value: Held | Note | None = value
+        self.shape, self.dtype = _shape(tensor), tensor.dtype
         self.probe: VersionProbe | None = None  # of a dropped tensor that user code may still write to
-
-    def settle(self) -> Held | Note | None:
-        """Keep the tensor, if nothing is decided yet. With the tensor itself here, it and its node may keep each other
-        alive."""
-        if isinstance(self.value, torch.Tensor):
-            self.value = Held(self.value, self.version)
-        return self.value
 
 
 class _Enough(Exception):
@@ -114,9 +104,7 @@ class BlockRun:
         note = self._note_of(tensor)
         if note is not None:
             return note
-        value = self._stream.pack(tensor) if self.sends else tensor
-        version = None if tensor.is_inference() else tensor._version
-        saved = Saved(self, len(self._saved), tensor, value, version)
+        saved = Saved(self, len(self._saved), tensor, self._stream.pack(tensor) if self.sends else Held(tensor))
         self._saved.append(weakref.ref(saved))
         return saved
 
@@ -138,7 +126,7 @@ class BlockRun:
         """Bytes of all saved tensors, each storage once, without weights that are permanently on the device."""
         sizes: dict[Any, int] = {}
         for saved in filter(None, (reference() for reference in self._saved)):
-            value = saved.settle()
+            value = saved.value
             if isinstance(value, Note):
                 sizes[value.offloaded] = value.offloaded.size
             elif (
@@ -152,13 +140,11 @@ class BlockRun:
         """Release the saved tensors; backward will run the block again. Its inputs remain, or are offloaded."""
         for saved in filter(None, (reference() for reference in self._saved)):
             value = saved.value
-            tensor = value.tensor if isinstance(value, Held) else value
-            if isinstance(tensor, torch.Tensor):
-                if saved.version is not None and tensor._version != saved.version:
-                    saved.settle()
+            if isinstance(value, Held):
+                if value.changed:
                     continue  # overwritten since: backward must raise
-                if self._is_output(tensor):
-                    saved.probe = VersionProbe(tensor)
+                if self._is_output(value.tensor):
+                    saved.probe = VersionProbe(value.tensor)
             saved.value = None
         kept: dict[int, Any] = {}  # an argument that is given twice is kept once
         for leaf in self._inputs:
@@ -176,14 +162,12 @@ class BlockRun:
 
     def stay(self) -> None:
         """Drop nothing: release what a second run would need."""
-        for saved in filter(None, (reference() for reference in self._saved)):
-            saved.settle()
         self._inputs, self._versions, self._conditions = [], [], None
 
     def send(self) -> None:
         """Offload saved tensors that are on the device, as far as there is room."""
         for saved in filter(None, (reference() for reference in self._saved)):
-            value = saved.settle()
+            value = saved.value
             if isinstance(value, Held) and not value.changed:
                 saved.value = self._stream.pack(value.get(), made=True)
 
@@ -192,11 +176,15 @@ class BlockRun:
     def get(self, saved: Saved) -> torch.Tensor:
         """The saved tensor, for autograd."""
         if saved.value is not None:
-            return self._stream.unpack(saved.settle())
+            return self._stream.unpack(saved.value)
         if saved.probe is not None and saved.probe.changed:
             raise stale(saved.shape, saved.dtype)
         if saved.number not in self._again:
-            self._run_again()
+            if torch.is_inference_mode_enabled():  # user code calls backward inside of it
+                with torch.inference_mode(False):
+                    self._run_again()
+            else:
+                self._run_again()
         made = self._again.pop(saved.number)
         if not in_backward():
             self._again.clear()
@@ -212,13 +200,13 @@ class BlockRun:
             if has_all:
                 raise _Enough
             if self._is_streamed(tensor):
-                return tensor
+                return tensor.detach()
             number, count = count, count + 1
             saved = wanted.get(number)
             if saved is not None:
-                if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+                if saved.shape != _shape(tensor) or saved.dtype != tensor.dtype:
                     raise self._other(
-                        f"tensor {number} that it saves is {tuple(tensor.shape)}, {tensor.dtype}; in forward it was "
+                        f"tensor {number} that it saves is {tuple(_shape(tensor))}, {tensor.dtype}; in forward it was "
                         f"{tuple(saved.shape)}, {saved.dtype}"
                     )
                 held = self._again[number] = Held(tensor)
@@ -264,6 +252,11 @@ class BlockRun:
             f"Cannot recompute a {type(self._block).__name__}: {what}. It must run the same way both times. Change it, "
             'or set activations="offload".'
         )
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape; of a nested tensor, which may have none, only the number of its tensors."""
+    return torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
 
 
 class _Input:

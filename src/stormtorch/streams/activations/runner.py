@@ -241,9 +241,6 @@ class Saving:
                     result, reading = timed(self._around.device, lambda: original(*args, **kwargs))
                 else:
                     result = original(*args, **kwargs)
-        except BaseException:
-            run.stay()
-            raise
         finally:
             self._run = None
         if plan.kind == "offload":
