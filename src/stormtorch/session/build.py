@@ -289,8 +289,9 @@ def _arrange(
 
     def on_device() -> Iterator[torch.Tensor]:  # a walk through the model takes long
         yield from left
-        for module in filter(None, (reference() for reference in modules)):
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+        for reference in modules:
+            if (module := reference()) is not None:
+                yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
     saving, end = open_saving(model, mode, around, on_device, trial)
     ground.endings.before_others(end)
