@@ -31,7 +31,7 @@ from .profiled import busy_s, events_of
 
 # What a user writes beside the trainer's defaults. "plain" and "plain-checkpoint" are the trainer of transformers, all
 # in VRAM; "checkpoint" is its own gradient checkpointing, with the model streamed. "busy" is "auto" under
-# torch.profiler: a process of its own, because the profiler slows launches down even after it has ended.
+# torch.profiler: a process of its own, because the profiler may slow launches down even after it has ended.
 METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "plain": (None, False),
     "plain-checkpoint": (None, True),
