@@ -678,7 +678,7 @@ class Raising(Part):
 
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_block_that_raises_keeps_no_graph(at: int) -> None:
-    """Not even until the garbage collector runs: whoever catches an error may need the memory at once."""
+    """Not even until the garbage collector runs: code that catches the error may need the memory at once."""
     model = of_parts(*[Raising] * 3)()
     gc.disable()
     try:

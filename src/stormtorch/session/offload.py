@@ -133,7 +133,8 @@ class OffloadedActivations:
         with contextlib.ExitStack() as stack:
             if torch.is_grad_enabled():
                 saving: Any = self.saving
-                hooks = self._pack, _ = saving.pack, saving.unpack
+                hooks = saving.pack, saving.unpack
+                self._pack = hooks[0]
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
                 stack.enter_context(saving.passing(*hooks))
             self._context = stack.pop_all()

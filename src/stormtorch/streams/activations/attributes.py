@@ -164,8 +164,8 @@ class Attributes:
         self._before = looks.now()
 
     def same_inside(self) -> bool:
-        """Whether lists, dicts, tensors and generators have the same contents as before. A module that had no buffers
-        may have got some."""
+        """Whether lists, dicts, tensors and generators have the same contents as before. Does not notice the first
+        buffer of a module that had none."""
         versions = [entry for look in self._before for entry in look.versions]
         return all(all(map(_is_same, look.inside)) for look in self._before) and not any(
             (tensor := reference()) is not None and tensor._version != version for reference, version in versions
