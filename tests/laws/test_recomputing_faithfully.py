@@ -754,8 +754,31 @@ class Reordering(Part):
         return super().middle(x * factor)
 
 
+class WithFirstBuffer(Part):
+    """Registers its first buffer in its first call, and computes with it from then on."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        if "mean" in self._buffers:
+            return super().middle(x * (2 + self.get_buffer("mean")))
+        self.register_buffer("mean", x.detach().mean(0))
+        return super().middle(x)
+
+
+class Swapping(Part):
+    """Two children change places in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, 64)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().middle(x)
+        self.wide, self.other = self.other, self.wide
+        return y
+
+
 @pytest.mark.parametrize("way", ["away", "kept", "auto"])
-@pytest.mark.parametrize("part", [Averaging, Reordering])
+@pytest.mark.parametrize("part", [Averaging, Reordering, Swapping, WithFirstBuffer])
 def test_what_changes_without_a_new_attribute(part: type[Part], way: str) -> None:
     torch.manual_seed(0)
     plain = of_parts(*[part] * 3)()
@@ -773,6 +796,91 @@ def test_what_changes_without_a_new_attribute(part: type[Part], way: str) -> Non
                 loss.backward()
             same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
             same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+
+
+class Fickle(Part):
+    """Computes with all that user code may change between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, 64)
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.factors, self.by_name, self.factor = [2.0], {"a": 2.0}, 2.0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return super().middle(x * self.get_buffer("mean") * self.factors[0] * self.by_name["a"] * self.factor)
+
+
+def _swap(part: Fickle) -> None:
+    part.wide, part.other = part.other, part.wide
+
+
+def _replace_buffer(part: Fickle) -> None:
+    part.mean = part.get_buffer("mean") * 2
+
+
+def _change_list(part: Fickle) -> None:
+    part.factors[0] += 1
+
+
+def _change_dict(part: Fickle) -> None:
+    part.by_name["a"] += 1
+
+
+def _change_number(part: Fickle) -> None:
+    part.factor += 1
+
+
+@pytest.mark.parametrize("change", [_swap, _replace_buffer, _change_list, _change_dict, _change_number])
+def test_what_user_code_changes_before_backward(change: Callable[[Fickle], None]) -> None:
+    """Backward uses what forward found, and leaves what user code has set."""
+    torch.manual_seed(0)
+    plain = of_parts(*[Fickle] * 3)()
+    model = copy.deepcopy(plain)
+    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
+        for step in range(STEPS):
+            x = torch.randn(8, WIDTH)
+            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+                side.zero_grad()
+                with context:
+                    loss = side(x).square().mean()
+                for module in side.modules():
+                    if isinstance(module, Fickle):
+                        change(module)
+                loss.backward()
+            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
+            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+
+
+@pytest.mark.parametrize("at", ["after the block", "after the forward"])
+def test_a_buffer_that_user_code_writes_to_before_backward(at: str) -> None:
+    """Plain PyTorch refuses: autograd has saved the buffer. A block that is written to before the next one begins is
+    not recomputed, later ones cannot be."""
+
+    def write(module: nn.Module) -> None:
+        for part in module.modules():
+            if isinstance(part, Fickle):
+                part.get_buffer("mean").mul_(2)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(Fickle) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+                if at == "after the block":
+                    write(block)
+            return x
+
+    with contextlib.closing(opened(model := Outer(), torch.device("cpu"), "away")) as activations:
+        with activations:
+            loss = model(torch.randn(8, WIDTH)).square().mean()
+        if at == "after the forward":
+            write(model)
+        with pytest.raises(RuntimeError, match=r"since its forward|modified by an inplace operation|changed"):
+            loss.backward()
 
 
 class SameWeight(torch.autograd.Function):

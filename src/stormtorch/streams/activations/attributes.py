@@ -5,12 +5,15 @@ its modules. Running it again in backward is right only if it finds the attribut
 changes. So a copy of each module's ``__dict__`` is taken before the block runs, and is put back during the second run.
 Most modules never change theirs: for these the last copy is compared, which takes about a microsecond a module.
 
-The copy is shallow. The contents of lists, dicts, tensors and random generators are compared instead; a block that
-changes these may not run again."""
+The copy is shallow. The contents of lists, dicts and random generators, and a module's parameters, buffers and
+children, are compared as well: a block that changes these may not run again. If other code changes them before
+backward, they are restored for the second run. Tensors are too large to copy: one that is written to before backward is
+an error."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import types
 import weakref
@@ -37,36 +40,64 @@ class _Weakly:
         self.reference = weakref.ref(tensor)
 
 
+class Contents:
+    """What the objects of a block contain at one moment."""
+
+    __slots__ = ("_containers", "_versions")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        tables = [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
+        self._containers: list[tuple[Any, Any]] = [(table, table.copy()) for table in tables]
+        self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        for module in modules:
+            for buffer in module._buffers.values():
+                self.see(buffer)
+
+    def see(self, value: Any) -> None:
+        """Note what an attribute contains."""
+        match _sort_of(type(value)):
+            case "tensor" if not value.is_inference():
+                self._versions.append((weakref.ref(value), value._version))
+            case "container" | "generator":
+                self._containers.append((value, _content(value)))
+
+    def unchanged(self) -> bool:
+        return not self.written_to() and all(itertools.starmap(_is_same, self._containers))
+
+    def written_to(self) -> bool:
+        """Whether one of the tensors was changed in place."""
+        return any((tensor := reference()) is not None and tensor._version != at for reference, at in self._versions)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Restore what the containers contained; afterwards their present contents."""
+        changed = [entry for entry in self._containers if not _is_same(*entry)]
+        now = [(value, _content(value)) for value, _ in changed]
+        for value, before in changed:
+            _fill(value, before)
+        try:
+            yield
+        finally:
+            for value, present in now:
+                _fill(value, present)
+
+
 class Look:
     """A module's attributes at one moment, without torch's own. Holds no graph: a tensor that has one is referred to
     weakly."""
 
-    __slots__ = ("found", "inside", "module", "versions")
+    __slots__ = ("found", "module")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, contents: Contents) -> None:
         self.module, self.found = module, _own(module)
-        self.inside: list[tuple[Any, Any]] = []  # containers and generators, with their contents
-        self.versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        if module._buffers:
-            self.inside.append((module._buffers, module._buffers.copy()))
         for name, value in list(self.found.items()):
-            match _sort_of(type(value)):
-                case "tensor":
-                    self._see(name, value)
-                case "container":
-                    self.inside.append((value, value.copy()))
-                case "generator":
-                    self.inside.append((value, value.get_state()))
-
-    def _see(self, name: str, value: torch.Tensor) -> None:
-        if name in self.module._parameters:
-            del self.found[name]  # the device view of a streamed parameter, which calls.py installs and removes
-            return
-        if not value.is_inference():
-            self.versions.append((weakref.ref(value), value._version))
-        if value.grad_fn is not None:
-            # A tensor that the block computed with is kept alive by its graph; any other need not come back.
-            self.found[name] = _Weakly(value)
+            if isinstance(value, torch.Tensor) and name in module._parameters:
+                del self.found[name]  # the device view of a streamed parameter, which calls.py installs and removes
+                continue
+            contents.see(value)
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                # A tensor that the block computed with is kept alive by its graph; any other need not come back.
+                self.found[name] = _Weakly(value)
 
     def is_there(self) -> bool:
         """Whether the module surely has these attributes now. False where it takes longer to find out."""
@@ -87,8 +118,6 @@ class Known:
     def of(cls, module: nn.Module) -> Known | None:
         """None if a value may change inside, or can only be kept by keeping it alive."""
         values, rest = module.__dict__.copy(), []
-        if module._buffers:
-            return None
         for name, value in list(values.items()):
             if name in _DICTS_OF_TORCH or _sort_of(type(value)) == "plain":
                 continue
@@ -104,7 +133,7 @@ class Known:
     def is_there(self) -> bool:
         """Whether the module has these attributes now."""
         now, values = self.module.__dict__, self._values
-        if len(values) != len(now) or self.module._buffers or not all(map(operator.is_, values, now)):
+        if len(values) != len(now) or not all(map(operator.is_, values, now)):
             return False
         if self.rest:
             values = self.with_rest([reference() for _, reference in self.rest])
@@ -118,13 +147,11 @@ class Known:
 class Same:
     """A look at a module whose attributes are those that are known. Keeps them alive, as the module does."""
 
-    __slots__ = ("_kept", "_known", "inside", "is_there", "module", "versions")
+    __slots__ = ("_kept", "_known", "is_there", "module")
 
     def __init__(self, known: Known) -> None:
         self.module, self.is_there, self._known = known.module, known.is_there, known
         self._kept = [reference() for _, reference in known.rest]
-        self.inside: tuple[tuple[Any, Any], ...] = ()
-        self.versions: tuple[tuple[weakref.ref[torch.Tensor], int], ...] = ()
 
     @property
     def found(self) -> dict[str, Any]:
@@ -136,40 +163,33 @@ class Looks:
     """Looks at a block's modules, and remembers what is known of each one; not of one that was found changed twice in a
     row."""
 
-    __slots__ = ("_changed", "_known", "_modules")
+    __slots__ = ("_changed", "_known", "modules")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._changed = modules, [0] * len(modules)  # how often, since it was found the same
+        self.modules, self._changed = modules, [0] * len(modules)  # how often, since it was found the same
         self._known: list[Known | None] = [None] * len(modules)
 
-    def now(self) -> list[Look | Same]:
+    def now(self, contents: Contents) -> list[Look | Same]:
         looks: list[Look | Same] = []
         for number, known in enumerate(self._known):
             if known is not None and known.is_there():
                 self._changed[number] = 0
                 looks.append(Same(known))
                 continue
-            looks.append(Look(self._modules[number]))
+            looks.append(Look(self.modules[number], contents))
             self._changed[number] += 1
-            self._known[number] = Known.of(self._modules[number]) if self._changed[number] <= 2 else None
+            self._known[number] = Known.of(self.modules[number]) if self._changed[number] <= 2 else None
         return looks
 
 
 class Attributes:
-    """The attributes at construction."""
+    """The attributes at construction, and what they contained."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_before", "contents")
 
     def __init__(self, looks: Looks) -> None:
-        self._before = looks.now()
-
-    def same_inside(self) -> bool:
-        """Whether lists, dicts, tensors and generators have the same contents as before. Does not notice the first
-        buffer of a module that had none."""
-        versions = [entry for look in self._before for entry in look.versions]
-        return all(all(map(_is_same, look.inside)) for look in self._before) and not any(
-            (tensor := reference()) is not None and tensor._version != version for reference, version in versions
-        )
+        self.contents = Contents(looks.modules)
+        self._before = looks.now(self.contents)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -179,7 +199,8 @@ class Attributes:
             if own is not None:
                 _put(look.module, look.found, own)
         try:
-            yield
+            with self.contents.again():
+                yield
         finally:
             for look, own in zip(self._before, now, strict=True):
                 if own is not None or not look.is_there():
@@ -220,8 +241,7 @@ def _put(module: nn.Module, values: dict[str, Any], own: dict[str, Any]) -> None
         del there[name]
 
 
-def _is_same(entry: tuple[Any, Any]) -> bool:
-    value, before = entry
+def _is_same(value: Any, before: Any) -> bool:
     if isinstance(value, torch.Generator):
         return torch.equal(value.get_state(), before)
     if len(value) != len(before):
@@ -231,4 +251,17 @@ def _is_same(entry: tuple[Any, Any]) -> bool:
         return all(map(operator.is_, value, before)) and all(map(operator.is_, value.values(), before.values()))
     if isinstance(value, set):
         return bool(value == before)
-    return all(a is b for a, b in zip(value, before, strict=True))
+    return all(map(operator.is_, value, before))
+
+
+def _content(value: Any) -> Any:
+    return value.get_state() if isinstance(value, torch.Generator) else value.copy()
+
+
+def _fill(value: Any, contents: Any) -> None:
+    """Give a container or a generator the ``contents`` that it had at another time."""
+    if isinstance(value, torch.Generator):
+        value.set_state(contents)
+        return
+    value.clear()
+    (value.update if isinstance(value, (dict, set)) else value.extend)(contents)

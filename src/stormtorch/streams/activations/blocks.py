@@ -41,9 +41,6 @@ class Anatomy:
         """The tensors that are in the parameters' places now."""
         return [module._parameters.get(name) for module, name in self._places]
 
-    def buffers(self) -> list[torch.Tensor]:
-        return [buffer for module in self.modules for buffer in module._buffers.values() if buffer is not None]
-
     def has_its_own(self) -> bool:
         """Whether the block has its own parameters, not those of ``functional_call``, gone in backward."""
         return [id(parameter) for parameter in self.parameters()] == self._own

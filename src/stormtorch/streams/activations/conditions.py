@@ -96,7 +96,11 @@ class Conditions:
         """Whether a second run would have the same conditions, now that the block has run once."""
         if self._random is not None and self._random.same(RandomNumbers(self._device)):
             self._random = None  # the block draws none
-        return self._attributes.same_inside() and self._numpy == _numpy_state()
+        return self._attributes.contents.unchanged() and self._numpy == _numpy_state()
+
+    def written_to(self) -> bool:
+        """Whether a buffer or another tensor of the block was changed in place, which ``again`` does not undo."""
+        return self._attributes.contents.written_to()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -89,7 +89,7 @@ class BlockRun:
         self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
         self._form = filled(given, iter([None] * len(self._inputs)))
         self._conditions = Conditions(anatomy, around.device) if may_drop else None
-        watched = (*anatomy.buffers(), *tensors_in(args, kwargs)) if may_drop else ()
+        watched = tensors_in(args, kwargs) if may_drop else ()
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
         self._outputs: list[tuple[int, int]] = []  # the memory of each: its first and last address
@@ -110,14 +110,16 @@ class BlockRun:
 
     def end(self, result: Any) -> bool:
         """Note that the block has run and returned ``result``. Returns whether a second run would give the same."""
-        self.repeats = self._conditions is not None and self.has_its_inputs() and self._conditions.can_be_set_again()
+        self.repeats = self.has_its_inputs() and self._conditions is not None and self._conditions.can_be_set_again()
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)]
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._outputs = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return self.repeats
 
     def has_its_inputs(self) -> bool:
-        """Whether the block's arguments and buffers are unchanged since the call."""
+        """Whether the block's arguments, buffers and other tensors are unchanged since the call."""
+        if self._conditions is None or self._conditions.written_to():
+            return False
         return not any(
             (tensor := reference()) is not None and tensor._version != at for reference, at in self._versions
         )
@@ -191,6 +193,9 @@ class BlockRun:
         return made.get()
 
     def _run_again(self) -> None:
+        assert self._conditions is not None
+        if self._conditions.written_to():
+            raise self._other("one of its buffers, or a tensor in its attributes, was written to since its forward")
         wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.value is None}
         last, count, has_all, unmade = max(wanted), 0, False, -1
 
@@ -236,7 +241,6 @@ class BlockRun:
             return has_all
 
         # The graph of this run is never used, but a block that computes gradients itself needs its tensors.
-        assert self._conditions is not None
         with saved_tensors_hooks(pack, lambda tensor: tensor), self._conditions.again():
             if self.tell_time is None:
                 is_enough = call()
