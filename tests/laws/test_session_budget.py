@@ -92,6 +92,30 @@ def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_
         assert all(torch.equal(*pair) for pair in zip(losses, expected, strict=True)), f"{mode}, {step}"
 
 
+@pytest.mark.parametrize("limit_mib", [56, 60])
+def test_what_is_taken_between_two_steps(limit_mib: int, small_scale: Callable[[float], None]) -> None:
+    """The pool grows after the second step, and then a loop loads its next batch, and the peak is a little higher than
+    the pool. The blocks of the third pass must not be given the bytes that the pool has taken."""
+    small_scale(2e8)
+    torch.manual_seed(0)
+    peaks: list[str] = []
+    with Counting() as meter:
+        model = Net(Layer, 128, 6, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings = Settings(vram=limit_mib * MiB, device="cpu")
+        with Session(model, optimizer, settings, trial=Trial(meter=meter, small_bytes=2048)) as session:
+            for _ in range(STEPS):
+                given = torch.randint(0, 64, (8, 64))
+                model(given).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                peaks.append(f"{meter.peak() / MiB:.1f}")
+                batch = torch.zeros(MiB // 4)
+                del batch
+            reason = session.report().activation_reason
+    assert meter.peak() <= limit_mib * MiB * 1.01, f"{', '.join(peaks)} of {limit_mib} MiB; {reason}"
+
+
 @pytest.mark.parametrize("late", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_a_host_that_runs_ahead_of_the_device(
     late: int, small_scale: Callable[[float], None], monkeypatch: pytest.MonkeyPatch

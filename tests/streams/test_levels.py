@@ -289,3 +289,19 @@ def test_only_a_peak_that_a_pass_has_set_is_its_own() -> None:
     run(60)
     levels.begin()
     assert levels.risen_top() == WEIGHTS + 60
+
+
+def test_what_is_taken_between_passes_leaves_less_room() -> None:
+    """Also before a pass has shown it."""
+    device, grown = Device(), [0]
+    levels = Levels(lambda: device.allocated, lambda: device.peak, lambda: grown[0])
+    train(device, levels, [SAVED] * 3)
+    levels.begin()
+    rooms = levels.rooms(5000, 3, [SAVED] * 3)
+    device.take(300)
+    grown[0] = 300
+    levels.begin()
+    assert levels.rooms(5000, 3, [SAVED] * 3) == [room - 300 for room in rooms]
+    train(device, levels, [SAVED] * 3)
+    levels.begin()
+    assert levels.rooms(5000, 3, [SAVED] * 3) == [room - 300 for room in rooms]

@@ -154,10 +154,10 @@ class Tuning:
         )
         if grown.pool_bytes:
             try:
-                self._pool.grow(grown.pool_bytes)
+                with self.peak.growing(grown.pool_bytes):
+                    self._pool.grow(grown.pool_bytes)
             except OutOfBudget:  # other programs have taken the memory meanwhile; training goes on without it
                 return
-            self.peak.grew(grown.pool_bytes)
         self._updater.there.keep(grown.keep, wide=wide)
 
     @property

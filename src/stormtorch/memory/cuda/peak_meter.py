@@ -1,11 +1,14 @@
-"""The peak of a process on its device that later steps will reach again: torch's peak, plus memory taken since.
+"""The peak of a process on its device that later steps will reach again: torch's peak, or what it will be with memory
+taken since.
 
 Memory that is taken between two steps, when activations are gone, does not raise the peak until the next step has
-ended. A planner that uses torch's peak meanwhile would give the same bytes away twice."""
+ended, or raises it to the new level alone, without activations. A planner that uses torch's peak meanwhile would give
+the same bytes away twice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from .device_meter import DeviceMeter
 
@@ -14,13 +17,15 @@ class PeakMeter:
     def __init__(self, measured: Callable[[], int]) -> None:
         """``measured``: the peak so far."""
         self._measured = measured
-        self._at_growth, self._unseen = 0, 0
+        self._expected = 0  # the peak of a step as those before the last growth
         self.grown_bytes = 0  # all bytes taken between steps
 
-    def grew(self, size: int) -> None:
-        """Note ``size`` bytes that were taken permanently, outside of a step."""
-        self._unseen = (self._unseen if self._measured() <= self._at_growth else 0) + size
-        self._at_growth = self._measured()
+    @contextlib.contextmanager
+    def growing(self, size: int) -> Iterator[None]:
+        """Take ``size`` bytes permanently, outside of a step. An exception: they were not taken."""
+        before = self.bytes()
+        yield
+        self._expected = before + size
         self.grown_bytes += size
 
     def seen_bytes(self) -> int:
@@ -29,8 +34,8 @@ class PeakMeter:
 
     @property
     def unseen_bytes(self) -> int:
-        """Bytes taken since that are not in that peak yet."""
-        return 0 if self._measured() > self._at_growth else self._unseen
+        """Bytes on top of that peak which the next step is expected to take."""
+        return max(0, self._expected - self._measured())
 
     def bytes(self) -> int:
         return self.seen_bytes() + self.unseen_bytes

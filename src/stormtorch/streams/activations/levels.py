@@ -5,7 +5,8 @@ remain on the device arrive while activations are freed: late blocks may hold mo
 noted whenever backward reaches a block, which is when the gradient of its output is there, and the peak with it.
 
     level    bytes allocated when backward reaches the block
-    base     the level, less what the blocks up to this one held and what was in flight: all other memory
+    base     the level, less what the blocks up to this one held and what was in flight: all other memory. Without
+             what was taken permanently between passes (``grown``): the next pass will find more of it
     rise     bytes on top of the level until backward has left the block; depends on the way the block was run.
              Includes bytes that were in flight and used up by then, with nothing after them: they came early. Includes
              the results that a recomputed block itself had kept: other blocks of its kind compute theirs again
@@ -156,7 +157,7 @@ class Levels:
         self._close_last(travelling_bytes)
         level, held = self._allocated(), [block.held for block in now.blocks]
         now.levels[position] = level
-        now.bases[position] = level - sum(held[: position + 1]) - travelling_bytes
+        now.bases[position] = level - sum(held[: position + 1]) - travelling_bytes - now.grown
         now.travelling[position], now.ways[position] = travelling_bytes, way_bytes
         now.last = position
         if left is not None and now.tops.get(left, 0) > peak_before:
@@ -173,16 +174,17 @@ class Levels:
                 self._now.tops[last] = peak
                 self._now.early[last] = max(0, self._now.travelling[last] - travelling_bytes)
 
-    def rooms(self, limit_bytes: int, count: int, held: Sequence[int]) -> list[int]:
+    def rooms(self, limit_bytes: int, count: int, held: Sequence[int], unseen_bytes: int = 0) -> list[int]:
         """Bytes left for activations while backward is in each of ``count`` blocks and, as the last entry, at the end
         of forward.
 
-        Where nothing is known, uses the peak less all of ``held``."""
-        careful = limit_bytes - self._peak() + sum(held)
-        rooms = [limit_bytes - self.bases[position] if position in self.bases else careful for position in range(count)]
+        Where nothing is known, uses the peak, which the next pass may exceed by ``unseen_bytes``, less all of
+        ``held``."""
+        careful, left = limit_bytes - self._peak() - unseen_bytes + sum(held), limit_bytes - self._grown()
+        rooms = [left - self.bases[position] if position in self.bases else careful for position in range(count)]
         if count not in self.bases or self._end is None:
             return [*rooms, careful]
-        return [*rooms, limit_bytes - self.bases[count] - self._end.rise]
+        return [*rooms, left - self.bases[count] - self._end.rise]
 
     def rises(self, kind: Hashable, *, saved_bytes: int, others: Sequence[Rises] = ()) -> Rises:
         """Rises of a kind of block. One way follows from the other: recomputed, a block takes what it saves on top of

@@ -95,7 +95,7 @@ class Gauge:
         around, levels = self._around, self._levels
         self._usable = usable_bytes(around, max((profile.input_bytes for profile in profiles), default=0))
         if around.meter is not None and self._fixed_room is None:
-            rooms = levels.rooms(self._usable - around.peak.unseen_bytes, len(kinds), held)
+            rooms = levels.rooms(self._usable, len(kinds), held, around.peak.unseen_bytes)
             known = list(zip(kinds, profiles, strict=True))
             seen = [levels.rises(kind, saved_bytes=p.saved_bytes) for kind, p in known if levels.has_seen(kind)]
             rises = [levels.rises(kind, saved_bytes=p.saved_bytes, others=seen) for kind, p in known]
