@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -55,10 +56,19 @@ class CudaLane(Lane):
         self._own = OwnStream(self._driver, self.device_index) if own_stream else None
         self._delay = delay
         self._timer = None if sink is None else CopyTimer(name, sink, clock)
+        # The handle of the stream that was current last, and torch's object for it, which takes microseconds to make:
+        # each weight that backward asks for asks for the stream. One tuple: threads have different current streams.
+        self._current: tuple[int, torch.cuda.Stream] | None = None
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device_index) if self._own is None else self._own.stream
+        if self._own is not None:
+            return self._own.stream
+        private: Any = torch._C
+        handle, current = private._cuda_getCurrentRawStream(self.device_index), self._current
+        if current is None or current[0] != handle:
+            current = self._current = handle, torch.cuda.current_stream(self.device_index)
+        return current[1]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
         size = check_copy(target, source)

@@ -26,7 +26,6 @@ from torch import nn
 
 # Hooks are checked elsewhere; our own wrapper of the call comes and goes.
 _OF_TORCH = (frozenset(vars(nn.Module())) - {"training"}) | {"_call_impl", "_compiled_call_impl"}
-_DICTS_OF_TORCH = _OF_TORCH - {"_call_impl", "_compiled_call_impl"}  # they live as long as their module
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, types.FunctionType, type)
 
@@ -40,14 +39,43 @@ class _Weakly:
         self.reference = weakref.ref(tensor)
 
 
+class _Tables:
+    """Parameters, buffers and children of modules at one moment. A block has dozens of these dicts: comparing them one
+    by one would take longer than a small block."""
+
+    __slots__ = ("_names", "_sizes", "_tables", "_values")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tables = [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
+        self._sizes, self._names = list(map(len, self._tables)), list(_chained(self._tables))
+        self._values = list(_chained(map(_values_of, self._tables)))
+
+    def unchanged(self) -> bool:
+        # With the same sizes, they are equally long one after the other.
+        return (
+            list(map(len, self._tables)) == self._sizes
+            and all(map(operator.is_, self._names, _chained(self._tables)))
+            and all(map(operator.is_, self._values, _chained(map(_values_of, self._tables))))
+        )
+
+    def each(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each dict, and what it contained."""
+        entries = zip(self._names, self._values, strict=True)
+        for table, size in zip(self._tables, self._sizes, strict=True):
+            yield table, dict(itertools.islice(entries, size))
+
+
+_chained, _values_of = itertools.chain.from_iterable, operator.methodcaller("values")
+
+
 class Contents:
     """What the objects of a block contain at one moment."""
 
-    __slots__ = ("_containers", "_versions")
+    __slots__ = ("_containers", "_tables", "_versions")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        tables = [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
-        self._containers: list[tuple[Any, Any]] = [(table, table.copy()) for table in tables]
+        self._tables = _Tables(modules)
+        self._containers: list[tuple[Any, Any]] = []
         self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         for module in modules:
             for buffer in module._buffers.values():
@@ -62,7 +90,7 @@ class Contents:
                 self._containers.append((value, _content(value)))
 
     def unchanged(self) -> bool:
-        return not self.written_to() and all(itertools.starmap(_is_same, self._containers))
+        return not self.written_to() and self._tables.unchanged() and all(itertools.starmap(_is_same, self._containers))
 
     def written_to(self) -> bool:
         """Whether one of the tensors was changed in place."""
@@ -71,7 +99,8 @@ class Contents:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Restore what the containers contained; afterwards their present contents."""
-        changed = [entry for entry in self._containers if not _is_same(*entry)]
+        found = itertools.chain(self._containers, () if self._tables.unchanged() else self._tables.each())
+        changed = [entry for entry in found if not _is_same(*entry)]
         now = [(value, _content(value)) for value, _ in changed]
         for value, before in changed:
             _fill(value, before)
@@ -108,40 +137,45 @@ class Known:
     """The attributes of a module whose values cannot change inside, to compare with. Keeps no object alive that user
     code may drop: numbers, words and functions only, and weak references to the rest."""
 
-    __slots__ = ("_values", "module", "rest")
+    __slots__ = ("_count", "_names", "_values", "module", "rest")
 
     def __init__(self, module: nn.Module, values: dict[str, Any], rest: list[tuple[str, weakref.ref[Any]]]) -> None:
-        """``values``: all of them, with None for those in ``rest``."""
-        self.module, self._values, self.rest = module, values, rest
+        self.module, self._count, self.rest = module, len(module.__dict__), rest
+        self._names, self._values = list(values), list(values.values())
 
     @classmethod
     def of(cls, module: nn.Module) -> Known | None:
         """None if a value may change inside, or can only be kept by keeping it alive."""
-        values, rest = module.__dict__.copy(), []
+        values, rest = _own(module), []
         for name, value in list(values.items()):
-            if name in _DICTS_OF_TORCH or _sort_of(type(value)) == "plain":
+            sort = _sort_of(type(value))
+            if sort == "plain":
                 continue
-            if _sort_of(type(value)):
+            if sort:
                 return None
             try:
                 rest.append((name, weakref.ref(value)))
             except TypeError:
                 return None
-            values[name] = None
+            del values[name]
         return cls(module, values, rest)
 
     def is_there(self) -> bool:
         """Whether the module has these attributes now."""
-        now, values = self.module.__dict__, self._values
-        if len(values) != len(now) or not all(map(operator.is_, values, now)):
+        now = self.module.__dict__
+        try:
+            return (
+                len(now) == self._count
+                and all(map(operator.is_, map(now.__getitem__, self._names), self._values))
+                and all(now[name] is reference() for name, reference in self.rest)
+            )
+        except KeyError:
             return False
-        if self.rest:
-            values = self.with_rest([reference() for _, reference in self.rest])
-        return all(map(operator.is_, values.values(), now.values()))
 
-    def with_rest(self, rest: Sequence[Any]) -> dict[str, Any]:
-        """All values, with the objects of ``rest``."""
-        return {**self._values, **dict(zip((name for name, _ in self.rest), rest, strict=True))}
+    def found(self, rest: Sequence[Any]) -> dict[str, Any]:
+        """The attributes, with the objects of ``rest``."""
+        names = (*self._names, *(name for name, _ in self.rest))
+        return dict(zip(names, (*self._values, *rest), strict=True))
 
 
 class Same:
@@ -151,12 +185,11 @@ class Same:
 
     def __init__(self, known: Known) -> None:
         self.module, self.is_there, self._known = known.module, known.is_there, known
-        self._kept = [reference() for _, reference in known.rest]
+        self._kept = [reference() for _, reference in known.rest] if known.rest else ()
 
     @property
     def found(self) -> dict[str, Any]:
-        values = self._known.with_rest(self._kept)
-        return {name: value for name, value in values.items() if name not in _OF_TORCH}
+        return self._known.found(self._kept)
 
 
 class Looks:

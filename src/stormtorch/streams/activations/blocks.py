@@ -48,8 +48,8 @@ class Anatomy:
     def manner(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """The modes that may change between calls: which modules are training, which parameters are trained."""
         with without_torch_function():
-            trained = tuple(p is not None and p.requires_grad for p in self.parameters())
-        return tuple(module.training for module in self.modules), trained
+            trained = tuple([p is not None and p.requires_grad for p in self.parameters()])
+        return tuple([module.training for module in self.modules]), trained
 
     def is_listened_to(self) -> bool:
         """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, which does not
@@ -67,7 +67,10 @@ _VALUES = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, tor
 
 def object_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An argument that a second run would change again, e.g. a cache of keys or a list. None if there is none."""
-    return next((leaf for leaf in leaves_of((*args, *kwargs.values())) if not isinstance(leaf, _VALUES)), None)
+    for leaf in leaves_of((*args, *kwargs.values())):
+        if not isinstance(leaf, _VALUES):
+            return leaf
+    return None
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -8,17 +8,15 @@ block that draws numpy's random numbers may not run again."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..bridge.torch_private import backend_flags, default_device, without_torch_function
 from .attributes import Attributes
 from .blocks import Anatomy
+from .random_numbers import RandomNumbers, numpy_state
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _BACKENDS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -29,41 +27,6 @@ _BACKENDS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         for name in _ATTENTION
     ),
 ]  # getters and setters
-
-
-class RandomNumbers:
-    """States of torch's and Python's random generators, from which a second run draws the same numbers."""
-
-    __slots__ = ("_cuda", "_python", "_torch")
-
-    def __init__(self, device: torch.device) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
-        self._python = random.getstate()
-
-    def same(self, other: RandomNumbers) -> bool:
-        return self._python == other._python and self._bytes() == other._bytes()
-
-    def _bytes(self) -> list[bytes]:
-        states = [self._torch] if self._cuda is None else [self._torch, self._cuda[1]]
-        return [state.numpy().tobytes() for state in states]
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda[1], self._cuda[0])
-        random.setstate(self._python)
-
-
-_TWISTER_BYTES = 2500  # 624 words and a position
-
-
-def _numpy_state() -> bytes:
-    """The state of numpy's global generator, to compare. Its own ``get_state`` takes longer than a small block does."""
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is np.random.MT19937:
-        return ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
-    return repr(generator.state).encode()
 
 
 class Conditions:
@@ -81,12 +44,12 @@ class Conditions:
         "_trained",
     )
 
-    def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
-        self._anatomy, self._device = anatomy, device
+    def __init__(self, anatomy: Anatomy, trained: tuple[bool, ...], device: torch.device) -> None:
+        """``trained``: which parameters are."""
+        self._anatomy, self._trained, self._device = anatomy, trained, device
         self._attributes = Attributes(anatomy.looks)
-        self._trained = anatomy.manner()[1]
         self._random: RandomNumbers | None = RandomNumbers(device)
-        self._numpy, self._default = _numpy_state(), default_device()
+        self._numpy, self._default = numpy_state(), default_device()
         self._backends = [ask() for ask, _ in _BACKENDS]
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
@@ -96,7 +59,7 @@ class Conditions:
         """Whether a second run would have the same conditions, now that the block has run once."""
         if self._random is not None and self._random.same(RandomNumbers(self._device)):
             self._random = None  # the block draws none
-        return self._attributes.contents.unchanged() and self._numpy == _numpy_state()
+        return self._attributes.contents.unchanged() and self._numpy == numpy_state()
 
     def written_to(self) -> bool:
         """Whether a buffer or another tensor of the block was changed in place, which ``again`` does not undo."""

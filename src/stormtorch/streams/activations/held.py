@@ -14,16 +14,16 @@ from ...core.errors import StaleGraph
 class Held:
     """``tensor`` without its graph, and its version."""
 
-    __slots__ = ("_version", "tensor")
+    __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
-        self._version = None if tensor.is_inference() else tensor._version
+        self.version = None if tensor.is_inference() else tensor._version
 
     @property
     def changed(self) -> bool:
         """Whether it was written to after it was saved."""
-        return self._version is not None and self.tensor._version != self._version
+        return self.version is not None and self.tensor._version != self.version
 
     def get(self) -> torch.Tensor:
         if self.changed:

@@ -1,12 +1,11 @@
 """One call of a block in a forward, and how backward gets the tensors that autograd saved in it.
 
 Torch's own checkpointing decides before a block runs that it will run again. Here the decision comes afterwards, when
-it is known what the block has saved and whether a second run would go unnoticed. `Saved.value` of each saved tensor is
-one of:
+it is known what the block has saved and whether a second run would go unnoticed. Each saved tensor (`Saved`) is one of:
 
-    Held      on the device
-    Note      in RAM, or on its way
-    None      dropped: backward runs the block again and takes the tensor that it saves then
+    tensor is not None    on the device
+    away is not None      in RAM, or on its way, or on the device because it is small
+    both are None         dropped: backward runs the block again and takes the tensor that it saves then
 
 Dropping is always possible after the block has run, and costs nothing then. So a block that turns out to change a
 buffer is not dropped, a block that RAM has no room for is dropped, and no extra pass is needed to find out.
@@ -49,15 +48,25 @@ from .stream import ActivationStream
 
 
 class Saved:
-    """The object that autograd keeps for a tensor saved by a block; see the table above."""
+    """The object that autograd keeps for a tensor saved by a block; see the table above. Not made of `Held`: there are
+    dozens in a block, and one object takes less time than two."""
 
-    __slots__ = ("__weakref__", "dtype", "number", "probe", "run", "shape", "value")
+    __slots__ = ("__weakref__", "away", "dtype", "number", "probe", "run", "shape", "tensor", "version")
 
-    def __init__(self, run: BlockRun, number: int, tensor: torch.Tensor, value: Held | Note) -> None:
+    def __init__(self, run: BlockRun, number: int, tensor: torch.Tensor) -> None:
         self.run, self.number = run, number
-        self.value: Held | Note | None = value
-        self.shape, self.dtype = _shape(tensor), tensor.dtype
+        # A nested tensor may have no shape: the number of its tensors.
+        self.shape = torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
+        self.dtype = tensor.dtype
+        self.tensor: torch.Tensor | None = None  # without its graph (held.py)
+        self.version: int | None = None
+        self.away: Held | Note | None = None
         self.probe: VersionProbe | None = None  # of a dropped tensor that user code may still write to
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is on the device, and was written to after it was saved."""
+        return self.version is not None and self.tensor is not None and self.tensor._version != self.version
 
 
 class _Enough(Exception):
@@ -75,12 +84,14 @@ class BlockRun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        trained: tuple[bool, ...],
         stream: ActivationStream,
         around: Surroundings,
         sends: bool,
         may_drop: bool,
     ) -> None:
-        """``sends``: whether saved tensors are offloaded at once. ``may_drop``: whether ``drop`` may be called."""
+        """``trained``: which parameters are. ``sends``: whether saved tensors are offloaded at once. ``may_drop``:
+        whether ``drop`` may be called."""
         self._block, self._original, self._stream, self._device = block, original, stream, around.device
         self._is_streamed, self._note_of = around.is_streamed, around.note_of
         self.sends, self.repeats = sends, False
@@ -88,7 +99,7 @@ class BlockRun:
         given = (*args, *kwargs.values())
         self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
         self._form = filled(given, iter([None] * len(self._inputs)))
-        self._conditions = Conditions(anatomy, around.device) if may_drop else None
+        self._conditions = Conditions(anatomy, trained, around.device) if may_drop else None
         watched = tensors_in(args, kwargs) if may_drop else ()
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
@@ -104,7 +115,12 @@ class BlockRun:
         note = self._note_of(tensor)
         if note is not None:
             return note
-        saved = Saved(self, len(self._saved), tensor, self._stream.pack(tensor) if self.sends else Held(tensor))
+        saved = Saved(self, len(self._saved), tensor)
+        if self.sends:
+            saved.away = self._stream.pack(tensor)
+        else:
+            saved.tensor = tensor.detach()
+            saved.version = None if tensor.is_inference() else tensor._version
         self._saved.append(weakref.ref(saved))
         return saved
 
@@ -128,39 +144,39 @@ class BlockRun:
         """Bytes of all saved tensors, each storage once, without weights that are permanently on the device."""
         sizes: dict[Any, int] = {}
         for saved in filter(None, (reference() for reference in self._saved)):
-            value = saved.value
-            if isinstance(value, Note):
-                sizes[value.offloaded] = value.offloaded.size
-            elif (
-                isinstance(value, Held) and has_plain_storage(value.tensor) and not self._stream.is_weight(value.tensor)
-            ):
-                storage = value.tensor.untyped_storage()
+            if isinstance(saved.away, Note):
+                sizes[saved.away.offloaded] = saved.away.offloaded.size
+                continue
+            tensor = saved.tensor if saved.away is None else saved.away.tensor
+            if tensor is not None and has_plain_storage(tensor) and not self._stream.is_weight(tensor):
+                storage = tensor.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
         return sum(sizes.values())
 
     def drop(self, *, inputs_away: bool) -> None:
         """Release the saved tensors; backward will run the block again. Its inputs remain, or are offloaded."""
-        for saved in filter(None, (reference() for reference in self._saved)):
-            value = saved.value
-            if isinstance(value, Held):
-                if value.changed:
+        outputs = self._outputs
+        for reference in self._saved:
+            saved = reference()
+            if saved is None:
+                continue
+            tensor = saved.tensor
+            if tensor is None and isinstance(saved.away, Held):
+                tensor, saved.version, saved.away = saved.away.tensor, saved.away.version, None
+                saved.tensor = tensor
+            if tensor is not None:
+                if saved.version is not None and tensor._version != saved.version:
                     continue  # overwritten since: backward must raise
-                if self._is_output(value.tensor):
-                    saved.probe = VersionProbe(value.tensor)
-            saved.value = None
+                address = _address(tensor)
+                for first, end in outputs:
+                    if first <= address < end:
+                        saved.probe = VersionProbe(tensor)
+            saved.tensor = saved.away = None
         kept: dict[int, Any] = {}  # an argument that is given twice is kept once
         for leaf in self._inputs:
             if id(leaf) not in kept:
                 kept[id(leaf)] = _Input(leaf, self._stream, inputs_away) if type(leaf) is torch.Tensor else leaf
         self._inputs = [kept[id(leaf)] for leaf in self._inputs]
-
-    def _is_output(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in memory that the block has returned."""
-        try:
-            address = tensor.data_ptr()
-        except (RuntimeError, NotImplementedError):  # it has no memory of its own
-            return False
-        return any(first <= address < end for first, end in self._outputs)
 
     def stay(self) -> None:
         """Drop nothing: release what a second run would need."""
@@ -169,16 +185,19 @@ class BlockRun:
     def send(self) -> None:
         """Offload saved tensors that are on the device, as far as there is room."""
         for saved in filter(None, (reference() for reference in self._saved)):
-            value = saved.value
-            if isinstance(value, Held) and not value.changed:
-                saved.value = self._stream.pack(value.get(), made=True)
+            if saved.tensor is not None and not saved.changed:
+                saved.away, saved.tensor = self._stream.pack(saved.tensor, made=True), None
 
     # --- backward
 
     def get(self, saved: Saved) -> torch.Tensor:
         """The saved tensor, for autograd."""
-        if saved.value is not None:
-            return self._stream.unpack(saved.value)
+        if saved.tensor is not None:
+            if saved.changed:
+                raise stale(saved.shape, saved.dtype)
+            return saved.tensor
+        if saved.away is not None:
+            return self._stream.unpack(saved.away)
         if saved.probe is not None and saved.probe.changed:
             raise stale(saved.shape, saved.dtype)
         if saved.number not in self._again:
@@ -196,7 +215,7 @@ class BlockRun:
         assert self._conditions is not None
         if self._conditions.written_to():
             raise self._other("one of its buffers, or a tensor in its attributes, was written to since its forward")
-        wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.value is None}
+        wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.tensor is None and s.away is None}
         last, count, has_all, unmade = max(wanted), 0, False, -1
 
         @never_traced
@@ -209,9 +228,10 @@ class BlockRun:
             number, count = count, count + 1
             saved = wanted.get(number)
             if saved is not None:
-                if saved.shape != _shape(tensor) or saved.dtype != tensor.dtype:
+                shape = torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
+                if saved.shape != shape or saved.dtype != tensor.dtype:
                     raise self._other(
-                        f"tensor {number} that it saves is {tuple(_shape(tensor))}, {tensor.dtype}; in forward it was "
+                        f"tensor {number} that it saves is {tuple(shape)}, {tensor.dtype}; in forward it was "
                         f"{tuple(saved.shape)}, {saved.dtype}"
                     )
                 held = self._again[number] = Held(tensor)
@@ -258,9 +278,11 @@ class BlockRun:
         )
 
 
-def _shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape; of a nested tensor, which may have none, only the number of its tensors."""
-    return torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # it has no memory of its own
+        return -1
 
 
 class _Input:

@@ -209,7 +209,8 @@ class Saving:
         self._stream.send_all()
         self._drop_last()
         leaves = tensors_in(args, kwargs)
-        kind = (self._shapes[index], self._anatomies[index].manner(), tuple(leaf.requires_grad for leaf in leaves))
+        manner = self._anatomies[index].manner()
+        kind = (self._shapes[index], manner, tuple([leaf.requires_grad for leaf in leaves]))
         sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
         size, input_bytes = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         if self.planning.begin_block(kind, size):
@@ -227,6 +228,7 @@ class Saving:
             original,
             args,
             kwargs,
+            trained=manner[1],
             stream=self._stream,
             around=self._around,
             sends=plan.kind == "offload",
@@ -314,7 +316,9 @@ class Saving:
         return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
 
     def _watch(self, position: int, result: Any) -> None:
-        """Notice when backward reaches the block: its output gets a gradient."""
+        """Notice when backward reaches the block: its output gets a gradient. Not where that tells nothing."""
+        if not self._is_noting and not self._stream.has_offloaded:
+            return
         way = self.plan.way_bytes if self.plan is not None else []
         ahead = way[position] if position < len(way) - 1 else 0 if self._stream.is_strict else self._way_bytes
         noting, this, number = self._is_noting, weakref.ref(self), self.passes

@@ -110,6 +110,11 @@ class ActivationStream:
         while sum(memory.nbytes for memory, _ in self._lingering) > self.window_bytes:
             self._lingering.popleft()[1].synchronize()  # the host waits, to bound the bytes
 
+    @property
+    def has_offloaded(self) -> bool:
+        """Whether this pass has offloaded anything so far."""
+        return bool(self._ride.offloaded)
+
     @locked
     def travelling_bytes(self) -> int:
         """Bytes of this pass that are on the device: in flight, or not sent."""

@@ -191,7 +191,9 @@ class AdamStream(Updater):
 
     def pending(self, unit: Unit) -> bool:
         home = self.homes[unit.index]
-        return home.waiting is not None or any(not flag.at(value).reached() for flag, value in home.pending)
+        if home.waiting is not None:
+            return True
+        return bool(home.pending) and any(not flag.at(value).reached() for flag, value in home.pending)
 
     @locked
     def join(self, unit: Unit) -> None:

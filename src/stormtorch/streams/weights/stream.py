@@ -155,12 +155,16 @@ class ParameterStream:
 
     def _is_in_use(self, residence: Residence) -> bool:
         """Whether ``use`` of this unit would do nothing. Backward asks for each weight of a unit by itself."""
-        stay = residence.stay
+        stay, last = residence.stay, self._last_use
         return (
             residence is self._current
             and stay is not None
-            and self._last_use == (stay, stay.loaded, in_backward(), self._pool.returns)  # else prefetch may have room
-            and self._is_current(residence)
+            and last is not None
+            and last[0] is stay
+            and last[1] is stay.loaded
+            and last[2] == in_backward()
+            and last[3] == self._pool.returns  # else prefetch may have room
+            and stay.version == residence.version
             and self._lanes.compute.place() in stay.places
             and not self.pending(residence.unit)
         )
@@ -303,6 +307,12 @@ class ParameterStream:
 
     def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
         """Hook for tensors that autograd saves: a note of which weight ``tensor`` is, or None."""
+        low, high = self._pool.span
+        try:
+            if not low <= tensor.data_ptr() < high:  # as in `residence_of`: this is called for every saved tensor
+                return None
+        except (RuntimeError, NotImplementedError):
+            return None
         residence = self.residence_of(tensor)
         if residence is None:
             return None
