@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.about import commit, machine
 
-from .models import CONFIGS
+from .models import known
 from .rounds import Method, outcomes
 
 _GRID = ("llama-2b", "qwen-1b", "moe-2b")
@@ -50,7 +50,7 @@ _COLUMNS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(_GRID), choices=CONFIGS, metavar="MODEL")
+    parser.add_argument("models", nargs="*", default=list(_GRID), type=known, metavar="MODEL")
     parser.add_argument("--shapes", nargs="+", default=list(_SHAPES), help="rows x tokens")
     parser.add_argument("--vram", nargs="+", default=list(_BUDGETS))
     parser.add_argument("--methods", nargs="+", default=list(_METHODS))

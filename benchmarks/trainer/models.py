@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                  "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
+
+
+def known(name: str) -> str:
+    """For ``argparse``, whose ``choices`` do not go with a default list of several."""
+    if name not in CONFIGS:
+        raise argparse.ArgumentTypeError(f"no such model: {name!r}. There are {', '.join(CONFIGS)}")
+    return name
 
 
 def build(name: str, *, dtype: torch.dtype) -> nn.Module:

@@ -18,16 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from stormtorch.integrations.huggingface import StormTrainer
-from stormtorch.memory.cuda.idle_meter import idle_meter_for
 from stormtorch.observe.recorder import Mark
 from stormtorch.observe.report import gpu_time
 
 from .models import CONFIGS, build
-from .profiled import busy_s, events_of
+from .profiled import Profile, look
 
 # What a user writes beside the trainer's defaults. "plain" and "plain-checkpoint" are the trainer of transformers, all
 # in VRAM; "checkpoint" is its own gradient checkpointing, with the model streamed. "busy" is "auto" under
@@ -45,7 +43,6 @@ METHODS: dict[str, tuple[dict[str, Any] | None, bool]] = {
 # which comes after all turns; the shares of the optimizer settle.
 _WARM = {"auto": 36}
 _WARM_OTHERS, _STEPS, _PROFILED = 10, 4, 4
-_OFTEN_NS = 500_000  # how often the GPU is looked at beside the profiler: few steps have to tell as much as many
 
 
 @dataclass
@@ -72,11 +69,8 @@ class Turns(TrainerCallback):
         self.turns_s: list[list[float]] = []
         self.busy = self.profiled_busy = 0.0
         self.gpu = self.reason = self.pool = ""
-        self.began_s = 0.0
         self.marks: list[Any] = []
-        self.profiler: Any = None
-        self.meter: Any = None
-        self.seen: Mark | None = None
+        self.profile: Profile | None = None
         self.turn: Mark | None = None
         self.trainer: Any = None
 
@@ -91,47 +85,28 @@ class Turns(TrainerCallback):
                 self.turns_s.append([_between(a, b) for a, b in itertools.pairwise(self.marks)])
             self.marks = []
             if step == self.ends_at[-1]:
-                self._report(self._look(self._own_meter()))
-                self._begin_profile(step)
+                self._report(look(self._session, self._own_meter()))
             if step < self.last:
                 print(json.dumps({"turn": step}), flush=True)
                 _wait_for_turn()
-                self.began_s = _now()
-                self.seen, self.turn = self._look(self.meter), self._look(self._own_meter())
-        if step == self.last and self.profiler is not None:
-            seconds, seen = _now() - self.began_s, self._look(self.meter)
-            self.profiler.__exit__(None, None, None)
-            self.profiled_busy = busy_s(events_of(self.profiler)) / seconds
-            gpu = gpu_time([mark for mark in (self.seen, seen) if mark is not None])
-            self.busy = gpu.busy if gpu is not None else 0.0
-            if self.meter is not None:
-                self.meter.close()
+                _now()
+                self.turn = look(self._session, self._own_meter())
+                if step == self.ends_at[-1] and torch.cuda.is_available():
+                    self.profile = Profile(self._session)
+        if step == self.last and self.profile is not None:
+            self.busy, self.profiled_busy = self.profile.end()
 
-    def _begin_profile(self, step: int) -> None:
-        if step < self.last and torch.cuda.is_available():
-            self.meter = idle_meter_for(torch.device("cuda", torch.cuda.current_device()), period_ns=_OFTEN_NS)
-            self.profiler = profile(activities=[ProfilerActivity.CUDA])
-            self.profiler.__enter__()
+    @property
+    def _session(self) -> Any:
+        return getattr(self.trainer, "session", None)
 
     def _own_meter(self) -> Any:
         """The session's."""
-        session = getattr(self.trainer, "session", None)
-        return None if session is None else session._parts.ground.idle
-
-    def _look(self, meter: Any) -> Mark | None:
-        """Our own figures just now, with what ``meter`` has counted."""
-        session = getattr(self.trainer, "session", None)
-        if session is None or meter is None:
-            return None
-        ground = session._parts.ground
-        ground.waits.emit()
-        asked, idle = meter.read()
-        waited_s = sum(ground.recorder.snapshot().waits_s.values())
-        return Mark(at_s=time.perf_counter(), waited_s=waited_s, asked=asked, idle=idle)
+        return None if self._session is None else self._session._parts.ground.idle
 
     def _report(self, now: Mark | None) -> None:
         """Note what became of the last turn. The session's own report counts the turns of others too."""
-        session = getattr(self.trainer, "session", None)
+        session = self._session
         if session is not None:
             gpu = gpu_time([mark for mark in (self.turn, now) if mark is not None])
             report = session.report()
@@ -163,17 +138,22 @@ def _between(first: Any, second: Any) -> float:
     return float(first.elapsed_time(second) / 1e3 if torch.cuda.is_available() else second - first)
 
 
-def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outcome:
-    storm, checkpointing = METHODS[method]
-    warm = options.warm if options.warm is not None else _WARM.get(method, _WARM_OTHERS)
-    is_profiled = method == "busy"
-    clock = Turns(warm, options.steps, 0 if is_profiled else options.rounds, _PROFILED if is_profiled else 0)
+def trainer_of(
+    model: nn.Module,
+    callback: TrainerCallback,
+    options: argparse.Namespace,
+    *,
+    steps: int,
+    storm: dict[str, Any] | None,
+    checkpointing: bool,
+) -> Any:
+    """A trainer with its defaults. ``storm``: settings beside the budget; None: the trainer of transformers."""
     vocabulary = CONFIGS[options.model][1]["vocab_size"]
     rows = torch.randint(vocabulary, (64, options.sequence), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
         output_dir=options.output,
         per_device_train_batch_size=options.batch,
-        max_steps=clock.last,
+        max_steps=steps,
         gradient_checkpointing=checkpointing,
         logging_strategy="no",
         save_strategy="no",
@@ -185,11 +165,19 @@ def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outc
         "model": model,
         "args": arguments,
         "train_dataset": [{"input_ids": row, "labels": row} for row in rows],
-        "callbacks": [clock],
+        "callbacks": [callback],
     }
     inner: Any = model
     inner.gradient_checkpointing_disable()
-    trainer = Trainer(**settings) if storm is None else StormTrainer(**settings, storm={"vram": options.vram, **storm})
+    return Trainer(**settings) if storm is None else StormTrainer(**settings, storm={"vram": options.vram, **storm})
+
+
+def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outcome:
+    storm, checkpointing = METHODS[method]
+    warm = options.warm if options.warm is not None else _WARM.get(method, _WARM_OTHERS)
+    is_profiled = method == "busy"
+    clock = Turns(warm, options.steps, 0 if is_profiled else options.rounds, _PROFILED if is_profiled else 0)
+    trainer = trainer_of(model, clock, options, steps=clock.last, storm=storm, checkpointing=checkpointing)
     clock.trainer = trainer
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -4,8 +4,55 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from stormtorch.memory.cuda.idle_meter import idle_meter_for
+from stormtorch.observe.recorder import Mark
+from stormtorch.observe.report import gpu_time
+
+_OFTEN_NS = 500_000  # how often the GPU is looked at beside the profiler: few steps have to tell as much as many
+
+
+class Profile:
+    """Runs from construction to ``end``. Our own meter runs beside it."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._meter: Any = idle_meter_for(torch.device("cuda", torch.cuda.current_device()), period_ns=_OFTEN_NS)
+        self._profiler = profile(activities=[ProfilerActivity.CUDA])
+        self._profiler.__enter__()
+        self._began_s, self._first = _now(), look(session, self._meter)
+
+    def end(self) -> tuple[float, float]:
+        """The busy share of the time, by our own report and by the profiler."""
+        seconds, last = _now() - self._began_s, look(self._session, self._meter)
+        self._profiler.__exit__(None, None, None)
+        profiled = busy_s(events_of(self._profiler)) / seconds
+        gpu = gpu_time([mark for mark in (self._first, last) if mark is not None])
+        if self._meter is not None:
+            self._meter.close()
+        return (gpu.busy if gpu is not None else 0.0), profiled
+
+
+def look(session: Any, meter: Any) -> Mark | None:
+    """Our own figures just now, with what ``meter`` has counted."""
+    if session is None or meter is None:
+        return None
+    ground = session._parts.ground
+    ground.waits.emit()
+    asked, idle = meter.read()
+    waited_s = sum(ground.recorder.snapshot().waits_s.values())
+    return Mark(at_s=time.perf_counter(), waited_s=waited_s, asked=asked, idle=idle)
+
+
+def _now() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def busy_s(events: list[dict[str, Any]]) -> float:

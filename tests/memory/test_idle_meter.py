@@ -55,6 +55,13 @@ def test_each_launch_takes_its_moment() -> None:
     assert meter.read()[1] <= idle + 100  # never idle more often than it was asked
 
 
+def test_the_end_of_a_launch_counts_as_launches_mostly_find_the_gpu() -> None:
+    native = _Counted()
+    meter = IdleMeter(native, 1)  # type: ignore[arg-type]
+    native.counts = {"asked": 1000, "launches": 10, "launches_after_yes": 4, "watched_ns": 1_000_000}
+    assert meter.read()[1] == pytest.approx(1000 * 10 * (1.4e-3 + 0.4 * 2.5e-3))
+
+
 def test_a_closed_meter_says_nothing() -> None:
     meter = IdleMeter(_Counted(), 1)  # type: ignore[arg-type]
     meter.close()
