@@ -8,6 +8,7 @@ import functools
 import gc
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
@@ -852,35 +853,223 @@ def test_what_user_code_changes_before_backward(change: Callable[[Fickle], None]
             same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
 
 
-@pytest.mark.parametrize("at", ["after the block", "after the forward"])
-def test_a_buffer_that_user_code_writes_to_before_backward(at: str) -> None:
-    """Plain PyTorch refuses: autograd has saved the buffer. A block that is written to before the next one begins is
-    not recomputed, later ones cannot be."""
+def _count_in_place(part: Fickle) -> None:
+    part.get_buffer("mean").mul_(2)
 
-    def write(module: nn.Module) -> None:
-        for part in module.modules():
+
+def _write_bias(part: Fickle) -> None:
+    with torch.no_grad():
+        part.wide.bias.add_(1)
+
+
+def test_a_small_buffer_that_user_code_writes_to_before_backward() -> None:
+    """Plain PyTorch refuses where autograd has saved the buffer. Here gradients are those of the forward."""
+    torch.manual_seed(0)
+    plain = of_parts(*[Fickle] * 3)()
+    model, x = copy.deepcopy(plain), torch.randn(8, WIDTH)
+    plain(x).square().mean().backward()
+    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
+        with activations:
+            loss = model(x).square().mean()
+        for part in model.modules():
             if isinstance(part, Fickle):
-                part.get_buffer("mean").mul_(2)
+                _count_in_place(part)
+        loss.backward()
+    same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], "gradients of the forward")
+    assert all(torch.equal(buffer, torch.full((WIDTH,), 2.0)) for buffer in model.buffers())
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(Fickle) for _ in range(3))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-                if at == "after the block":
-                    write(block)
-            return x
+class WithLargeBuffer(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(5000, WIDTH))
 
-    with contextlib.closing(opened(model := Outer(), torch.device("cpu"), "away")) as activations:
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return super().middle(x * self.get_buffer("table")[:8])
+
+
+def _write_table(part: WithLargeBuffer) -> None:
+    part.get_buffer("table").mul_(2)
+
+
+@pytest.mark.parametrize(("part", "write"), [(WithLargeBuffer, _write_table), (Fickle, _write_bias)])
+def test_a_tensor_too_large_to_copy_that_is_written_to_is_an_error(
+    part: type[Part], write: Callable[[Any], None]
+) -> None:
+    model = of_parts(*[part] * 3)()
+    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
         with activations:
             loss = model(torch.randn(8, WIDTH)).square().mean()
-        if at == "after the forward":
-            write(model)
-        with pytest.raises(RuntimeError, match=r"since its forward|modified by an inplace operation|changed"):
+        for module in model.modules():
+            if isinstance(module, part):
+                write(module)
+        with pytest.raises(StaleGraph, match="was written to since its forward"):
             loss.backward()
+
+
+class CountingObject:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class WithState(Part):
+    """Has a state of its own, in various places, and computes with it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, CountingObject()
+        self.of_numpy, self.of_python = np.random.default_rng(0), random.Random(0)
+        self.tensors, self.lists, self.array = {"a": torch.ones(())}, {"a": [0.0]}, np.zeros(3)
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("running_mean", torch.zeros(64))
+        self.register_buffer("running_var", torch.ones(64))
+        self.stack: list[float] = []
+
+    def factor(self) -> float:
+        found = 1.0
+        match self.kind:
+            case "numpy's generator":
+                found = float(self.of_numpy.random())
+            case "Python's generator":
+                found = self.of_python.random()
+            case "a dict of tensors":
+                found = float(self.tensors["a"].add_(1))
+            case "a dict of lists":
+                self.lists["a"][0] += 1
+                found = 1 + self.lists["a"][0]
+            case "an array":
+                self.array += 1
+                found = 1 + float(self.array[0])
+            case "an object":
+                self.calls.calls += 1
+                found = float(self.calls.calls)
+        return found
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.stack.append(1.0)
+        y = super().middle(x * self.get_buffer("mean") * self.factor())
+        if self.kind == "a buffer's data":
+            self.get_buffer("mean").data.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        if self.kind == "statistics":
+            mean, var = self.get_buffer("running_mean"), self.get_buffer("running_var")
+            y = nn.functional.batch_norm(y, mean, var, training=True)
+        y = torch.tanh(y)
+        self.stack.pop()
+        return y
+
+
+STATES = ["numpy's generator", "Python's generator", "a dict of tensors", "a dict of lists", "an array", "an object"]
+
+
+@pytest.mark.parametrize("kind", [*STATES, "a buffer's data", "statistics", "a stack"])
+def test_state_of_a_block_that_is_not_an_attribute(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = of_parts(*[functools.partial(WithState, kind)] * 3)()
+    model = copy.deepcopy(plain)
+    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
+        for step in range(STEPS):
+            x = torch.randn(8, WIDTH)
+            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+                side.zero_grad()
+                with context:
+                    loss = side(x).square().mean()
+                loss.backward()
+            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
+            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+            for module in model.modules():
+                if isinstance(module, WithState):
+                    assert module.stack == []
+                    assert module.calls.calls == (step + 1 if kind == "an object" else 0)
+
+
+class Conditioned(Part):
+    """Adds an attribute that user code sets before the forward and removes after it."""
+
+    condition: torch.Tensor | None = None
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.condition is not None
+        return super().middle(x + self.condition)
+
+
+def test_a_condition_with_a_graph_that_is_removed_before_backward() -> None:
+    torch.manual_seed(0)
+    plain = of_parts(*[Conditioned] * 3)()
+    model = copy.deepcopy(plain)
+    weights = [torch.ones(WIDTH, requires_grad=True) for _ in range(2)]
+    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
+        for step in range(STEPS):
+            x = torch.randn(8, WIDTH)
+            contexts: list[Any] = [contextlib.nullcontext(), activations]
+            for side, weight, context in zip((plain, model), weights, contexts, strict=True):
+                side.zero_grad()
+                parts = [module for module in side.modules() if isinstance(module, Conditioned)]
+                for part in parts:
+                    part.condition = weight * 2
+                with context:
+                    loss = side(x).square().mean()
+                for part in parts:
+                    part.condition = None
+                loss.backward()
+            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
+    same([weights[0].grad], [weights[1].grad], "of the condition")
+
+
+def test_a_child_that_is_added_later() -> None:
+    torch.manual_seed(0)
+    plain = of_parts(*[Part] * 3)()
+    model = copy.deepcopy(plain)
+    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
+        for step in range(STEPS):
+            x = torch.randn(8, WIDTH)
+            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+                if step == 2:
+                    for module in list(side.modules()):
+                        if isinstance(module, Part):
+                            module.narrow = nn.Sequential(nn.BatchNorm1d(64), module.narrow)  # type: ignore[assignment]
+                side.zero_grad()
+                with context:
+                    loss = side(x).square().mean()
+                loss.backward()
+            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
+            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+
+
+class Catching(Part):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().middle(x)
+        except Exception:
+            return x.new_zeros(len(x), 64)
+
+
+class Ring(deque[float]):
+    """Its own ``copy`` fails: it takes no other arguments."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__([1.0] * size, maxlen=size)
+
+    def __deepcopy__(self, _memo: object) -> Ring:
+        return Ring(len(self))
+
+
+class WithRing(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = Ring(3)
+
+
+@pytest.mark.parametrize("part", [Catching, WithRing])
+def test_parts_that_only_look_difficult(part: type[Part]) -> None:
+    torch.manual_seed(0)
+    plain = of_parts(*[part] * 3)()
+    model, x = copy.deepcopy(plain), torch.randn(8, WIDTH)
+    plain(x).square().mean().backward()
+    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
+        with activations:
+            loss = model(x).square().mean()
+        loss.backward()
+    same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], "gradients")
 
 
 class SameWeight(torch.autograd.Function):

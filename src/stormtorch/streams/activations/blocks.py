@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..bridge.torch_private import has_global_hooks, has_user_modes, without_torch_function
 from .attributes import Looks
@@ -17,18 +19,22 @@ def shape_of(block: nn.Module) -> Any:
     with without_torch_function():
         tensors = (*block.named_parameters(), *block.named_buffers())
         modules = tuple((name, type(module)) for name, module in block.named_modules())
-        return modules, tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
+        return modules, tuple((name, _shape(tensor), tensor.dtype) for name, tensor in tensors)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return () if is_lazy(tensor) else tuple(tensor.shape)
 
 
 class Anatomy:
     """A block's modules and the places of its parameters in them, found once: walking through them at each call takes
     longer than many an operation."""
 
-    __slots__ = ("_own", "_places", "_scripted", "looks", "modules")
+    __slots__ = ("_children", "_own", "_places", "_scripted", "looks", "modules")
 
     def __init__(self, block: nn.Module) -> None:
         self.modules = list(block.modules())
-        self.looks = Looks(self.modules)
+        self.looks, self._children = Looks(self.modules), self._children_now()
         self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.modules)
         looked_at = (
             [] if self._scripted else self.modules
@@ -36,6 +42,14 @@ class Anatomy:
         found = {id(p): (m, name) for m in reversed(looked_at) for name, p in m._parameters.items() if p is not None}
         self._places = list(found.values())
         self._own = [id(parameter) for parameter in self.parameters()]
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for module in self.modules for child in module._modules.values()]
+
+    def is_current(self) -> bool:
+        """Whether the block still has the modules that it had."""
+        now = self._children_now()
+        return len(now) == len(self._children) and all(map(operator.is_, now, self._children))
 
     def parameters(self) -> list[Any]:
         """The tensors that are in the parameters' places now."""

@@ -55,14 +55,15 @@ class Conditions:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
         ]
 
-    def can_be_set_again(self) -> bool:
-        """Whether a second run would have the same conditions, now that the block has run once."""
+    def can_be_set_again(self, *, look_inside: bool) -> bool:
+        """Whether a second run would have the same conditions, now that the block has run once. ``look_inside``: see
+        contents.py."""
         if self._random is not None and self._random.same(RandomNumbers(self._device)):
             self._random = None  # the block draws none
-        return self._attributes.contents.unchanged() and self._numpy == numpy_state()
+        return self._attributes.contents.unchanged(look_inside=look_inside) and self._numpy == numpy_state()
 
     def written_to(self) -> bool:
-        """Whether a buffer or another tensor of the block was changed in place, which ``again`` does not undo."""
+        """Whether a tensor of the block was changed in place, and ``again`` does not undo that."""
         return self._attributes.contents.written_to()
 
     @contextlib.contextmanager

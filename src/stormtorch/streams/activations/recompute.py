@@ -69,8 +69,9 @@ class Saved:
         return self.version is not None and self.tensor is not None and self.tensor._version != self.version
 
 
-class _Enough(Exception):
-    """Ends a second run: all tensors that backward needs have been saved."""
+class _Enough(BaseException):
+    """Ends a second run: all tensors that backward needs have been saved. No ``except Exception`` of a block may keep
+    it."""
 
 
 class BlockRun:
@@ -124,9 +125,14 @@ class BlockRun:
         self._saved.append(weakref.ref(saved))
         return saved
 
-    def end(self, result: Any) -> bool:
-        """Note that the block has run and returned ``result``. Returns whether a second run would give the same."""
-        self.repeats = self.has_its_inputs() and self._conditions is not None and self._conditions.can_be_set_again()
+    def end(self, result: Any, *, look_inside: bool) -> bool:
+        """Note that the block has run and returned ``result``. Returns whether a second run would give the same;
+        ``look_inside``: see contents.py."""
+        self.repeats = (
+            self.has_its_inputs()
+            and self._conditions is not None
+            and self._conditions.can_be_set_again(look_inside=look_inside)
+        )
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)]
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._outputs = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
@@ -214,7 +220,7 @@ class BlockRun:
     def _run_again(self) -> None:
         assert self._conditions is not None
         if self._conditions.written_to():
-            raise self._other("one of its buffers, or a tensor in its attributes, was written to since its forward")
+            raise self._other("one of its parameters, buffers or other tensors was written to since its forward")
         wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.tensor is None and s.away is None}
         last, count, has_all, unmade = max(wanted), 0, False, -1
 

@@ -69,8 +69,8 @@ class Saving:
         self._loose = Loose(stream, gauge)
         self._noted_task = -1  # the last backward whose end will be noted
         self._blocks = [weakref.ref(block) for block in blocks]
-        numbers: dict[Any, int] = {}  # a number is hashed and compared faster than a shape
-        self._shapes = [numbers.setdefault(shape_of(block), len(numbers)) for block in blocks]
+        self._numbers: dict[Any, int] = {}  # a number is hashed and compared faster than a shape
+        self._shapes = [self._numbers.setdefault(shape_of(block), len(self._numbers)) for block in blocks]
         self._anatomies = [Anatomy(block) for block in blocks]
         self._wrapped = WrappedCalls(self)
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
@@ -209,6 +209,9 @@ class Saving:
         self._stream.send_all()
         self._drop_last()
         leaves = tensors_in(args, kwargs)
+        if not self._anatomies[index].is_current():  # user code has added or replaced children
+            self._anatomies[index] = Anatomy(block)
+            self._shapes[index] = self._numbers.setdefault(shape_of(block), len(self._numbers))
         manner = self._anatomies[index].manner()
         kind = (self._shapes[index], manner, tuple([leaf.requires_grad for leaf in leaves]))
         sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
@@ -247,7 +250,7 @@ class Saving:
             self._run = None
         if plan.kind == "offload":
             self._stream.send_all()  # no operation is running now: RAM has room for all of it, or not
-        if run.end(result) != may_drop:
+        if run.end(result, look_inside=is_measured) != may_drop:
             self.planning.never_again(kind)
         if reading is not None:
             saved_bytes = run.saved_bytes()

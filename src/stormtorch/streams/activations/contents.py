@@ -1,0 +1,339 @@
+"""What the objects of a block contain, besides which objects they are (attributes.py).
+
+The contents of lists, dicts, arrays and random generators, and a module's parameters, buffers and children, are noted
+before the block runs. A block that changes these may not run again. If other code changes them before backward, they
+are restored for the second run, and what that run changes is undone.
+
+Tensors are too large to copy. One that is written to before backward is an error, as it is in plain PyTorch where
+autograd has saved it. Small ones, such as counters and scales, are copied, and the second run computes with the copy.
+
+Attributes of other objects, such as a config or a counter of calls, may change: they are restored as the modules' own
+are."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import random
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...core.sizes import KiB
+from ..bridge.torch_private import has_plain_storage, without_torch_function
+
+_COPIED_BYTES = 64 * KiB  # tensors and arrays up to this size are copied
+_ITEMS, _DEPTH = 256, 4  # of containers: those that are looked into
+_CONTAINERS = (list, dict, set, deque)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, type(lambda: None), type)
+_sorts: dict[type, str] = {}
+_chained, _values_of = itertools.chain.from_iterable, operator.methodcaller("values")
+
+
+def sort_of(kind: type) -> str:
+    """How to compare a value of this type; empty: only whether it is the same object. By type: asking an object of
+    transformers for its class takes microseconds."""
+    if kind not in _sorts:
+        sorts: tuple[tuple[str, Any], ...] = (
+            ("tensor", torch.Tensor), ("container", _CONTAINERS), ("tuple", tuple),
+            ("generator", _GENERATORS), ("array", np.ndarray),
+        )  # fmt: skip
+        sort = next((sort for sort, kinds in sorts if issubclass(kind, kinds)), "")
+        _sorts[kind] = "plain" if kind in _PLAIN else sort
+    return _sorts[kind]
+
+
+class Graphless:
+    """Stands for a tensor that has a graph, and does not keep that alive."""
+
+    __slots__ = ("_data", "_reference")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference, self._data = weakref.ref(tensor), tensor.detach()
+
+    def get(self) -> torch.Tensor:
+        """The tensor; if it is gone, one with its values, of which operations save as much."""
+        tensor = self._reference()
+        return self._data.detach().requires_grad_() if tensor is None else tensor
+
+
+def without_graph(value: Any) -> Any:
+    """``value``, to be kept: a tensor that has a graph, also in tuples, is replaced."""
+    if isinstance(value, torch.Tensor):
+        return Graphless(value) if value.grad_fn is not None else value
+    if type(value) is tuple:
+        items = tuple([without_graph(item) for item in value])
+        return value if all(map(operator.is_, items, value)) else _Items(items)
+    return value
+
+
+class _Items:
+    """Stands for a tuple in which tensors were replaced."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: tuple[Any, ...]) -> None:
+        self.items = items
+
+
+def given_back(kept: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """The value that was kept; tensors that were written to since are replaced by ``copies``, by their id."""
+    if isinstance(kept, Graphless):
+        kept = kept.get()
+    if isinstance(kept, _Items):
+        return tuple([given_back(item, copies) for item in kept.items])
+    return copies.get(id(kept), kept) if copies else kept
+
+
+def is_kept(value: Any, kept: Any) -> bool:
+    """Whether ``kept`` stands for ``value``."""
+    if isinstance(kept, Graphless):
+        return value is not None and kept._reference() is value
+    if isinstance(kept, _Items):
+        return type(value) is tuple and len(value) == len(kept.items) and all(map(is_kept, value, kept.items))
+    return value is kept
+
+
+class _Tables:
+    """Parameters, buffers and children of modules at one moment. A block has dozens of these dicts: comparing them one
+    by one would take longer than a small block."""
+
+    __slots__ = ("_names", "_sizes", "_tables", "_values", "versions")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tables = [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
+        self._sizes, self._names = list(map(len, self._tables)), list(_chained(self._tables))
+        self._values = list(_chained(map(_values_of, self._tables)))
+        weights = _chained([m._parameters.values() for m in modules])
+        with without_torch_function():
+            self.versions = [(p, p._version) for p in weights if p is not None and not p.is_inference()]
+
+    def unchanged(self) -> bool:
+        # With the same sizes, they are equally long one after the other.
+        return (
+            list(map(len, self._tables)) == self._sizes
+            and all(map(operator.is_, self._names, _chained(self._tables)))
+            and all(map(operator.is_, self._values, _chained(map(_values_of, self._tables))))
+        )
+
+    def written_to(self) -> bool:
+        with without_torch_function():
+            return any(weight._version != at for weight, at in self.versions)
+
+    def each(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each dict, and what it contained."""
+        entries = zip(self._names, self._values, strict=True)
+        for table, size in zip(self._tables, self._sizes, strict=True):
+            yield table, dict(itertools.islice(entries, size))
+
+
+class Contents:
+    """Of all objects of a block, at one moment."""
+
+    __slots__ = ("_containers", "_objects", "_tables", "_tensors")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tables = _Tables(modules)
+        self._containers: list[tuple[Any, Any]] = []
+        self._objects: dict[
+            int, tuple[Any, Any]
+        ] = {}  # attributes of each, by its id: a config belongs to many modules
+        self._tensors: list[tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = []  # version, copy
+        for module in modules:
+            if module._buffers:
+                for buffer in module._buffers.values():
+                    self.see(buffer)
+
+    def see(self, value: Any, depth: int = 0) -> None:
+        """Note what a value contains."""
+        match sort_of(type(value)):
+            case "tensor" if not value.is_inference():
+                self._tensors.append((weakref.ref(value), value._version, _copy_of(value)))
+            case "container":
+                self._containers.append((value, _content(value)))
+                if len(value) <= _ITEMS and depth < _DEPTH:
+                    for item in list(value.values() if isinstance(value, dict) else value):
+                        self.see(item, depth + 1)
+            case "tuple" if depth < _DEPTH:
+                for item in value[:_ITEMS]:
+                    self.see(item, depth + 1)
+            case "generator":
+                self._containers.append((value, _content(value)))
+            case "":
+                self.see_object(value)
+            case "array" if value.nbytes <= _COPIED_BYTES and value.dtype != object:
+                self._containers.append((value, value.copy()))
+
+    def see_object(self, value: Any) -> None:
+        """Note the attributes of an object that is no container. Modules have their own way."""
+        if id(value) in self._objects or isinstance(value, (nn.Module, type, types.ModuleType)):
+            return
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict and attributes:
+            self._objects[id(value)] = attributes, _content(attributes)
+
+    def unchanged(self, *, look_inside: bool) -> bool:
+        """Whether all of it is as it was, besides what ``written_to`` tells. ``look_inside``: compare small tensors
+        too, for which the host waits: a write through ``.data`` does not count as one."""
+        return (
+            not any((t := reference()) is not None and t._version != at for reference, at, _ in self._tensors)
+            and self._tables.unchanged()
+            and all(itertools.starmap(_is_same, self._containers))
+            and not (look_inside and any(map(_differs, self._tensors)))
+        )
+
+    def written_to(self) -> bool:
+        """Whether a tensor of which there is no copy was changed in place."""
+        return self._tables.written_to() or any(
+            copy is None and (tensor := reference()) is not None and tensor._version != at
+            for reference, at, copy in self._tensors
+        )
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """The former values of tensors that were changed in place, by their id."""
+        found: dict[int, torch.Tensor] = {}
+        for reference, at, copy in self._tensors:
+            if copy is not None and (tensor := reference()) is not None and tensor._version != at:
+                found[id(tensor)] = copy
+        return found
+
+    @contextlib.contextmanager
+    def again(self, copies: dict[int, torch.Tensor]) -> Iterator[None]:
+        """Restore what was there; afterwards what is there now, also where only the second run has changed it: it is
+        cut short, before it would have undone that itself."""
+        found = [*self._containers, *self._objects.values()]
+        now = [(value, _content(value)) for value, before in found if copies or not _is_same(value, before)]
+        changed = {id(value) for value, _ in now}
+        for value, before in found:
+            if id(value) in changed:
+                _fill(value, before, copies)
+        tables: list[tuple[Any, Any]] | None = None
+        if copies or not self._tables.unchanged():
+            tables = [(table, _content(table)) for table, _ in self._tables.each()]
+            for table, before in self._tables.each():
+                _fill(table, before, copies)
+        try:
+            yield
+        finally:
+            now += [e for e in found if id(e[0]) not in changed and not _is_same(*e)]
+            if tables is not None:
+                now += tables
+            elif not self._tables.unchanged():
+                now += self._tables.each()
+            for value, present in now:
+                _fill(value, present, {})
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    if not has_plain_storage(tensor) or tensor.nbytes > _COPIED_BYTES or tensor.requires_grad:
+        return None
+    with torch.no_grad():
+        return tensor.clone()
+
+
+def _differs(entry: tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]) -> bool:
+    reference, _, copy = entry
+    tensor = reference()
+    if copy is None or tensor is None:
+        return False
+    with torch.no_grad():  # by their bytes: NaN is not equal to itself
+        return not torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, copy)))
+
+
+def _content(value: Any) -> Any:
+    """A copy that keeps no graph. Not by the object's own ``copy``: a subclass may do anything there."""
+    if isinstance(value, _GENERATORS):
+        return _state_of(value)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        kept = dict(value)
+        if _may_have_graphs(kept.values()):
+            return {name: without_graph(item) for name, item in kept.items()}
+        return kept
+    kept_items = list(value)
+    return [without_graph(item) for item in kept_items] if _may_have_graphs(kept_items) else kept_items
+
+
+def _may_have_graphs(values: Iterable[Any]) -> bool:
+    return any(issubclass(kind, (torch.Tensor, tuple)) for kind in set(map(type, values)))
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    if sort_of(type(value)) in ("generator", "array"):
+        now = _content(value)
+        return bool(now.tobytes() == before.tobytes() if isinstance(now, np.ndarray) else now == before)
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        # In this order: the block may go through it. Most values are the same object: then no Python runs.
+        if not all(map(operator.is_, value, before)):
+            return False
+        kept = before.values()
+        return all(map(operator.is_, value.values(), kept)) or all(map(is_kept, value.values(), kept))
+    if isinstance(value, set):
+        return value == set(before)
+    return all(map(operator.is_, value, before)) or all(map(is_kept, value, before))
+
+
+def _fill(value: Any, before: Any, copies: dict[int, torch.Tensor]) -> None:
+    """Give a container or a generator what it contained before, by the methods of its base class."""
+    if isinstance(value, _GENERATORS):
+        _set_state(value, before)
+    elif isinstance(value, np.ndarray):
+        value[...] = before
+    elif isinstance(value, dict):
+        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        base.clear(value)
+        for name, item in before.items():
+            base.__setitem__(value, name, given_back(item, copies))
+    else:
+        base = next(base for base in (list, set, deque) if isinstance(value, base))
+        base.clear(value)
+        (base.update if base is set else base.extend)(value, [given_back(item, copies) for item in before])
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return _Comparable(generator.bit_generator.state)
+    return _Comparable(generator.get_state(legacy=False))
+
+
+class _Comparable:
+    """A state of numpy's, a dict that may contain arrays."""
+
+    __slots__ = ("state", "words")
+
+    def __init__(self, state: Any) -> None:
+        self.state, self.words = (
+            state,
+            repr({**state, "state": {k: np.asarray(v).tolist() for k, v in state["state"].items()}}),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Comparable) and self.words == other.words
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state.state
+    else:
+        generator.set_state(state.state)
