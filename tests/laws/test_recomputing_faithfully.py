@@ -982,6 +982,41 @@ def test_state_of_a_block_that_is_not_an_attribute(kind: str) -> None:
                     assert module.calls.calls == (step + 1 if kind == "an object" else 0)
 
 
+_calls = [0]
+
+
+class WithGlobalState(Part):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        _calls[0] += 1
+        return super().middle(x * _calls[0])
+
+
+class Inner:
+    def __init__(self) -> None:
+        self.object = CountingObject()
+
+
+class WithHiddenState(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.object.calls += 1
+        return super().middle(x * self.inner.object.calls)
+
+
+@pytest.mark.parametrize("part", [WithGlobalState, WithHiddenState])
+def test_state_that_is_not_found_is_an_error(part: type[Part], device: torch.device) -> None:
+    """In the first backward, not a wrong gradient."""
+    model = of_parts(*[part] * 3)().to(device)
+    with contextlib.closing(opened(model, device, "away")) as activations:
+        with activations:
+            loss = model(torch.randn(8, WIDTH, device=device)).square().mean()
+        with pytest.raises(StaleGraph, match="has other values than in forward"):
+            loss.backward()
+
+
 class Conditioned(Part):
     """Adds an attribute that user code sets before the forward and removes after it."""
 

@@ -44,6 +44,7 @@ from .conditions import Conditions
 from .held import Held, stale
 from .offloaded import Note
 from .room import Surroundings
+from .samples import differ, sample_of
 from .stream import ActivationStream
 
 
@@ -51,7 +52,7 @@ class Saved:
     """The object that autograd keeps for a tensor saved by a block; see the table above. Not made of `Held`: there are
     dozens in a block, and one object takes less time than two."""
 
-    __slots__ = ("__weakref__", "away", "dtype", "number", "probe", "run", "shape", "tensor", "version")
+    __slots__ = ("__weakref__", "away", "dtype", "number", "probe", "run", "sample", "shape", "tensor", "version")
 
     def __init__(self, run: BlockRun, number: int, tensor: torch.Tensor) -> None:
         self.run, self.number = run, number
@@ -62,6 +63,7 @@ class Saved:
         self.version: int | None = None
         self.away: Held | Note | None = None
         self.probe: VersionProbe | None = None  # of a dropped tensor that user code may still write to
+        self.sample: torch.Tensor | None = None  # some of its values, to compare with those of the second run
 
     @property
     def changed(self) -> bool:
@@ -90,12 +92,14 @@ class BlockRun:
         around: Surroundings,
         sends: bool,
         may_drop: bool,
+        is_verified: bool,
     ) -> None:
         """``trained``: which parameters are. ``sends``: whether saved tensors are offloaded at once. ``may_drop``:
-        whether ``drop`` may be called."""
+        whether ``drop`` may be called. ``is_verified``: the host waits in backward, to compare the second run with the
+        first."""
         self._block, self._original, self._stream, self._device = block, original, stream, around.device
         self._is_streamed, self._note_of = around.is_streamed, around.note_of
-        self.sends, self.repeats = sends, False
+        self.sends, self.repeats, self.is_verified = sends, False, is_verified
         self._count, self._names = len(args), list(kwargs)
         given = (*args, *kwargs.values())
         self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
@@ -161,6 +165,9 @@ class BlockRun:
 
     def drop(self, *, inputs_away: bool) -> None:
         """Release the saved tensors; backward will run the block again. Its inputs remain, or are offloaded."""
+        if self.is_verified:
+            for alive in filter(None, (reference() for reference in self._saved)):
+                alive.sample = None if alive.tensor is None else sample_of(alive.tensor)
         outputs = self._outputs
         for reference in self._saved:
             saved = reference()
@@ -212,10 +219,15 @@ class BlockRun:
                     self._run_again()
             else:
                 self._run_again()
-        made = self._again.pop(saved.number)
+        made = self._again.pop(saved.number).get()
         if not in_backward():
             self._again.clear()
-        return made.get()
+        if saved.sample is not None and differ(saved.sample, sample_of(made)):
+            raise self._other(
+                f"tensor {saved.number} that it saves has other values than in forward. Its modules use something that "
+                "changes from call to call, where STORM does not find it"
+            )
+        return made
 
     def _run_again(self) -> None:
         assert self._conditions is not None

@@ -236,6 +236,7 @@ class Saving:
             around=self._around,
             sends=plan.kind == "offload",
             may_drop=may_drop,
+            is_verified=is_measured,
         )
         assert self._hooks is not None
         refused, reading = self._stream.refused_bytes, None
