@@ -1,7 +1,7 @@
 """Some values of a tensor, to tell whether a block computes the same in its second run.
 
 A block may keep a state where STORM does not find it (contents.py): in a global, a closure, an object of an object.
-Then its second run would compute something else, and gradients would be wrong. So in the first passes a few thousand
+Then its second run would compute something else, and gradients would be wrong. So in the first passes a few hundred
 values of each saved tensor are compared. Kernels that add in any order differ in the last digits: only what differs by
 more than that counts."""
 
@@ -11,7 +11,7 @@ import torch
 
 from ..bridge.torch_private import has_plain_storage
 
-_VALUES = 4096
+_VALUES = 256
 _TOLERANCE = 0.05  # of the length of the vector of values
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
