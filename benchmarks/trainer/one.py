@@ -76,13 +76,13 @@ class Turns(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         step = state.global_step
-        self.marks.append(_mark())
+        self.marks.append(mark())
         if step in self.ends_at:
             _now()
             if torch.cuda.is_available():
                 print(f"step {step}: at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", file=sys.stderr)
             if step > self.ends_at[0]:
-                self.turns_s.append([_between(a, b) for a, b in itertools.pairwise(self.marks)])
+                self.turns_s.append([between(a, b) for a, b in itertools.pairwise(self.marks)])
             self.marks = []
             if step == self.ends_at[-1]:
                 self._report(look(self._session, self._own_meter()))
@@ -125,7 +125,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _mark() -> Any:
+def mark() -> Any:
     """A moment on the device's clock, where there is one."""
     if not torch.cuda.is_available():
         return time.perf_counter()
@@ -134,7 +134,7 @@ def _mark() -> Any:
     return event
 
 
-def _between(first: Any, second: Any) -> float:
+def between(first: Any, second: Any) -> float:
     return float(first.elapsed_time(second) / 1e3 if torch.cuda.is_available() else second - first)
 
 

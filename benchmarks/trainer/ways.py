@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from transformers import TrainerCallback
 
 from stormtorch.streams.activations.plan import ActivationPlan, recompute
 
+from .one import between, mark
 from .profiled import Profile
 
 
@@ -42,7 +42,7 @@ class Ways(TrainerCallback):
                 self.busy = self._profile.end()
                 control.should_training_stop = True
             return
-        self._marks.append(_mark())
+        self._marks.append(mark())
         if self._ends_at is None:
             if step >= self._warm and (self._is_settled() or step >= self._most_warm):
                 self._begin()
@@ -50,7 +50,7 @@ class Ways(TrainerCallback):
         elif step == self._ends_at:
             _synchronize()
             counted = list(itertools.pairwise(self._marks))[1:]
-            self.turns_s.setdefault(self._turns.pop(0), []).append([_between(a, b) for a, b in counted])
+            self.turns_s.setdefault(self._turns.pop(0), []).append([between(a, b) for a, b in counted])
             self._next(step)
         if self._ends_at is not None and not self._turns and self._profile is None:
             control.should_training_stop = True
@@ -88,7 +88,7 @@ class Ways(TrainerCallback):
             planning = self._planning()
             if planning is not None:
                 planning.plan = self._plans[way]
-        self._marks = [_mark()]
+        self._marks = [mark()]
         self._ends_at = step + (self._steps if self._turns else self.profiled_steps)
         if not self._turns and torch.cuda.is_available():
             self._profile = Profile(self.trainer.session)
@@ -97,16 +97,3 @@ class Ways(TrainerCallback):
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _mark() -> Any:
-    """A moment on the device's clock, where there is one."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(first: Any, second: Any) -> float:
-    return float(first.elapsed_time(second) / 1e3 if torch.cuda.is_available() else second - first)

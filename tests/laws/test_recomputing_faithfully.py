@@ -730,6 +730,37 @@ def test_an_object_left_behind_is_kept_by_the_block_alone() -> None:
         assert [node() for node in Watched.nodes] == [None] * len(Watched.nodes)
 
 
+def _nothing(_side: nn.Module, _step: int) -> None:
+    pass
+
+
+def train_alike(
+    part: Callable[[], nn.Module],
+    *,
+    way: str = "away",
+    before: Callable[[nn.Module, int], None] = _nothing,
+    between: Callable[[nn.Module, int], None] = _nothing,
+) -> Iterator[tuple[int, nn.Module]]:
+    """Train three blocks in plain PyTorch and with STORM; gradients and buffers are the same after each step. User code
+    runs ``before`` each forward, and ``between`` forward and backward. Yields the step and STORM's model."""
+    torch.manual_seed(0)
+    plain = of_parts(*[part] * 3)()
+    model = copy.deepcopy(plain)
+    with contextlib.closing(opened(model, torch.device("cpu"), way)) as activations:
+        for step in range(STEPS):
+            x = torch.randn(8, WIDTH)
+            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+                before(side, step)
+                side.zero_grad()
+                with context:
+                    loss = side(x).square().mean()
+                between(side, step)
+                loss.backward()
+            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
+            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+            yield step, model
+
+
 class Averaging(Part):
     """Has a buffer from the second step on."""
 
@@ -781,22 +812,12 @@ class Swapping(Part):
 @pytest.mark.parametrize("way", ["away", "kept", "auto"])
 @pytest.mark.parametrize("part", [Averaging, Reordering, Swapping, WithFirstBuffer])
 def test_what_changes_without_a_new_attribute(part: type[Part], way: str) -> None:
-    torch.manual_seed(0)
-    plain = of_parts(*[part] * 3)()
-    model = copy.deepcopy(plain)
-    with contextlib.closing(opened(model, torch.device("cpu"), way)) as activations:
-        for step in range(STEPS):
-            x = torch.randn(8, WIDTH)
-            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
-                for module in side.modules():
-                    if isinstance(module, Averaging) and step == 1:
-                        module.register_buffer("mean", torch.ones(WIDTH))
-                side.zero_grad()
-                with context:
-                    loss = side(x).square().mean()
-                loss.backward()
-            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
-            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+    def give_buffers(side: nn.Module, step: int) -> None:
+        for module in side.modules():
+            if isinstance(module, Averaging) and step == 1:
+                module.register_buffer("mean", torch.ones(WIDTH))
+
+    assert len(list(train_alike(part, way=way, before=give_buffers))) == STEPS
 
 
 class Fickle(Part):
@@ -835,22 +856,13 @@ def _change_number(part: Fickle) -> None:
 @pytest.mark.parametrize("change", [_swap, _replace_buffer, _change_list, _change_dict, _change_number])
 def test_what_user_code_changes_before_backward(change: Callable[[Fickle], None]) -> None:
     """Backward uses what forward found, and leaves what user code has set."""
-    torch.manual_seed(0)
-    plain = of_parts(*[Fickle] * 3)()
-    model = copy.deepcopy(plain)
-    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
-        for step in range(STEPS):
-            x = torch.randn(8, WIDTH)
-            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
-                side.zero_grad()
-                with context:
-                    loss = side(x).square().mean()
-                for module in side.modules():
-                    if isinstance(module, Fickle):
-                        change(module)
-                loss.backward()
-            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
-            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+
+    def change_all(side: nn.Module, _step: int) -> None:
+        for module in side.modules():
+            if isinstance(module, Fickle):
+                change(module)
+
+    assert len(list(train_alike(Fickle, between=change_all))) == STEPS
 
 
 def _count_in_place(part: Fickle) -> None:
@@ -963,23 +975,11 @@ STATES = ["numpy's generator", "Python's generator", "a dict of tensors", "a dic
 
 @pytest.mark.parametrize("kind", [*STATES, "a buffer's data", "statistics", "a stack"])
 def test_state_of_a_block_that_is_not_an_attribute(kind: str) -> None:
-    torch.manual_seed(0)
-    plain = of_parts(*[functools.partial(WithState, kind)] * 3)()
-    model = copy.deepcopy(plain)
-    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
-        for step in range(STEPS):
-            x = torch.randn(8, WIDTH)
-            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
-                side.zero_grad()
-                with context:
-                    loss = side(x).square().mean()
-                loss.backward()
-            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
-            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
-            for module in model.modules():
-                if isinstance(module, WithState):
-                    assert module.stack == []
-                    assert module.calls.calls == (step + 1 if kind == "an object" else 0)
+    for step, model in train_alike(functools.partial(WithState, kind)):
+        for module in model.modules():
+            if isinstance(module, WithState):
+                assert module.stack == []
+                assert module.calls.calls == (step + 1 if kind == "an object" else 0)
 
 
 _calls = [0]
@@ -1051,23 +1051,12 @@ def test_a_condition_with_a_graph_that_is_removed_before_backward() -> None:
 
 
 def test_a_child_that_is_added_later() -> None:
-    torch.manual_seed(0)
-    plain = of_parts(*[Part] * 3)()
-    model = copy.deepcopy(plain)
-    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
-        for step in range(STEPS):
-            x = torch.randn(8, WIDTH)
-            for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
-                if step == 2:
-                    for module in list(side.modules()):
-                        if isinstance(module, Part):
-                            module.narrow = nn.Sequential(nn.BatchNorm1d(64), module.narrow)  # type: ignore[assignment]
-                side.zero_grad()
-                with context:
-                    loss = side(x).square().mean()
-                loss.backward()
-            same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
-            same(list(model.buffers()), list(plain.buffers()), f"buffers, step {step}")
+    def add(side: nn.Module, step: int) -> None:
+        for module in list(side.modules()):
+            if isinstance(module, Part) and step == 2:
+                module.narrow = nn.Sequential(nn.BatchNorm1d(64), module.narrow)  # type: ignore[assignment]
+
+    assert len(list(train_alike(Part, before=add))) == STEPS
 
 
 class Catching(Part):
@@ -1096,15 +1085,7 @@ class WithRing(Part):
 
 @pytest.mark.parametrize("part", [Catching, WithRing])
 def test_parts_that_only_look_difficult(part: type[Part]) -> None:
-    torch.manual_seed(0)
-    plain = of_parts(*[part] * 3)()
-    model, x = copy.deepcopy(plain), torch.randn(8, WIDTH)
-    plain(x).square().mean().backward()
-    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
-        with activations:
-            loss = model(x).square().mean()
-        loss.backward()
-    same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], "gradients")
+    assert len(list(train_alike(part))) == STEPS
 
 
 class SameWeight(torch.autograd.Function):

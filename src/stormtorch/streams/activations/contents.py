@@ -143,9 +143,8 @@ class Contents:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = _Tables(modules)
         self._containers: list[tuple[Any, Any]] = []
-        self._objects: dict[
-            int, tuple[Any, Any]
-        ] = {}  # attributes of each, by its id: a config belongs to many modules
+        # Attributes of objects, by the object's id: a config belongs to many modules.
+        self._objects: dict[int, tuple[Any, Any]] = {}
         self._tensors: list[tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = []  # version, copy
         for module in modules:
             if module._buffers:
