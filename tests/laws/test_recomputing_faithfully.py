@@ -1017,6 +1017,34 @@ def test_state_that_is_not_found_is_an_error(part: type[Part], device: torch.dev
             loss.backward()
 
 
+class WithLateState(WithHiddenState):
+    begins = False
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return super().middle(x) if self.begins else Part.middle(self, x)
+
+
+def test_state_that_appears_late_is_an_error(device: torch.device) -> None:
+    """One block of each pass is compared, by turns."""
+    model = of_parts(Part, WithLateState, Part)().to(device)
+    with contextlib.closing(opened(model, device, "away")) as activations:
+
+        def step() -> None:
+            with activations:
+                loss = model(torch.randn(8, WIDTH, device=device)).square().mean()
+            loss.backward()
+
+        for _ in range(6):
+            step()
+        WithLateState.begins = True
+        try:
+            with pytest.raises(StaleGraph, match="has other values than in forward"):
+                for _ in range(len(model)):
+                    step()
+        finally:
+            WithLateState.begins = False
+
+
 class Conditioned(Part):
     """Adds an attribute that user code sets before the forward and removes after it."""
 

@@ -92,14 +92,14 @@ class BlockRun:
         around: Surroundings,
         sends: bool,
         may_drop: bool,
-        is_verified: bool,
+        compares: int,
     ) -> None:
         """``trained``: which parameters are. ``sends``: whether saved tensors are offloaded at once. ``may_drop``:
-        whether ``drop`` may be called. ``is_verified``: the host waits in backward, to compare the second run with the
-        first."""
+        whether ``drop`` may be called. ``compares``: how many of the tensors that it saves last are compared with those
+        of the second run. The host waits for each in backward."""
         self._block, self._original, self._stream, self._device = block, original, stream, around.device
         self._is_streamed, self._note_of = around.is_streamed, around.note_of
-        self.sends, self.repeats, self.is_verified = sends, False, is_verified
+        self.sends, self.repeats, self._compares = sends, False, compares
         self._count, self._names = len(args), list(kwargs)
         given = (*args, *kwargs.values())
         self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
@@ -165,9 +165,8 @@ class BlockRun:
 
     def drop(self, *, inputs_away: bool) -> None:
         """Release the saved tensors; backward will run the block again. Its inputs remain, or are offloaded."""
-        if self.is_verified:
-            for alive in filter(None, (reference() for reference in self._saved)):
-                alive.sample = None if alive.tensor is None else sample_of(alive.tensor)
+        if self._compares:
+            self._take_samples()
         outputs = self._outputs
         for reference in self._saved:
             saved = reference()
@@ -190,6 +189,16 @@ class BlockRun:
             if id(leaf) not in kept:
                 kept[id(leaf)] = _Input(leaf, self._stream, inputs_away) if type(leaf) is torch.Tensor else leaf
         self._inputs = [kept[id(leaf)] for leaf in self._inputs]
+
+    def _take_samples(self) -> None:
+        left = self._compares
+        for reference in reversed(self._saved):
+            saved = reference()
+            if saved is not None and saved.tensor is not None and not saved.changed:
+                saved.sample = sample_of(saved.tensor)
+                left -= saved.sample is not None
+                if not left:
+                    return
 
     def stay(self) -> None:
         """Drop nothing: release what a second run would need."""

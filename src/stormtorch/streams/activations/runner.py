@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -236,7 +237,7 @@ class Saving:
             around=self._around,
             sends=plan.kind == "offload",
             may_drop=may_drop,
-            is_verified=is_measured,
+            compares=self._compares(position, is_measured),
         )
         assert self._hooks is not None
         refused, reading = self._stream.refused_bytes, None
@@ -265,6 +266,14 @@ class Saving:
         self._levels.hold(kind, plan.way, held)
         self._watch(position, result)
         return result
+
+    def _compares(self, position: int, is_measured: bool) -> int:
+        """How many saved tensors of a block to compare between its two runs: all of a block that is measured, the last
+        of each block in the first passes, and later of one block a pass, by turns."""
+        if is_measured:
+            return sys.maxsize
+        count = len(self._last_sequence) or len(self._blocks)
+        return int(self.planning.age <= ROUNDS or position == self.passes % count)
 
     def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
         """Decide what becomes of a block that has run; may differ from ``plan``."""
