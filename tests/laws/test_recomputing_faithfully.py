@@ -1029,18 +1029,17 @@ def test_state_that_appears_late_is_an_error(device: torch.device) -> None:
     model = of_parts(Part, WithLateState, Part)().to(device)
     with contextlib.closing(opened(model, device, "away")) as activations:
 
-        def step() -> None:
-            with activations:
-                loss = model(torch.randn(8, WIDTH, device=device)).square().mean()
-            loss.backward()
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                with activations:
+                    loss = model(torch.randn(8, WIDTH, device=device)).square().mean()
+                loss.backward()
 
-        for _ in range(6):
-            step()
+        train(6)
         WithLateState.begins = True
         try:
             with pytest.raises(StaleGraph, match="has other values than in forward"):
-                for _ in range(len(model)):
-                    step()
+                train(len(model))
         finally:
             WithLateState.begins = False
 

@@ -12,7 +12,8 @@ import torch
 from ..bridge.torch_private import has_plain_storage
 
 _VALUES = 64
-_FAR = 0.05  # of the mean size of values
+_FAR = 0.05  # of the mean distance of values from their mean
+_NOISE = 1e-3  # of the mean size of values; more where the dtype is coarser
 _MANY = 0.1  # of the values
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -36,5 +37,7 @@ def differ(first: torch.Tensor, second: torch.Tensor | None) -> bool:
         one, other = first.double(), second.double()
         both = torch.isfinite(one) & torch.isfinite(other)
         one, other = torch.where(both, one, 0.0), torch.where(both, other, 0.0)
-        far = (one - other).abs() > _FAR * torch.maximum(one.abs().mean(), other.abs().mean())
+        spread = torch.maximum((one - one.mean()).abs().mean(), (other - other.mean()).abs().mean())
+        noise = max(_NOISE, 4 * torch.finfo(first.dtype).eps) * torch.maximum(one.abs().mean(), other.abs().mean())
+        far = (one - other).abs() > torch.maximum(_FAR * spread, noise)
         return bool(far.sum() > _MANY * far.numel())
