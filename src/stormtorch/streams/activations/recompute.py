@@ -194,11 +194,12 @@ class BlockRun:
         left = self._compares
         for reference in reversed(self._saved):
             saved = reference()
-            if saved is not None and saved.tensor is not None and not saved.changed:
-                saved.sample = sample_of(saved.tensor)
-                left -= saved.sample is not None
-                if not left:
-                    return
+            if saved is None or saved.tensor is None or saved.changed or not has_plain_storage(saved.tensor):
+                continue
+            saved.sample = None if self._stream.is_weight(saved.tensor) else sample_of(saved.tensor)
+            left -= saved.sample is not None
+            if not left:
+                return
 
     def stay(self) -> None:
         """Drop nothing: release what a second run would need."""

@@ -50,6 +50,7 @@ from .room import Gauge, Surroundings
 from .stream import ActivationStream
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # for saved tensors: pack and unpack
+_COMPARED = 4  # saved tensors of a block; the very last ones may be casts of weights
 
 
 class Saving:
@@ -269,11 +270,11 @@ class Saving:
 
     def _compares(self, position: int, is_measured: bool) -> int:
         """How many saved tensors of a block to compare between its two runs: all of a block that is measured, the last
-        of each block in the first passes, and later of one block a pass, by turns."""
+        few of each block in the first passes, and later of one block a pass, by turns."""
         if is_measured:
             return sys.maxsize
         count = len(self._last_sequence) or len(self._blocks)
-        return int(self.planning.age <= ROUNDS or position == self.passes % count)
+        return _COMPARED if self.planning.age <= ROUNDS or position == self.passes % count else 0
 
     def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
         """Decide what becomes of a block that has run; may differ from ``plan``."""

@@ -2,14 +2,12 @@
 
 A block may keep a state where STORM does not find it (contents.py): in a global, a closure, an object of an object.
 Then its second run would compute something else, and gradients would be wrong. So a few values of saved tensors are
-compared: of all that a block saves in the first passes, later of one tensor a pass. Kernels that add in any order
+compared: of all that a block saves in the first passes, later of a few tensors a pass. Kernels that add in any order
 differ in the last digits, and may send a token of a mixture of experts elsewhere: only more than that counts."""
 
 from __future__ import annotations
 
 import torch
-
-from ..bridge.torch_private import has_plain_storage
 
 _VALUES = 64
 _FAR = 0.05  # of the mean distance of values from their mean
@@ -19,8 +17,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Values spread over all of ``tensor``; None if they cannot be compared."""
-    if not has_plain_storage(tensor) or tensor.dtype not in _DTYPES or tensor.numel() == 0:
+    """Values spread over all of ``tensor``, with plain storage; None if they cannot be compared."""
+    if tensor.dtype not in _DTYPES or tensor.numel() == 0:
         return None
     with torch.no_grad():
         step = -(-tensor.numel() // _VALUES)
