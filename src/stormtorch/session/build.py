@@ -280,6 +280,7 @@ def _arrange(
         limit_bytes=tuning.limit_bytes,
         foreign_bytes=tuning.foreign_bytes,
         can_recompute=tuning.can_recompute,
+        weights=ground.pool,
         is_streamed=lambda tensor: parameters.residence_of(tensor) is not None,
         note_of=parameters.pack,
         steps=(lambda: tuning.steps) if stepped else None,

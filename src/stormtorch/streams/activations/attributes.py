@@ -3,13 +3,14 @@
 A block that counts its calls, keeps a memory from call to call or leaves an auxiliary loss behind changes attributes of
 its modules. Running it again in backward is right only if it finds the attributes of the first run and leaves no
 changes. So a copy of each module's ``__dict__`` is taken before the block runs, and is put back during the second run.
-Most modules never change theirs: for these the last copy is compared, which takes about a microsecond a module.
+Most modules never change theirs: for these the last copy is compared, all of a block at once.
 
 The copy is shallow; contents.py is about what the values contain."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
@@ -47,11 +48,11 @@ class Known:
     """The attributes of a module whose values cannot change inside, to compare with. Keeps no object alive that user
     code may drop: numbers, words and functions only, and weak references to the rest."""
 
-    __slots__ = ("_count", "_names", "_values", "module", "rest")
+    __slots__ = ("count", "module", "names", "rest", "values")
 
     def __init__(self, module: nn.Module, values: dict[str, Any], rest: list[tuple[str, weakref.ref[Any]]]) -> None:
-        self.module, self._count, self.rest = module, len(module.__dict__), rest
-        self._names, self._values = list(values), list(values.values())
+        self.module, self.count, self.rest = module, len(module.__dict__), rest
+        self.names, self.values = list(values), list(values.values())
 
     @classmethod
     def of(cls, module: nn.Module) -> Known | None:
@@ -75,8 +76,8 @@ class Known:
         now = self.module.__dict__
         try:
             return (
-                len(now) == self._count
-                and all(map(operator.is_, map(now.__getitem__, self._names), self._values))
+                len(now) == self.count
+                and all(map(operator.is_, map(now.__getitem__, self.names), self.values))
                 and all(now[name] is reference() for name, reference in self.rest)
             )
         except KeyError:
@@ -84,8 +85,39 @@ class Known:
 
     def found(self, rest: Sequence[Any]) -> dict[str, Any]:
         """The attributes, with the objects of ``rest``."""
-        names = (*self._names, *(name for name, _ in self.rest))
-        return dict(zip(names, (*self._values, *rest), strict=True))
+        names = (*self.names, *(name for name, _ in self.rest))
+        return dict(zip(names, (*self.values, *rest), strict=True))
+
+
+class AllKnown:
+    """The same of all modules of a block, compared at once."""
+
+    __slots__ = ("_counts", "_dicts", "_getters", "_rest", "_values", "known")
+
+    def __init__(self, known: list[Known]) -> None:
+        self.known, self._counts = known, [each.count for each in known]
+        self._dicts = [each.module.__dict__ for each in known]
+        # With two names or more, a getter returns a tuple.
+        self._getters = [operator.itemgetter("_parameters", "_buffers", *each.names) for each in known]
+        tables = ((each.module._parameters, each.module._buffers, *each.values) for each in known)
+        self._values = list(itertools.chain.from_iterable(tables))
+        self._rest = [(each.module.__dict__, name, reference) for each in known for name, reference in each.rest]
+
+    def is_there(self) -> bool:
+        """Whether all modules have these attributes now."""
+        found = itertools.chain.from_iterable(map(operator.call, self._getters, self._dicts))
+        try:
+            return (
+                list(map(len, self._dicts)) == self._counts
+                and all(map(operator.is_, found, self._values))
+                and all(there[name] is reference() for there, name, reference in self._rest)
+            )
+        except KeyError:
+            return False
+
+    def kept(self) -> list[Any]:
+        """The objects to which there are weak references only."""
+        return [reference() for _, _, reference in self._rest]
 
 
 class Same:
@@ -93,31 +125,58 @@ class Same:
 
     __slots__ = ("_known", "is_there", "kept", "module")
 
-    def __init__(self, known: Known) -> None:
-        self.module, self.is_there, self._known = known.module, known.is_there, known
-        self.kept = [reference() for _, reference in known.rest] if known.rest else ()
+    def __init__(self, known: Known, kept: Sequence[Any]) -> None:
+        self.module, self.is_there, self._known, self.kept = known.module, known.is_there, known, kept
 
     @property
     def found(self) -> dict[str, Any]:
         return self._known.found(self.kept)
 
 
+class AllSame:
+    """A look at a block whose attributes are all known."""
+
+    __slots__ = ("_all", "_kept", "is_there")
+
+    def __init__(self, known: AllKnown, kept: list[Any]) -> None:
+        self._all, self._kept, self.is_there = known, kept, known.is_there
+
+    def __iter__(self) -> Iterator[Same]:
+        """Module by module."""
+        kept = iter(self._kept)
+        for known in self._all.known:
+            yield Same(known, list(itertools.islice(kept, len(known.rest))))
+
+
+class Some(list["Look | Same"]):
+    """A look at a block, module by module."""
+
+    def is_there(self) -> bool:
+        return False
+
+
 class Looks:
     """Looks at a block's modules, and remembers what is known of each one; not of one that was found changed twice in a
     row."""
 
-    __slots__ = ("_changed", "_known", "modules")
+    __slots__ = ("_all", "_changed", "_known", "modules")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules, self._changed = modules, [0] * len(modules)  # how often, since it was found the same
         self._known: list[Known | None] = [None] * len(modules)
+        self._all: AllKnown | None = None  # if each module is known
 
-    def now(self, contents: Contents) -> list[Look | Same]:
-        looks: list[Look | Same] = []
+    def now(self, contents: Contents) -> AllSame | Some:
+        if self._all is not None and self._all.is_there():
+            kept = self._all.kept()
+            for value in kept:
+                contents.see_object(value)
+            return AllSame(self._all, kept)
+        looks = Some()
         for number, known in enumerate(self._known):
             if known is not None and known.is_there():
                 self._changed[number] = 0
-                same = Same(known)
+                same = Same(known, [reference() for _, reference in known.rest])
                 for value in same.kept:
                     contents.see_object(value)
                 looks.append(same)
@@ -125,6 +184,8 @@ class Looks:
             looks.append(Look(self.modules[number], contents))
             self._changed[number] += 1
             self._known[number] = Known.of(self.modules[number]) if self._changed[number] <= 2 else None
+        every = [known for known in self._known if known is not None]
+        self._all = AllKnown(every) if len(every) == len(self._known) else None
         return looks
 
 
@@ -141,16 +202,22 @@ class Attributes:
     def again(self) -> Iterator[None]:
         """Set the attributes of the first run; afterwards restore the present ones, whatever the run has set."""
         copies = self.contents.copies()
-        # None: those of the first run.
-        now = [None if look.is_there() and not copies else _own(look.module) for look in self._before]
-        for look, own in zip(self._before, now, strict=True):
-            if own is not None:
-                _put(look.module, look.found, own, copies)
+        before: list[Look | Same] | None = None
+        now: list[dict[str, Any] | None] = []  # None: those of the first run
+        if copies or not self._before.is_there():
+            before = list(self._before)
+            now = [None if look.is_there() and not copies else _own(look.module) for look in before]
+            for look, own in zip(before, now, strict=True):
+                if own is not None:
+                    _put(look.module, look.found, own, copies)
         try:
             with self.contents.again(copies):
                 yield
         finally:
-            for look, own in zip(self._before, now, strict=True):
+            if before is None and not self._before.is_there():
+                before = list(self._before)
+                now = [None] * len(before)
+            for look, own in zip(before or (), now, strict=True):
                 if own is not None or not look.is_there():
                     _put(look.module, look.found if own is None else own, _own(look.module), {})
 

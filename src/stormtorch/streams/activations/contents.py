@@ -106,13 +106,13 @@ class _Tables:
     """Parameters, buffers and children of modules at one moment. A block has dozens of these dicts: comparing them one
     by one would take longer than a small block."""
 
-    __slots__ = ("_names", "_sizes", "_tables", "_values", "versions")
+    __slots__ = ("_filled", "_names", "_sizes", "_tables", "_values", "versions")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
-        self._sizes, self._names = list(map(len, self._tables)), list(_chained(self._tables))
-        self._values = list(_chained(map(_values_of, self._tables)))
-        weights = _chained([m._parameters.values() for m in modules])
+        self._sizes, self._filled = list(map(len, self._tables)), [table for table in self._tables if table]
+        self._names, self._values = list(_chained(self._filled)), list(_chained(map(_values_of, self._filled)))
+        weights = _chained([m._parameters.values() for m in modules if m._parameters])
         with without_torch_function():
             self.versions = [(p, p._version) for p in weights if p is not None and not p.is_inference()]
 
@@ -120,8 +120,8 @@ class _Tables:
         # With the same sizes, they are equally long one after the other.
         return (
             list(map(len, self._tables)) == self._sizes
-            and all(map(operator.is_, self._names, _chained(self._tables)))
-            and all(map(operator.is_, self._values, _chained(map(_values_of, self._tables))))
+            and all(map(operator.is_, self._names, _chained(self._filled)))
+            and all(map(operator.is_, self._values, _chained(map(_values_of, self._filled))))
         )
 
     def written_to(self) -> bool:

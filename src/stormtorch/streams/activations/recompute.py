@@ -98,7 +98,7 @@ class BlockRun:
         whether ``drop`` may be called. ``compares``: how many of the tensors that it saves last are compared with those
         of the second run. The host waits for each in backward."""
         self._block, self._original, self._stream, self._device = block, original, stream, around.device
-        self._is_streamed, self._note_of = around.is_streamed, around.note_of
+        self._is_streamed, self._note_of, self._weights = around.is_streamed, around.note_of, around.weights
         self.sends, self.repeats, self._compares = sends, False, compares
         self._count, self._names = len(args), list(kwargs)
         given = (*args, *kwargs.values())
@@ -109,7 +109,7 @@ class BlockRun:
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
         self._outputs: list[tuple[int, int]] = []  # the memory of each: its first and last address
-        self._again: dict[int, Held] = {}  # by number: made by a second run, not asked for yet
+        self._again: dict[int, torch.Tensor] = {}  # by number: made by a second run, not asked for yet
         self.tell_time: Callable[[Reading], None] | None = None  # is given the time of the second run
 
     # --- forward
@@ -117,9 +117,12 @@ class BlockRun:
     @never_traced
     def pack(self, tensor: torch.Tensor) -> Any:
         """Hook for autograd: save ``tensor``. Of a streamed weight, which `weights` finds again, only a note."""
-        note = self._note_of(tensor)
-        if note is not None:
-            return note
+        low, high = self._weights.span
+        try:
+            if low <= tensor.data_ptr() < high and (note := self._note_of(tensor)) is not None:
+                return note
+        except (RuntimeError, NotImplementedError):
+            pass  # it has no memory of its own
         saved = Saved(self, len(self._saved), tensor)
         if self.sends:
             saved.away = self._stream.pack(tensor)
@@ -229,7 +232,7 @@ class BlockRun:
                     self._run_again()
             else:
                 self._run_again()
-        made = self._again.pop(saved.number).get()
+        made = self._again.pop(saved.number)
         if not in_backward():
             self._again.clear()
         if saved.sample is not None and differ(saved.sample, sample_of(made)):
@@ -251,8 +254,12 @@ class BlockRun:
             nonlocal count, has_all, unmade
             if has_all:
                 raise _Enough
-            if self._is_streamed(tensor):
-                return tensor.detach()
+            low, high = self._weights.span
+            try:
+                if low <= tensor.data_ptr() < high and self._is_streamed(tensor):
+                    return tensor.detach()
+            except (RuntimeError, NotImplementedError):
+                pass  # it has no memory of its own
             number, count = count, count + 1
             saved = wanted.get(number)
             if saved is not None:
@@ -262,7 +269,7 @@ class BlockRun:
                         f"tensor {number} that it saves is {tuple(shape)}, {tensor.dtype}; in forward it was "
                         f"{tuple(saved.shape)}, {saved.dtype}"
                     )
-                held = self._again[number] = Held(tensor)
+                self._again[number] = made = tensor.detach()
             if tensor.grad_fn is None and not tensor.requires_grad:
                 # The operation may still be about to write it, as ``rrelu`` does with its noise.
                 unmade = sequence_number()
@@ -270,7 +277,7 @@ class BlockRun:
                 if unmade != sequence_number():
                     raise _Enough
                 has_all = True  # once that operation has run
-            return tensor.detach() if saved is None else held.tensor
+            return tensor.detach() if saved is None else made
 
         made: dict[int, Any] = {}
         for leaf in self._inputs:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,16 @@ _NEARLY = 8  # nearly full: less than 1/8 of the budget is left
 _FILLING = 3  # filling: more than 1/3 is taken, and the loss's memory is not known yet
 
 
+class Spanned(Protocol):
+    """Memory between two addresses."""
+
+    span: tuple[int, int]
+
+
+class _Nothing:
+    span = (0, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """The lanes that carry activations, the ledger that they are charged to, and the rest of the device's state."""
@@ -46,6 +56,7 @@ class Surroundings:
     limit_bytes: int  # of the device
     foreign_bytes: int = 0  # bytes of this process there that do not count in the limit
     can_recompute: Callable[[nn.Module], bool] = lambda _block: True
+    weights: Spanned = field(default_factory=_Nothing)  # where they lie: asking it is faster than `is_streamed`
     is_streamed: Callable[[torch.Tensor], bool] = lambda _tensor: False  # whether a tensor is a streamed weight
     note_of: Callable[[torch.Tensor], Any] = lambda _tensor: None  # the note that autograd keeps of a streamed weight
     steps: Callable[[], int] | None = None  # optimizer steps so far; None: each pass counts as one

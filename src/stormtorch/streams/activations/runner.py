@@ -240,17 +240,8 @@ class Saving:
             may_drop=may_drop,
             compares=self._compares(position, is_measured),
         )
-        assert self._hooks is not None
-        refused, reading = self._stream.refused_bytes, None
-        self._run = run
-        try:
-            with saved_tensors_hooks(run.pack, self._hooks[1]):
-                if is_measured:
-                    result, reading = timed(self._around.device, lambda: original(*args, **kwargs))
-                else:
-                    result = original(*args, **kwargs)
-        finally:
-            self._run = None
+        refused = self._stream.refused_bytes
+        result, reading = self._first_run(run, functools.partial(original, *args, **kwargs), is_measured)
         if plan.kind == "offload":
             self._stream.send_all()  # no operation is running now: RAM has room for all of it, or not
         if run.end(result, look_inside=is_measured) != may_drop:
@@ -267,6 +258,15 @@ class Saving:
         self._levels.hold(kind, plan.way, held)
         self._watch(position, result)
         return result
+
+    def _first_run(self, run: BlockRun, call: Callable[[], Any], is_measured: bool) -> tuple[Any, Reading | None]:
+        assert self._hooks is not None
+        self._run = run
+        try:
+            with saved_tensors_hooks(run.pack, self._hooks[1]):
+                return timed(self._around.device, call) if is_measured else (call(), None)
+        finally:
+            self._run = None
 
     def _compares(self, position: int, is_measured: bool) -> int:
         """How many saved tensors of a block to compare between its two runs: all of a block that is measured, the last

@@ -92,10 +92,9 @@ class SavedWeight:
 
     __slots__ = ("dtype", "offset", "place", "shape", "stride", "updates", "version")
 
-    def __init__(self, place: Place, tensor: torch.Tensor, updates: int) -> None:
+    def __init__(self, place: Place, tensor: torch.Tensor, offset: int, updates: int) -> None:
         self.place, self.updates, self.version = place, updates, _version(place)
-        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.dtype, self.shape, self.stride, self.offset = tensor.dtype, tensor.shape, tensor.stride(), offset
 
 
 class ParameterStream:
@@ -307,17 +306,11 @@ class ParameterStream:
 
     def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
         """Hook for tensors that autograd saves: a note of which weight ``tensor`` is, or None."""
-        low, high = self._pool.span
-        try:
-            if not low <= tensor.data_ptr() < high:  # as in `residence_of`: this is called for every saved tensor
-                return None
-        except (RuntimeError, NotImplementedError):
-            return None
         residence = self.residence_of(tensor)
         if residence is None:
             return None
-        place = residence.unit.place_at(int(tensor.storage_offset()) * tensor.itemsize)
-        return SavedWeight(place, tensor, residence.updates)
+        offset = int(tensor.storage_offset())
+        return SavedWeight(residence.unit.place_at(offset * tensor.itemsize), tensor, offset, residence.updates)
 
     def residence_of(self, tensor: torch.Tensor) -> Residence | None:
         """The unit of which ``tensor`` is a part on the device; None if it is not a streamed weight."""
@@ -332,20 +325,21 @@ class ParameterStream:
             return None
         return None if tensor.is_conj() or tensor.is_neg() else residence  # lazy views keep the device copy
 
-    @locked
     def unpack(self, saved: SavedWeight) -> torch.Tensor:
         """The weight, wherever its unit lies now."""
         if not self.residences:
             raise StaleGraph("Cannot run backward: the session that this forward ran in was closed.")
         place = saved.place
         residence = self.residences[place.unit.index]
+        # Without the lock where nothing changes: backward asks for every weight of a unit by itself.
         if (place.trained and saved.updates != residence.updates) or saved.version != _version(place):
             raise StaleGraph(
                 f"Cannot run backward: {place.name!r} has been modified by an optimizer step or an in-place operation "
                 "after this forward. Call backward before step, or run the forward again."
             )
-        stay = residence.stay if self._is_in_use(residence) else self.use(residence.unit)
-        assert stay is not None
+        stay = residence.stay
+        if stay is None or not self._is_in_use(residence):
+            stay = self.use(residence.unit)
         typed = stay.typed.get(saved.dtype)
         if typed is None:
             typed = stay.typed[saved.dtype] = stay.base.view(saved.dtype)
