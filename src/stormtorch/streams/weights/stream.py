@@ -331,13 +331,12 @@ class ParameterStream:
             raise StaleGraph("Cannot run backward: the session that this forward ran in was closed.")
         place = saved.place
         residence = self.residences[place.unit.index]
-        # Without the lock where nothing changes: backward asks for every weight of a unit by itself.
         if (place.trained and saved.updates != residence.updates) or saved.version != _version(place):
             raise StaleGraph(
                 f"Cannot run backward: {place.name!r} has been modified by an optimizer step or an in-place operation "
                 "after this forward. Call backward before step, or run the forward again."
             )
-        stay = residence.stay
+        stay = residence.stay  # without the lock: backward asks for every weight of a unit by itself
         if stay is None or not self._is_in_use(residence):
             stay = self.use(residence.unit)
         typed = stay.typed.get(saved.dtype)
