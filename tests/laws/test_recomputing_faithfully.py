@@ -1006,7 +1006,41 @@ class WithHiddenState(Part):
         return super().middle(x * self.inner.object.calls)
 
 
-@pytest.mark.parametrize("part", [WithGlobalState, WithHiddenState])
+class WithSmallState(Part):
+    """The effect is 1 %."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        _calls[0] += 1
+        return super().middle(x * (1 + 0.01 * (_calls[0] % 3)))
+
+
+_generator = torch.Generator()
+
+
+class WithGlobalMask(Part):
+    """Autograd saves the mask alone, which is not of floating point."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * (torch.rand(y.shape, generator=_generator) > 0.5).to(y.device)
+
+
+class WithCodebook(Part):
+    """Writes a large buffer in a way that no version counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.randn(4096, WIDTH))
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        bank = self.get_buffer("bank")
+        nearest = torch.cdist(x.detach(), bank).argmin(-1)
+        y = super().middle(x + 0.1 * bank[nearest])
+        bank.data[nearest] = 0.5 * bank.data[nearest]
+        return y
+
+
+@pytest.mark.parametrize("part", [WithGlobalState, WithHiddenState, WithSmallState, WithGlobalMask, WithCodebook])
 def test_state_that_is_not_found_is_an_error(part: type[Part], device: torch.device) -> None:
     """In the first backward, not a wrong gradient."""
     model = of_parts(*[part] * 3)().to(device)
@@ -1025,7 +1059,7 @@ class WithLateState(WithHiddenState):
 
 
 def test_state_that_appears_late_is_an_error(device: torch.device) -> None:
-    """One block of each pass is compared, by turns."""
+    """One block of each pass is compared, by chance."""
     model = of_parts(Part, WithLateState, Part)().to(device)
     with contextlib.closing(opened(model, device, "away")) as activations:
 
@@ -1039,9 +1073,134 @@ def test_state_that_appears_late_is_an_error(device: torch.device) -> None:
         WithLateState.begins = True
         try:
             with pytest.raises(StaleGraph, match="has other values than in forward"):
-                train(3)
+                train(50)
         finally:
             WithLateState.begins = False
+
+
+class UnfilledNoise(Part):
+    """In eval, torch saves noise that it has not filled and does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.RReLU()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.act.eval()
+        y: torch.Tensor = self.act(self.wide(x))
+        return y
+
+
+class UnfilledRows(Part):
+    """An expert with a fixed capacity: rows that are never read."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x.sum(-1) > 0).nonzero().flatten()
+        rows = x.new_empty(8, WIDTH)
+        rows[: len(chosen)] = x[chosen]
+        y = torch.tanh(self.wide(rows))
+        return torch.sin(x.new_zeros(8, 64).index_copy(0, chosen, y[: len(chosen)]))
+
+
+class Forking(Part):
+    """Draws numbers, and leaves the generator as it was."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            noise = torch.randn(8, 64)
+        return torch.sin(self.wide(x) * noise)
+
+
+class Unregistered(Part):
+    """Keeps a module in a list, which therefore is none of its children, and counts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [CountingModule()]
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden[0].calls += 1
+        return super().middle(x * (1 + 0.01 * self.hidden[0].calls))
+
+
+class CountingModule(nn.Module):
+    calls = 0
+
+
+@pytest.mark.parametrize("part", [UnfilledNoise, UnfilledRows, Forking, Unregistered])
+def test_no_false_alarm(part: type[Part]) -> None:
+    """Memory that torch never reads may differ; numbers that a block draws may not."""
+
+    def fill_free_memory(_model: nn.Module, step: int) -> None:
+        torch.manual_seed(step)
+        garbage = [torch.full((8, size), float(step + 1)) for size in (WIDTH, 64) for _ in range(32)]
+        del garbage
+
+    def draw(_model: nn.Module, step: int) -> None:
+        fill_free_memory(_model, step + 100)
+        torch.rand(1)
+
+    assert len(list(train_alike(part, before=fill_free_memory, between=draw))) == STEPS
+
+
+def test_attributes_that_were_replaced_together() -> None:
+    def replace(model: nn.Module, step: int) -> None:
+        part = model.get_submodule("1.part")
+        vars(part)["factor"] = 2.0
+        if step == 2:
+            part.__dict__ = dict(part.__dict__)
+
+    def change(model: nn.Module, _step: int) -> None:
+        vars(model.get_submodule("1.part"))["factor"] = 9.0
+
+    assert len(list(train_alike(Factored, before=replace, between=change))) == STEPS
+
+
+class Factored(Part):
+    factor = 2.0
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.wide(x) * self.factor)
+
+
+class Scaled(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(64) + 0.5)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.wide(x)) * self.get_buffer("scale")
+
+
+def _scale(buffer: torch.Tensor, _gradient: torch.Tensor) -> None:
+    buffer.mul_(1.5)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_write_between_two_gradients(streams: bool) -> None:
+    """A hook writes to a buffer that the rest of backward needs: an error, as in plain PyTorch."""
+    model = of_parts(*[Scaled] * 3)()
+    for module in model.modules():
+        if isinstance(module, Scaled):
+            module.narrow.bias.register_hook(functools.partial(_scale, module.get_buffer("scale")))
+    way = opened(model, torch.device("cpu"), "away") if streams else contextlib.nullcontext()
+    with way:
+        loss = model(torch.randn(8, WIDTH)).square().mean()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    if isinstance(way, OffloadedActivations):
+        way.close()
+
+
+def test_a_hook_that_is_registered_before_backward() -> None:
+    """It would run in the second run, and change it."""
+    model = of_parts(*[Part] * 3)()
+    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
+        with activations:
+            loss = model(torch.randn(8, WIDTH)).square().mean()
+        model.get_submodule("1.part.wide").register_forward_hook(lambda _module, _args, y: y * 2)
+        with pytest.raises(StaleGraph, match="a hook was registered"):
+            loss.backward()
 
 
 class Conditioned(Part):

@@ -92,25 +92,26 @@ class Known:
 class AllKnown:
     """The same of all modules of a block, compared at once."""
 
-    __slots__ = ("_counts", "_dicts", "_getters", "_rest", "_values", "known")
+    __slots__ = ("_counts", "_getters", "_modules", "_rest", "_values", "known")
 
     def __init__(self, known: list[Known]) -> None:
         self.known, self._counts = known, [each.count for each in known]
-        self._dicts = [each.module.__dict__ for each in known]
+        self._modules = [each.module for each in known]
         # With two names or more, a getter returns a tuple.
         self._getters = [operator.itemgetter("_parameters", "_buffers", *each.names) for each in known]
         tables = ((each.module._parameters, each.module._buffers, *each.values) for each in known)
         self._values = list(itertools.chain.from_iterable(tables))
-        self._rest = [(each.module.__dict__, name, reference) for each in known for name, reference in each.rest]
+        self._rest = [(each.module, name, reference) for each in known for name, reference in each.rest]
 
     def is_there(self) -> bool:
         """Whether all modules have these attributes now."""
-        found = itertools.chain.from_iterable(map(operator.call, self._getters, self._dicts))
+        dicts = list(map(vars, self._modules))
+        found = itertools.chain.from_iterable(map(operator.call, self._getters, dicts))
         try:
             return (
-                list(map(len, self._dicts)) == self._counts
+                list(map(len, dicts)) == self._counts
                 and all(map(operator.is_, found, self._values))
-                and all(there[name] is reference() for there, name, reference in self._rest)
+                and all(vars(module)[name] is reference() for module, name, reference in self._rest)
             )
         except KeyError:
             return False

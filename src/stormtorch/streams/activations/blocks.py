@@ -68,12 +68,11 @@ class Anatomy:
     def is_listened_to(self) -> bool:
         """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, which does not
         pass on the exception that ends a second run."""
-        return (
-            self._scripted
-            or has_user_modes()
-            or has_global_hooks()
-            or any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
-        )
+        return self._scripted or has_user_modes() or has_global_hooks() or self.is_hooked()
+
+    def is_hooked(self) -> bool:
+        """Whether user code has registered a hook on one of its modules."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
 
 
 _VALUES = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device, type(None))

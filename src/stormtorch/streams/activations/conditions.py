@@ -48,7 +48,7 @@ class Conditions:
         """``trained``: which parameters are."""
         self._anatomy, self._trained, self._device = anatomy, trained, device
         self._attributes = Attributes(anatomy.looks)
-        self._random: RandomNumbers | None = RandomNumbers(device)
+        self._random = RandomNumbers(device)
         self._numpy, self._default = numpy_state(), default_device()
         self._backends = [ask() for ask, _ in _BACKENDS]
         self._autocast = [
@@ -58,9 +58,11 @@ class Conditions:
     def can_be_set_again(self, *, look_inside: bool) -> bool:
         """Whether a second run would have the same conditions, now that the block has run once. ``look_inside``: see
         contents.py."""
-        if self._random is not None and self._random.same(RandomNumbers(self._device)):
-            self._random = None  # the block draws none
         return self._attributes.contents.unchanged(look_inside=look_inside) and self._numpy == numpy_state()
+
+    def is_hooked(self) -> bool:
+        """Whether user code would notice a second run now, or change it."""
+        return self._anatomy.is_hooked()
 
     def written_to(self) -> bool:
         """Whether a tensor of the block was changed in place, and ``again`` does not undo that."""
@@ -83,8 +85,9 @@ class Conditions:
             stack.callback(self._set_trained, self._set_trained(self._trained))
             stack.callback(_set_backends, backends)
             _set_backends(self._backends)
-            if self._random is not None:
-                stack.callback(RandomNumbers(self._device).restore)
+            # Also for a block that has left them as they were: it may draw inside of ``fork_rng``.
+            if not self._random.same(now := RandomNumbers(self._device)):
+                stack.callback(now.restore)
                 self._random.restore()
             yield
 

@@ -138,10 +138,10 @@ class _Tables:
 class Contents:
     """Of all objects of a block, at one moment."""
 
-    __slots__ = ("_containers", "_objects", "_tables", "_tensors")
+    __slots__ = ("_containers", "_modules", "_objects", "_tables", "_tensors")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._tables = _Tables(modules)
+        self._modules, self._tables = modules, _Tables(modules)
         self._containers: list[tuple[Any, Any]] = []
         # Attributes of objects, by the object's id: a config belongs to many modules.
         self._objects: dict[int, tuple[Any, Any]] = {}
@@ -172,8 +172,10 @@ class Contents:
                 self._containers.append((value, value.copy()))
 
     def see_object(self, value: Any) -> None:
-        """Note the attributes of an object that is no container. Modules have their own way."""
-        if id(value) in self._objects or isinstance(value, (nn.Module, type, types.ModuleType)):
+        """Note the attributes of an object that is no container. The block's own modules are looked at elsewhere."""
+        if id(value) in self._objects or isinstance(value, (type, types.ModuleType)):
+            return
+        if isinstance(value, nn.Module) and any(value is module for module in self._modules):
             return
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict and attributes:

@@ -44,7 +44,7 @@ from .conditions import Conditions
 from .held import Held, stale
 from .offloaded import Note
 from .room import Surroundings
-from .samples import differ, sample_of
+from .samples import differ, same_bits, sample_of
 from .stream import ActivationStream
 
 
@@ -109,7 +109,9 @@ class BlockRun:
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
         self._outputs: list[tuple[int, int]] = []  # the memory of each: its first and last address
-        self._again: dict[int, torch.Tensor] = {}  # by number: made by a second run, not asked for yet
+        self._results: list[torch.Tensor | None] = []  # samples of what the block has returned
+        # By number: made by a second run, not asked for yet; with their versions, unless they have none.
+        self._again: dict[int, tuple[torch.Tensor, int | None]] = {}
         self.tell_time: Callable[[Reading], None] | None = None  # is given the time of the second run
 
     # --- forward
@@ -141,6 +143,8 @@ class BlockRun:
             and self._conditions.can_be_set_again(look_inside=look_inside)
         )
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)]
+        if self._compares and self.repeats:
+            self._results = [sample_of(tensor) for tensor in tensors]
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._outputs = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return self.repeats
@@ -232,20 +236,46 @@ class BlockRun:
                     self._run_again()
             else:
                 self._run_again()
-        made = self._again.pop(saved.number)
+        made, at = self._again.pop(saved.number)
+        if at is not None and made._version != at:
+            raise stale(saved.shape, saved.dtype)
         if not in_backward():
             self._again.clear()
-        if saved.sample is not None and differ(saved.sample, sample_of(made)):
+        if saved.sample is not None and differ(saved.sample, sample_of(made)) and not self._returns_the_same():
             raise self._other(
                 f"tensor {saved.number} that it saves has other values than in forward. Its modules use something that "
                 "changes from call to call, where STORM does not find it"
             )
         return made
 
+    def _returns_the_same(self) -> bool:
+        """Run the block once more, to its end, and compare what it returns. A tensor that it saves may differ without
+        effect: torch saves memory that it has not filled, and never reads it."""
+        assert self._conditions is not None
+        for saved in filter(None, (reference() for reference in self._saved)):
+            saved.sample = None  # one answer is enough
+        args, kwargs = self._arguments()
+        with self._conditions.again(), torch.no_grad():
+            result = self._original(*args, **kwargs)
+            tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)]
+            samples = [sample_of(tensor) for tensor in tensors]
+        return len(samples) == len(self._results) and all(map(same_bits, self._results, samples))
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call, without their graphs."""
+        made: dict[int, Any] = {}
+        for leaf in self._inputs:
+            if id(leaf) not in made:
+                made[id(leaf)] = leaf.get() if isinstance(leaf, _Input) else leaf
+        values = filled(self._form, iter([made[id(leaf)] for leaf in self._inputs]))
+        return values[: self._count], dict(zip(self._names, values[self._count :], strict=True))
+
     def _run_again(self) -> None:
         assert self._conditions is not None
         if self._conditions.written_to():
             raise self._other("one of its parameters, buffers or other tensors was written to since its forward")
+        if self._conditions.is_hooked():
+            raise self._other("a hook was registered on one of its modules since its forward")
         wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.tensor is None and s.away is None}
         last, count, has_all, unmade = max(wanted), 0, False, -1
 
@@ -269,7 +299,8 @@ class BlockRun:
                         f"tensor {number} that it saves is {tuple(shape)}, {tensor.dtype}; in forward it was "
                         f"{tuple(saved.shape)}, {saved.dtype}"
                     )
-                self._again[number] = made = tensor.detach()
+                made = tensor.detach()
+                self._again[number] = made, None if tensor.is_inference() else tensor._version
             if tensor.grad_fn is None and not tensor.requires_grad:
                 # The operation may still be about to write it, as ``rrelu`` does with its noise.
                 unmade = sequence_number()
@@ -279,14 +310,9 @@ class BlockRun:
                 has_all = True  # once that operation has run
             return tensor.detach() if saved is None else made
 
-        made: dict[int, Any] = {}
-        for leaf in self._inputs:
-            if id(leaf) not in made:
-                made[id(leaf)] = leaf.get() if isinstance(leaf, _Input) else leaf
-        values = filled(self._form, iter([made[id(leaf)] for leaf in self._inputs]))
         if in_backward():
             at_end_of_backward(self._again.clear)  # tensors that backward has not asked for by its end are not needed
-        args, names = values[: self._count], dict(zip(self._names, values[self._count :], strict=True))
+        args, names = self._arguments()
 
         def call() -> bool:
             try:

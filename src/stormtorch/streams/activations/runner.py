@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -70,6 +71,7 @@ class Saving:
         self._way_bytes = stream.ahead_bytes  # in-flight budget while there is no plan
         self._loose = Loose(stream, gauge)
         self._noted_task = -1  # the last backward whose end will be noted
+        self._chance, self._turn = random.Random(0), 0  # the block whose two runs are compared in this pass
         self._blocks = [weakref.ref(block) for block in blocks]
         self._numbers: dict[Any, int] = {}  # a number is hashed and compared faster than a shape
         self._shapes = [self._numbers.setdefault(shape_of(block), len(self._numbers)) for block in blocks]
@@ -117,6 +119,7 @@ class Saving:
         self._keeps_all = self.mode == "auto"
         self._fits.clear()
         self._is_past_blocks = False
+        self._turn = self._chance.randrange(len(self._last_sequence) or len(self._blocks) or 1)
         self._hooks, self._sending = (pack, unpack), self.mode == "offload" or self._loose.leaves
         self._set_ways()
         try:
@@ -270,11 +273,10 @@ class Saving:
 
     def _compares(self, position: int, is_measured: bool) -> int:
         """How many saved tensors of a block to compare between its two runs: all of a block that is measured, the last
-        few of each block in the first passes, and later of one block a pass, by turns."""
+        few of each block in the first passes, and later of one block a pass, by chance."""
         if is_measured:
             return sys.maxsize
-        count = len(self._last_sequence) or len(self._blocks)
-        return _COMPARED if self.planning.age <= ROUNDS or position == self.passes % count else 0
+        return _COMPARED if self.planning.age <= ROUNDS or position == self._turn else 0
 
     def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
         """Decide what becomes of a block that has run; may differ from ``plan``."""

@@ -3,22 +3,25 @@
 A block may keep a state where STORM does not find it (contents.py): in a global, a closure, an object of an object.
 Then its second run would compute something else, and gradients would be wrong. So a few values of saved tensors are
 compared: of all that a block saves in the first passes, later of a few tensors a pass. Kernels that add in any order
-differ in the last digits, and may send a token of a mixture of experts elsewhere: only more than that counts."""
+differ in the last digits, and may send a token of a mixture of experts elsewhere: only more than that counts. Tensors
+that torch saves and never fills differ too: then the block's results decide."""
 
 from __future__ import annotations
 
 import torch
 
 _VALUES = 64
-_FAR = 0.05  # of the mean distance of values from their mean
 _NOISE = 1e-3  # of the mean size of values; more where the dtype is coarser
 _MANY = 0.1  # of the values
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_LEAST_WHOLE = 8  # a few whole numbers are seeds and counters of torch's own kernels
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Values spread over all of ``tensor``, with plain storage; None if they cannot be compared."""
-    if tensor.dtype not in _DTYPES or tensor.numel() == 0:
+    least = 1 if tensor.dtype in _FLOATS else _LEAST_WHOLE
+    if tensor.dtype not in (*_FLOATS, *_WHOLE) or tensor.numel() < least:
         return None
     with torch.no_grad():
         step = -(-tensor.numel() // _VALUES)
@@ -35,7 +38,13 @@ def differ(first: torch.Tensor, second: torch.Tensor | None) -> bool:
         one, other = first.double(), second.double()
         both = torch.isfinite(one) & torch.isfinite(other)
         one, other = torch.where(both, one, 0.0), torch.where(both, other, 0.0)
-        spread = torch.maximum((one - one.mean()).abs().mean(), (other - other.mean()).abs().mean())
-        noise = max(_NOISE, 4 * torch.finfo(first.dtype).eps) * torch.maximum(one.abs().mean(), other.abs().mean())
-        far = (one - other).abs() > torch.maximum(_FAR * spread, noise)
+        part = max(_NOISE, 4 * torch.finfo(first.dtype).eps) if first.is_floating_point() else 0.0
+        far = (one - other).abs() > part * torch.maximum(one.abs().mean(), other.abs().mean())
         return bool(far.sum() > _MANY * far.numel())
+
+
+def same_bits(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    """Whether two samples are equal; NaN is equal to itself. The host waits."""
+    if first is None or second is None:
+        return first is second
+    return first.shape == second.shape and bool(torch.equal(first.view(torch.uint8), second.view(torch.uint8)))
