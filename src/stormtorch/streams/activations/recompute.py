@@ -44,7 +44,7 @@ from .conditions import Conditions
 from .held import Held, stale
 from .offloaded import Note
 from .room import Surroundings
-from .samples import differ, same_bits, sample_of
+from .samples import results_differ, sample_of, saved_differ
 from .stream import ActivationStream
 
 
@@ -241,14 +241,14 @@ class BlockRun:
             raise stale(saved.shape, saved.dtype)
         if not in_backward():
             self._again.clear()
-        if saved.sample is not None and differ(saved.sample, sample_of(made)) and not self._returns_the_same():
+        if saved.sample is not None and saved_differ(saved.sample, sample_of(made)) and self._returns_others():
             raise self._other(
                 f"tensor {saved.number} that it saves has other values than in forward. Its modules use something that "
                 "changes from call to call, where STORM does not find it"
             )
         return made
 
-    def _returns_the_same(self) -> bool:
+    def _returns_others(self) -> bool:
         """Run the block once more, to its end, and compare what it returns. A tensor that it saves may differ without
         effect: torch saves memory that it has not filled, and never reads it."""
         assert self._conditions is not None
@@ -259,7 +259,7 @@ class BlockRun:
             result = self._original(*args, **kwargs)
             tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)]
             samples = [sample_of(tensor) for tensor in tensors]
-        return len(samples) == len(self._results) and all(map(same_bits, self._results, samples))
+        return len(samples) != len(self._results) or any(map(results_differ, self._results, samples))
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, without their graphs."""

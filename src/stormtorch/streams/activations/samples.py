@@ -4,14 +4,15 @@ A block may keep a state where STORM does not find it (contents.py): in a global
 Then its second run would compute something else, and gradients would be wrong. So a few values of saved tensors are
 compared: of all that a block saves in the first passes, later of a few tensors a pass. Kernels that add in any order
 differ in the last digits, and may send a token of a mixture of experts elsewhere: only more than that counts. Tensors
-that torch saves and never fills differ too: then the block's results decide."""
+that torch saves and never fills differ too: then the block's results decide, which differ less, for most blocks add
+something to their input."""
 
 from __future__ import annotations
 
 import torch
 
 _VALUES = 64
-_NOISE = 1e-3  # of the mean size of values; more where the dtype is coarser
+_SAVED, _RESULTS = (1e-3, 4.0), (1e-4, 1.0)  # differences that may be noise: of the mean size of values, and in ulps
 _MANY = 0.1  # of the values
 _LEAST_WHOLE = 8  # a few whole numbers are seeds and counters of torch's own kernels
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -30,21 +31,23 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.detach().take(torch.arange(0, tensor.numel(), step, device=tensor.device))
 
 
-def differ(first: torch.Tensor, second: torch.Tensor | None) -> bool:
-    """Whether two samples come from different tensors. The host waits."""
+def saved_differ(first: torch.Tensor, second: torch.Tensor | None) -> bool:
+    """Whether two samples come from tensors that a block saves in different states. The host waits."""
+    return _differ(first, second, *_SAVED)
+
+
+def results_differ(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    """The same for results of a block."""
+    return (first is None) != (second is None) if first is None else _differ(first, second, *_RESULTS)
+
+
+def _differ(first: torch.Tensor, second: torch.Tensor | None, least: float, ulps: float) -> bool:
     if second is None or first.shape != second.shape:
         return True
     with torch.no_grad():
         one, other = first.double(), second.double()
         both = torch.isfinite(one) & torch.isfinite(other)
         one, other = torch.where(both, one, 0.0), torch.where(both, other, 0.0)
-        part = max(_NOISE, 4 * torch.finfo(first.dtype).eps) if first.is_floating_point() else 0.0
+        part = max(least, ulps * torch.finfo(first.dtype).eps) if first.is_floating_point() else 0.0
         far = (one - other).abs() > part * torch.maximum(one.abs().mean(), other.abs().mean())
         return bool(far.sum() > _MANY * far.numel())
-
-
-def same_bits(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    """Whether two samples are equal; NaN is equal to itself. The host waits."""
-    if first is None or second is None:
-        return first is second
-    return first.shape == second.shape and bool(torch.equal(first.view(torch.uint8), second.view(torch.uint8)))
