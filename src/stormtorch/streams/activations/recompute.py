@@ -121,10 +121,11 @@ class BlockRun:
         """Hook for autograd: save ``tensor``. Of a streamed weight, which `weights` finds again, only a note."""
         low, high = self._weights.span
         try:
-            if low <= tensor.data_ptr() < high and (note := self._note_of(tensor)) is not None:
-                return note
+            address = tensor.data_ptr()
         except (RuntimeError, NotImplementedError):
-            pass  # it has no memory of its own
+            address = -1  # it has no memory of its own
+        if low <= address < high and (note := self._note_of(tensor)) is not None:
+            return note
         saved = Saved(self, len(self._saved), tensor)
         if self.sends:
             saved.away = self._stream.pack(tensor)
@@ -250,7 +251,7 @@ class BlockRun:
 
     def _returns_others(self) -> bool:
         """Run the block once more, to its end, and compare what it returns. A tensor that it saves may differ without
-        effect: torch saves memory that it has not filled, and never reads it."""
+        effect: torch saves memory that it has not filled, and never reads it. True if nothing can be compared."""
         assert self._conditions is not None
         for saved in filter(None, (reference() for reference in self._saved)):
             saved.sample = None  # one answer is enough
@@ -259,7 +260,9 @@ class BlockRun:
             result = self._original(*args, **kwargs)
             tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)]
             samples = [sample_of(tensor) for tensor in tensors]
-        return len(samples) != len(self._results) or any(map(results_differ, self._results, samples))
+        if len(samples) != len(self._results) or not any(sample is not None for sample in samples):
+            return True
+        return any(map(results_differ, self._results, samples))
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, without their graphs."""
@@ -286,10 +289,11 @@ class BlockRun:
                 raise _Enough
             low, high = self._weights.span
             try:
-                if low <= tensor.data_ptr() < high and self._is_streamed(tensor):
-                    return tensor.detach()
+                address = tensor.data_ptr()
             except (RuntimeError, NotImplementedError):
-                pass  # it has no memory of its own
+                address = -1  # it has no memory of its own
+            if low <= address < high and self._is_streamed(tensor):
+                return tensor.detach()
             number, count = count, count + 1
             saved = wanted.get(number)
             if saved is not None:
