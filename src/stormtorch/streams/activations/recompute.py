@@ -52,14 +52,18 @@ class Saved:
     """The object that autograd keeps for a tensor saved by a block; see the table above. Not made of `Held`: there are
     dozens in a block, and one object takes less time than two."""
 
-    __slots__ = ("__weakref__", "away", "dtype", "number", "probe", "run", "sample", "shape", "tensor", "version")
+    __slots__ = (
+        "__weakref__", "address", "away", "dtype", "number", "probe", "run", "sample", "shape", "tensor", "version"
+    )  # fmt: skip
 
-    def __init__(self, run: BlockRun, number: int, tensor: torch.Tensor) -> None:
-        self.run, self.number = run, number
+    def __init__(self, run: BlockRun, number: int, tensor: torch.Tensor, address: int) -> None:
+        self.run, self.number, self.address = run, number, address
         # A nested tensor may have no shape: the number of its tensors.
         self.shape = torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
         self.dtype = tensor.dtype
-        self.tensor: torch.Tensor | None = None  # without its graph (held.py)
+        # With its graph until the block has ended (`drop`, `stay`): most are dropped then, and a tensor without its
+        # graph takes longer to make than the rest of this. Work that the block throws away is freed then too.
+        self.tensor: torch.Tensor | None = None
         self.version: int | None = None
         self.away: Held | Note | None = None
         self.probe: VersionProbe | None = None  # of a dropped tensor that user code may still write to
@@ -98,7 +102,7 @@ class BlockRun:
         whether ``drop`` may be called. ``compares``: how many of the tensors that it saves last are compared with those
         of the second run. The host waits for each in backward."""
         self._block, self._original, self._stream, self._device = block, original, stream, around.device
-        self._is_streamed, self._note_of, self._weights = around.is_streamed, around.note_of, around.weights
+        self._weights, self._note_of, self._note_again = around.weights, around.note_of, around.note_again
         self.sends, self.repeats, self._compares = sends, False, compares
         self._count, self._names = len(args), list(kwargs)
         given = (*args, *kwargs.values())
@@ -108,6 +112,7 @@ class BlockRun:
         watched = tensors_in(args, kwargs) if may_drop else ()
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
+        self._notes: list[Any] = []  # of streamed weights
         self._outputs: list[tuple[int, int]] = []  # the memory of each: its first and last address
         self._results: list[torch.Tensor | None] = []  # samples of what the block has returned
         # By number: made by a second run, not asked for yet; with their versions, unless they have none.
@@ -125,12 +130,13 @@ class BlockRun:
         except (RuntimeError, NotImplementedError):
             address = -1  # it has no memory of its own
         if low <= address < high and (note := self._note_of(tensor)) is not None:
+            self._notes.append(note)
             return note
-        saved = Saved(self, len(self._saved), tensor)
+        saved = Saved(self, len(self._saved), tensor, address)
         if self.sends:
             saved.away = self._stream.pack(tensor)
         else:
-            saved.tensor = tensor.detach()
+            saved.tensor = tensor
             saved.version = None if tensor.is_inference() else tensor._version
         self._saved.append(weakref.ref(saved))
         return saved
@@ -186,10 +192,10 @@ class BlockRun:
                 saved.tensor = tensor
             if tensor is not None:
                 if saved.version is not None and tensor._version != saved.version:
+                    saved.tensor = tensor.detach()
                     continue  # overwritten since: backward must raise
-                address = _address(tensor)
                 for first, end in outputs:
-                    if first <= address < end:
+                    if first <= saved.address < end:
                         saved.probe = VersionProbe(tensor)
             saved.tensor = saved.away = None
         kept: dict[int, Any] = {}  # an argument that is given twice is kept once
@@ -212,6 +218,9 @@ class BlockRun:
     def stay(self) -> None:
         """Drop nothing: release what a second run would need."""
         self._inputs, self._versions, self._conditions = [], [], None
+        for saved in filter(None, (reference() for reference in self._saved)):
+            if saved.tensor is not None:
+                saved.tensor = saved.tensor.detach()
 
     def send(self) -> None:
         """Offload saved tensors that are on the device, as far as there is room."""
@@ -281,6 +290,7 @@ class BlockRun:
             raise self._other("a hook was registered on one of its modules since its forward")
         wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.tensor is None and s.away is None}
         last, count, has_all, unmade = max(wanted), 0, False, -1
+        notes = iter(self._notes)
 
         @never_traced
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -292,8 +302,8 @@ class BlockRun:
                 address = tensor.data_ptr()
             except (RuntimeError, NotImplementedError):
                 address = -1  # it has no memory of its own
-            if low <= address < high and self._is_streamed(tensor):
-                return tensor.detach()
+            if low <= address < high and (weight := self._note_again(tensor, next(notes, None))) is not None:
+                return weight
             number, count = count, count + 1
             saved = wanted.get(number)
             if saved is not None:
@@ -341,13 +351,6 @@ class BlockRun:
             f"Cannot recompute a {type(self._block).__name__}: {what}. It must run the same way both times. Change it, "
             'or set activations="offload".'
         )
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # it has no memory of its own
-        return -1
 
 
 class _Input:

@@ -268,6 +268,9 @@ class Saving:
         try:
             with saved_tensors_hooks(run.pack, self._hooks[1]):
                 return timed(self._around.device, call) if is_measured else (call(), None)
+        except BaseException:
+            run.stay()
+            raise
         finally:
             self._run = None
 

@@ -118,6 +118,7 @@ class ParameterStream:
         self.lock = threading.RLock()
         self.order = Order(len(residences))
         self._by_storage: dict[int, Residence] = {}
+        self._made: dict[SavedWeight, tuple[Stay, torch.Tensor]] = {}  # by second runs of blocks, for backward
         self._current: Residence | None = None
         self._last_use: tuple[Stay, Event, bool, int] | None = None  # its copy, load, direction, and the pool's state
         self._passes, self._passes_per_step = 0, 1
@@ -172,6 +173,7 @@ class ParameterStream:
     def begin_pass(self, training: bool) -> None:
         """A new call of the model begins; ``training``: gradients may follow."""
         self.order.begin(training)
+        self._made.clear()
         self._passes += training
 
     @locked
@@ -312,15 +314,36 @@ class ParameterStream:
         offset = int(tensor.storage_offset())
         return SavedWeight(residence.unit.place_at(offset * tensor.itemsize), tensor, offset, residence.updates)
 
+    def pack_again(self, tensor: torch.Tensor, saved: SavedWeight | None) -> torch.Tensor | None:
+        """Hook for the second run of a block, where ``saved`` is expected: the weight without its graph, or None.
+        Backward will ask for it next: keeping it takes less time than making another."""
+        residence = self.residence_of(tensor)
+        if residence is None:
+            return None
+        made = tensor.detach()
+        if (
+            saved is not None
+            and saved.place.unit is residence.unit
+            and saved.offset == tensor.storage_offset()
+            and saved.shape == made.shape
+            and saved.stride == made.stride()
+            and saved.dtype == made.dtype
+            and residence.stay is not None
+        ):
+            self._made[saved] = residence.stay, made
+        return made
+
     def residence_of(self, tensor: torch.Tensor) -> Residence | None:
         """The unit of which ``tensor`` is a part on the device; None if it is not a streamed weight."""
         low, high = self._pool.span
         try:
-            if not low <= tensor.data_ptr() < high:  # most tensors are not weights: this is the cheapest test
-                return None
+            address = tensor.data_ptr()
         except (RuntimeError, NotImplementedError):  # it has no memory of its own
             return None
-        residence = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        if not low <= address < high:  # most tensors are not weights: this is the cheapest test
+            return None
+        # Where its storage begins: asking the storage makes an object of it.
+        residence = self._by_storage.get(address - int(tensor.storage_offset()) * tensor.itemsize)
         if residence is None or type(tensor) not in _PLAIN or tensor.numel() == 0:
             return None
         return None if tensor.is_conj() or tensor.is_neg() else residence  # lazy views keep the device copy
@@ -339,6 +362,9 @@ class ParameterStream:
         stay = residence.stay  # without the lock: backward asks for every weight of a unit by itself
         if stay is None or not self._is_in_use(residence):
             stay = self.use(residence.unit)
+        made = self._made.pop(saved, None)
+        if made is not None and made[0] is stay:
+            return made[1]
         typed = stay.typed.get(saved.dtype)
         if typed is None:
             typed = stay.typed[saved.dtype] = stay.base.view(saved.dtype)
@@ -429,6 +455,7 @@ class ParameterStream:
             self._last_use = None  # it would keep the copy
         self.on_drop(residence.unit)
         stay.typed.clear()
+        self._made.clear()
         stay.views.clear()
         stay.idle = None
         del stay
