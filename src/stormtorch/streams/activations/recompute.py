@@ -365,4 +365,5 @@ class _Input:
 
     def get(self) -> torch.Tensor:
         """The tensor without its graph."""
-        return self._stream.unpack(self._value).detach().requires_grad_(self._trained)
+        value = self._value.get() if type(self._value) is Held else self._stream.unpack(self._value)
+        return value.detach().requires_grad_(self._trained) if self._trained else value.detach()
