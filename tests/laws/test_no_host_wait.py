@@ -68,6 +68,11 @@ def test_no_host_wait_in_the_steady_loop(tmp_path: Path, mode: str, recompute: b
     check("32MiB", tmp_path, mode, recompute=recompute, dtype=dtype)
 
 
+def test_no_host_wait_where_blocks_are_recomputed(tmp_path: Path) -> None:
+    """Comparing the two runs of a block is left to the device."""
+    check("32MiB", tmp_path, "forward", recompute=False, dtype=torch.bfloat16, activations="recompute")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_no_host_wait_when_the_share_changes(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -78,14 +83,16 @@ def test_no_host_wait_when_the_share_changes(
     check("32MiB", tmp_path, "forward-clipped", recompute=False, dtype=dtype)
 
 
-def check(vram: str, folder: Path, mode: str, *, recompute: bool, dtype: torch.dtype) -> None:
+def check(
+    vram: str, folder: Path, mode: str, *, recompute: bool, dtype: torch.dtype, activations: str = "auto"
+) -> None:
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     model = Llama(blocks=12, width=256, recompute=recompute).to(dtype)
     optimizer = adamw(model)
     batches = [on(LLAMA.batch(number), device) for number in range(2 * STEPS)]
     step, _, extra = mode.partition("-")
-    with storm.stream(model, optimizer, vram=vram, device=str(device), step=step) as session:
+    with storm.stream(model, optimizer, vram=vram, device=str(device), step=step, activations=activations) as session:
 
         def run(number: int) -> None:
             for part in range(2 if extra == "accumulated" else 1):

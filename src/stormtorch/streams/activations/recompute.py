@@ -97,13 +97,14 @@ class BlockRun:
         sends: bool,
         may_drop: bool,
         compares: int,
+        doubt: Callable[[torch.Tensor], None] | None,
     ) -> None:
         """``trained``: which parameters are. ``sends``: whether saved tensors are offloaded at once. ``may_drop``:
         whether ``drop`` may be called. ``compares``: how many of the tensors that it saves last are compared with those
-        of the second run. The host waits for each in backward."""
+        of the second run. ``doubt`` is given each comparison; None: the host waits for it in backward."""
         self._block, self._original, self._stream, self._device = block, original, stream, around.device
         self._weights, self._note_of, self._note_again = around.weights, around.note_of, around.note_again
-        self.sends, self.repeats, self._compares = sends, False, compares
+        self.sends, self.repeats, self._compares, self._doubt = sends, False, compares, doubt
         self._count, self._names = len(args), list(kwargs)
         given = (*args, *kwargs.values())
         self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
@@ -251,12 +252,18 @@ class BlockRun:
             raise stale(saved.shape, saved.dtype)
         if not in_backward():
             self._again.clear()
-        if saved.sample is not None and saved_differ(saved.sample, sample_of(made)) and self._returns_others():
+        if saved.sample is not None:
+            self._compare(saved.number, saved_differ(saved.sample, sample_of(made)))
+        return made
+
+    def _compare(self, number: int, differs: torch.Tensor) -> None:
+        if self._doubt is not None:
+            self._doubt(differs)
+        elif differs and self._returns_others():
             raise self._other(
-                f"tensor {saved.number} that it saves has other values than in forward. Its modules use something that "
+                f"tensor {number} that it saves has other values than in forward. Its modules use something that "
                 "changes from call to call, where STORM does not find it"
             )
-        return made
 
     def _returns_others(self) -> bool:
         """Run the block once more, to its end, and compare what it returns. A tensor that it saves may differ without

@@ -5,7 +5,10 @@ Then its second run would compute something else, and gradients would be wrong. 
 compared: of all that a block saves in the first passes, later of a few tensors a pass. Kernels that add in any order
 differ in the last digits, and may send a token of a mixture of experts elsewhere: only more than that counts. Tensors
 that torch saves and never fills differ too: then the block's results decide, which differ less, for most blocks add
-something to their input."""
+something to their input.
+
+In the steady loop the host does not wait for the device: a difference is noted there (`Doubts`), is seen when a later
+pass begins, and has the block compared again, with the host waiting."""
 
 from __future__ import annotations
 
@@ -31,23 +34,45 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.detach().take(torch.arange(0, tensor.numel(), step, device=tensor.device))
 
 
-def saved_differ(first: torch.Tensor, second: torch.Tensor | None) -> bool:
-    """Whether two samples come from tensors that a block saves in different states. The host waits."""
+class Doubts:
+    """Differences between the two runs of blocks that are computed by a GPU, and have not been looked at."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[int, torch.Tensor, torch.cuda.Event]] = []
+
+    def add(self, position: int, differs: torch.Tensor) -> None:
+        """Note whether the block at ``position`` of a pass differs, once the device knows."""
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(differs, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(differs.device))
+        self._asked.append((position, answer, event))
+
+    def confirmed(self) -> set[int]:
+        """The positions of blocks that differed, as far as the device has come. Each is told once."""
+        asked, self._asked = self._asked, []
+        known = [(position, bool(answer)) if event.query() else None for position, answer, event in asked]
+        self._asked += [entry for entry, found in zip(asked, known, strict=True) if found is None]
+        return {found[0] for found in known if found is not None and found[1]}
+
+
+def saved_differ(first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+    """Whether two samples come from tensors that a block saves in different states; on their device."""
     return _differ(first, second, *_SAVED)
 
 
 def results_differ(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    """The same for results of a block."""
-    return (first is None) != (second is None) if first is None else _differ(first, second, *_RESULTS)
+    """The same for results of a block. The host waits."""
+    return (first is None) != (second is None) if first is None else bool(_differ(first, second, *_RESULTS))
 
 
-def _differ(first: torch.Tensor, second: torch.Tensor | None, least: float, ulps: float) -> bool:
+def _differ(first: torch.Tensor, second: torch.Tensor | None, least: float, ulps: float) -> torch.Tensor:
     if second is None or first.shape != second.shape:
-        return True
+        return torch.ones((), dtype=torch.bool, device=first.device)
     with torch.no_grad():
         one, other = first.double(), second.double()
         both = torch.isfinite(one) & torch.isfinite(other)
         one, other = torch.where(both, one, 0.0), torch.where(both, other, 0.0)
         part = max(least, ulps * torch.finfo(first.dtype).eps) if first.is_floating_point() else 0.0
         far = (one - other).abs() > part * torch.maximum(one.abs().mean(), other.abs().mean())
-        return bool(far.sum() > _MANY * far.numel())
+        return far.sum() > _MANY * far.numel()
