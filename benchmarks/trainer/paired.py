@@ -11,7 +11,8 @@ its activations are handled in another way:
 Weights, optimizer, pool and budget remain the same. A way's figure is the mean of the middle half of its steps, without
 the first of each turn. The uncertainty of a ratio is the standard error over rounds. Other work on the machine makes
 steps longer, never shorter: the ratio of the fastest quarters shows what is left without it. At the end of each cell a
-few steps of auto run under torch.profiler, for the busy time beside our own.
+few steps of auto run under torch.profiler, for the busy time beside our own. What else took the host's time in each turn
+is noted too (host_time.py): where the host decides, a difference may come from there.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _SHAPES, _BUDGETS = ("8x1024", "4x2048"), ("12GiB", "24GiB")
 _WARM, _MOST_WARM, _PROFILED = 24, 80, 4  # steps; warm until plans have settled
 _COLUMNS = (
     "model", "tokens", "vram", "auto s", "recompute s", "checkpoint s", "auto / recompute", "auto / checkpoint",
-    "fastest quarter", "VRAM GiB", "busy", "activations", "pool, optimizer",
+    "fastest quarter", "VRAM GiB", "busy", "collecting; driver allocated/freed/retried", "activations",
+    "pool, optimizer",
 )  # fmt: skip
 
 
@@ -122,6 +124,13 @@ def ratio(first: list[list[float]], second: list[list[float]]) -> str:
     return f"{value:.3f} ± {error:.3f}"
 
 
+def _host(turns: list[dict[str, float]]) -> str:
+    """Means over turns, per step (host_time.py)."""
+    of = {name: statistics.fmean(turn[name] for turn in turns) for name in turns[0]}
+    asked = "/".join(f"{of.get(name, 0):.1f}" for name in ("allocated", "freed", "retried"))
+    return f"{of['collecting s'] * 1e3:.0f} ms; {asked}"
+
+
 # --- one model in this process
 
 
@@ -167,7 +176,10 @@ def _cell(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     row.setdefault("auto / recompute", "the same plan")
     best = min(quickest(turns) for way, turns in ways.turns_s.items() if way != "auto")
     row["fastest quarter"] = f"{quickest(ways.turns_s['auto']) / best:.3f}"
-    row["turns"] = ways.turns_s
+    row["turns"], row["host"] = ways.turns_s, ways.host
+    row["collecting; driver allocated/freed/retried"] = "; ".join(
+        f"{way} {_host(turns)}" for way, turns in ways.host.items()
+    )
     if torch.cuda.is_available():
         row["VRAM GiB"] = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}"
     if ways.busy is not None:

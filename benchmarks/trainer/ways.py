@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from stormtorch.streams.activations.plan import ActivationPlan, recompute
 
+from .host_time import HostTime, per_step
 from .one import between, mark
 from .profiled import Profile
 
@@ -23,6 +24,9 @@ class Ways(TrainerCallback):
         self.profiled_steps = 0
         self.trainer: Any = None
         self.turns_s: dict[str, list[list[float]]] = {}
+        self.host: dict[str, list[dict[str, float]]] = {}  # of each turn, per step, with the first one
+        self._host_time: HostTime | None = None
+        self._host_before: dict[str, float] = {}
         self.busy: tuple[float, float] | None = None  # by our own report, and by the profiler
         self.reason = self.pool = ""
         self._plans: dict[str, ActivationPlan | None] = {}
@@ -49,8 +53,10 @@ class Ways(TrainerCallback):
                 self._next(step)
         elif step == self._ends_at:
             _synchronize()
-            counted = list(itertools.pairwise(self._marks))[1:]
-            self.turns_s.setdefault(self._turns.pop(0), []).append([between(a, b) for a, b in counted])
+            assert self._host_time is not None
+            counted, way = list(itertools.pairwise(self._marks))[1:], self._turns.pop(0)
+            self.turns_s.setdefault(way, []).append([between(a, b) for a, b in counted])
+            self.host.setdefault(way, []).append(per_step(self._host_before, self._host_time.now(), self._steps))
             self._next(step)
         if self._ends_at is not None and not self._turns and self._profile is None:
             control.should_training_stop = True
@@ -65,6 +71,7 @@ class Ways(TrainerCallback):
 
     def _begin(self) -> None:
         """Note the plans, and let STORM compare no more: a comparison would fall into a turn."""
+        self._host_time = HostTime()
         report, planning = self.trainer.session.report(), self._planning()
         self.reason, self.pool = report.activation_reason, f"{report.pool_bytes / 2**30:.2f} GiB; {report.share_reason}"
         self._plans = {"auto": None if planning is None else planning.plan}
@@ -89,6 +96,12 @@ class Ways(TrainerCallback):
             if planning is not None:
                 planning.plan = self._plans[way]
         self._marks = [mark()]
+        if self._host_time is not None:
+            if self._turns:
+                self._host_before = self._host_time.now()
+            else:
+                self._host_time.close()
+                self._host_time = None
         self._ends_at = step + (self._steps if self._turns else self.profiled_steps)
         if not self._turns and torch.cuda.is_available():
             self._profile = Profile(self.trainer.session)
