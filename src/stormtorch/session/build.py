@@ -281,8 +281,8 @@ def _arrange(
         foreign_bytes=tuning.foreign_bytes,
         can_recompute=tuning.can_recompute,
         weights=ground.pool,
+        is_streamed=lambda tensor: parameters.residence_of(tensor) is not None,
         note_of=parameters.pack,
-        note_again=parameters.pack_again,
         steps=(lambda: tuning.steps) if stepped else None,
         is_settled=(lambda: tuning.is_settled) if stepped else (lambda: True),
     )

@@ -103,7 +103,7 @@ class BlockRun:
         whether ``drop`` may be called. ``compares``: how many of the tensors that it saves last are compared with those
         of the second run. ``doubt`` is given each comparison; None: the host waits for it in backward."""
         self._block, self._original, self._stream, self._device = block, original, stream, around.device
-        self._weights, self._note_of, self._note_again = around.weights, around.note_of, around.note_again
+        self._is_streamed, self._note_of, self._weights = around.is_streamed, around.note_of, around.weights
         self.sends, self.repeats, self._compares, self._doubt = sends, False, compares, doubt
         self._count, self._names = len(args), list(kwargs)
         given = (*args, *kwargs.values())
@@ -113,7 +113,6 @@ class BlockRun:
         watched = tensors_in(args, kwargs) if may_drop else ()
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
-        self._notes: list[Any] = []  # of streamed weights
         self._outputs: list[tuple[int, int]] = []  # the memory of each: its first and last address
         self._results: list[torch.Tensor | None] = []  # samples of what the block has returned
         # By number: made by a second run, not asked for yet; with their versions, unless they have none.
@@ -131,7 +130,6 @@ class BlockRun:
         except (RuntimeError, NotImplementedError):
             address = -1  # it has no memory of its own
         if low <= address < high and (note := self._note_of(tensor)) is not None:
-            self._notes.append(note)
             return note
         saved = Saved(self, len(self._saved), tensor, address)
         if self.sends:
@@ -297,7 +295,6 @@ class BlockRun:
             raise self._other("a hook was registered on one of its modules since its forward")
         wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.tensor is None and s.away is None}
         last, count, has_all, unmade = max(wanted), 0, False, -1
-        notes = iter(self._notes)
 
         @never_traced
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -309,8 +306,8 @@ class BlockRun:
                 address = tensor.data_ptr()
             except (RuntimeError, NotImplementedError):
                 address = -1  # it has no memory of its own
-            if low <= address < high and (weight := self._note_again(tensor, next(notes, None))) is not None:
-                return weight
+            if low <= address < high and self._is_streamed(tensor):
+                return tensor.detach()
             number, count = count, count + 1
             saved = wanted.get(number)
             if saved is not None:

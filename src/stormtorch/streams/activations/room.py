@@ -56,10 +56,9 @@ class Surroundings:
     limit_bytes: int  # of the device
     foreign_bytes: int = 0  # bytes of this process there that do not count in the limit
     can_recompute: Callable[[nn.Module], bool] = lambda _block: True
-    weights: Spanned = field(default_factory=_Nothing)  # where they lie: asking it is faster than `note_of`
-    # The note that autograd keeps of a streamed weight. In a second run, given that note: the weight without its graph.
-    note_of: Callable[[torch.Tensor], Any] = lambda _tensor: None
-    note_again: Callable[[torch.Tensor, Any], torch.Tensor | None] = lambda _tensor, _note: None
+    weights: Spanned = field(default_factory=_Nothing)  # where they lie: asking it is faster than `is_streamed`
+    is_streamed: Callable[[torch.Tensor], bool] = lambda _tensor: False  # whether a tensor is a streamed weight
+    note_of: Callable[[torch.Tensor], Any] = lambda _tensor: None  # the note that autograd keeps of a streamed weight
     steps: Callable[[], int] | None = None  # optimizer steps so far; None: each pass counts as one
     is_settled: Callable[[], bool] = lambda: True  # whether nothing else will take more of the device
 

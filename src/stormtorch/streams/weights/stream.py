@@ -118,7 +118,6 @@ class ParameterStream:
         self.lock = threading.RLock()
         self.order = Order(len(residences))
         self._by_storage: dict[int, Residence] = {}
-        self._made: dict[SavedWeight, tuple[Stay, torch.Tensor]] = {}  # by second runs of blocks, for backward
         self._current: Residence | None = None
         self._last_use: tuple[Stay, Event, bool, int] | None = None  # its copy, load, direction, and the pool's state
         self._passes, self._passes_per_step = 0, 1
@@ -173,7 +172,6 @@ class ParameterStream:
     def begin_pass(self, training: bool) -> None:
         """A new call of the model begins; ``training``: gradients may follow."""
         self.order.begin(training)
-        self._made.clear()
         self._passes += training
 
     @locked
@@ -314,25 +312,6 @@ class ParameterStream:
         offset = int(tensor.storage_offset())
         return SavedWeight(residence.unit.place_at(offset * tensor.itemsize), tensor, offset, residence.updates)
 
-    def pack_again(self, tensor: torch.Tensor, saved: SavedWeight | None) -> torch.Tensor | None:
-        """Hook for the second run of a block, where ``saved`` is expected: the weight without its graph, or None.
-        Backward will ask for it next: keeping it takes less time than making another."""
-        residence = self.residence_of(tensor)
-        if residence is None:
-            return None
-        made = tensor.detach()
-        if (
-            saved is not None
-            and saved.place.unit is residence.unit
-            and saved.offset == tensor.storage_offset()
-            and saved.shape == made.shape
-            and saved.stride == made.stride()
-            and saved.dtype == made.dtype
-            and residence.stay is not None
-        ):
-            self._made[saved] = residence.stay, made
-        return made
-
     def residence_of(self, tensor: torch.Tensor) -> Residence | None:
         """The unit of which ``tensor`` is a part on the device; None if it is not a streamed weight."""
         low, high = self._pool.span
@@ -362,9 +341,6 @@ class ParameterStream:
         stay = residence.stay  # without the lock: backward asks for every weight of a unit by itself
         if stay is None or not self._is_in_use(residence):
             stay = self.use(residence.unit)
-        made = self._made.pop(saved, None)
-        if made is not None and made[0] is stay:
-            return made[1]
         typed = stay.typed.get(saved.dtype)
         if typed is None:
             typed = stay.typed[saved.dtype] = stay.base.view(saved.dtype)
@@ -455,7 +431,6 @@ class ParameterStream:
             self._last_use = None  # it would keep the copy
         self.on_drop(residence.unit)
         stay.typed.clear()
-        self._made.clear()
         stay.views.clear()
         stay.idle = None
         del stay
