@@ -11,8 +11,8 @@ its activations are handled in another way:
 Weights, optimizer, pool and budget remain the same. A way's figure is the mean of the middle half of its steps, without
 the first of each turn. The uncertainty of a ratio is the standard error over rounds. Other work on the machine makes
 steps longer, never shorter: the ratio of the fastest quarters shows what is left without it. At the end of each cell a
-few steps of auto run under torch.profiler, for the busy time beside our own. What else took the host's time in each turn
-is noted too (host_time.py): where the host decides, a difference may come from there.
+few steps of auto run under torch.profiler, for the busy time beside our own. What else took the host's time in each
+turn is noted too (host_time.py): where the host decides, a difference may come from there.
 """
 
 from __future__ import annotations
