@@ -61,12 +61,9 @@ class Anatomy:
 
     def manner(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """The modes that may change between calls: which modules are training, which parameters are trained."""
-        return tuple([module.training for module in self.modules]), self.trained()
-
-    def trained(self) -> tuple[bool, ...]:
-        """Which parameters are trained."""
         with without_torch_function():
-            return tuple([p is not None and p.requires_grad for p in self.parameters()])
+            trained = tuple([p is not None and p.requires_grad for p in self.parameters()])
+        return tuple([module.training for module in self.modules]), trained
 
     def is_listened_to(self) -> bool:
         """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, which does not

@@ -50,7 +50,7 @@ class Conditions:
         self._attributes = Attributes(anatomy.looks)
         self._random = RandomNumbers(device)
         self._numpy, self._default = numpy_state(), default_device()
-        self._backends = _backends()
+        self._backends = [ask() for ask, _ in _BACKENDS]
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
         ]
@@ -71,54 +71,38 @@ class Conditions:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Set these conditions for a second run. Afterwards restore the present ones."""
-        backends, trained, random = self._backends, self._trained, self._random
-        with self._modes(), torch.enable_grad(), self._attributes.again():
-            backends_now, trained_now, random_now = _backends(), self._anatomy.trained(), RandomNumbers(self._device)
-            # Also for a block that has left them as they were: it may draw inside of ``fork_rng``.
-            is_drawn = not random.same(random_now)
-            try:
-                self._set_trained(trained_now, trained)
-                _set_backends(backends_now, backends)
-                if is_drawn:
-                    random.restore()
-                yield
-            finally:
-                self._set_trained(self._anatomy.trained(), trained_now)
-                _set_backends(_backends(), backends_now)
-                if is_drawn:
-                    random_now.restore()
-
-    def _modes(self) -> contextlib.AbstractContextManager[Any]:
-        """The default device and autocast, as far as they differ."""
-        contexts: list[contextlib.AbstractContextManager[Any]] = []
-        if self._default != default_device():
-            contexts.append(self._default or torch.device("cpu"))
-        for kind, enabled, dtype in self._autocast:
-            if enabled or torch.is_autocast_enabled(kind):
+        backends = [ask() for ask, _ in _BACKENDS]
+        with contextlib.ExitStack() as stack:
+            if self._default != default_device():
+                stack.enter_context(self._default or torch.device("cpu"))
+            for kind, enabled, dtype in self._autocast:
+                if not enabled and not torch.is_autocast_enabled(kind):
+                    continue
                 cached = torch.is_autocast_cache_enabled()
-                contexts.append(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-        if len(contexts) < 2:
-            return contexts[0] if contexts else contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        for context in contexts:
-            stack.enter_context(context)
-        return stack
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self._attributes.again())
+            stack.callback(self._set_trained, self._set_trained(self._trained))
+            stack.callback(_set_backends, backends)
+            _set_backends(self._backends)
+            # Also for a block that has left them as they were: it may draw inside of ``fork_rng``.
+            if not self._random.same(now := RandomNumbers(self._device)):
+                stack.callback(now.restore)
+                self._random.restore()
+            yield
 
-    def _set_trained(self, now: tuple[bool, ...], trained: tuple[bool, ...]) -> None:
-        """Set which parameters are trained."""
-        if now != trained:
+    def _set_trained(self, trained: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Set which parameters are trained; returns the previous setting."""
+        before = self._anatomy.manner()[1]
+        if before != trained:
             with without_torch_function():
-                for parameter, is_trained, was in zip(self._anatomy.parameters(), trained, now, strict=True):
+                for parameter, is_trained, was in zip(self._anatomy.parameters(), trained, before, strict=True):
                     if is_trained != was:
                         parameter.requires_grad_(is_trained)
+        return before
 
 
-def _backends() -> list[Any]:
-    return [ask() for ask, _ in _BACKENDS]
-
-
-def _set_backends(now: list[Any], values: list[Any]) -> None:
-    if now != values:
-        for (_, put), was, value in zip(_BACKENDS, now, values, strict=True):
-            if was != value:
-                put(value)
+def _set_backends(values: list[Any]) -> None:
+    for (ask, put), value in zip(_BACKENDS, values, strict=True):
+        if ask() != value:
+            put(value)

@@ -61,9 +61,7 @@ class Saved:
         # A nested tensor may have no shape: the number of its tensors.
         self.shape = torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
         self.dtype = tensor.dtype
-        # With its graph until the block has ended (`drop`, `stay`): most are dropped then, and a tensor without its
-        # graph takes longer to make than the rest of this. Work that the block throws away is freed then too.
-        self.tensor: torch.Tensor | None = None
+        self.tensor: torch.Tensor | None = None  # without its graph (held.py)
         self.version: int | None = None
         self.away: Held | Note | None = None
         self.probe: VersionProbe | None = None  # of a dropped tensor that user code may still write to
@@ -97,14 +95,14 @@ class BlockRun:
         sends: bool,
         may_drop: bool,
         compares: int,
-        doubt: Callable[[torch.Tensor], None] | None,
+        is_certain: Callable[[torch.Tensor], bool],
     ) -> None:
         """``trained``: which parameters are. ``sends``: whether saved tensors are offloaded at once. ``may_drop``:
         whether ``drop`` may be called. ``compares``: how many of the tensors that it saves last are compared with those
-        of the second run. ``doubt`` is given each comparison; None: the host waits for it in backward."""
+        of the second run. ``is_certain`` is given whether they differ, as a tensor; True: act on it now."""
         self._block, self._original, self._stream, self._device = block, original, stream, around.device
         self._is_streamed, self._note_of, self._weights = around.is_streamed, around.note_of, around.weights
-        self.sends, self.repeats, self._compares, self._doubt = sends, False, compares, doubt
+        self.sends, self.repeats, self._compares, self._is_certain = sends, False, compares, is_certain
         self._count, self._names = len(args), list(kwargs)
         given = (*args, *kwargs.values())
         self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
@@ -135,7 +133,7 @@ class BlockRun:
         if self.sends:
             saved.away = self._stream.pack(tensor)
         else:
-            saved.tensor = tensor
+            saved.tensor = tensor.detach()
             saved.version = None if tensor.is_inference() else tensor._version
         self._saved.append(weakref.ref(saved))
         return saved
@@ -191,7 +189,6 @@ class BlockRun:
                 saved.tensor = tensor
             if tensor is not None:
                 if saved.version is not None and tensor._version != saved.version:
-                    saved.tensor = tensor.detach()
                     continue  # overwritten since: backward must raise
                 for first, end in outputs:
                     if first <= saved.address < end:
@@ -217,9 +214,6 @@ class BlockRun:
     def stay(self) -> None:
         """Drop nothing: release what a second run would need."""
         self._inputs, self._versions, self._conditions = [], [], None
-        for saved in filter(None, (reference() for reference in self._saved)):
-            if saved.tensor is not None:
-                saved.tensor = saved.tensor.detach()
 
     def send(self) -> None:
         """Offload saved tensors that are on the device, as far as there is room."""
@@ -250,18 +244,14 @@ class BlockRun:
             raise stale(saved.shape, saved.dtype)
         if not in_backward():
             self._again.clear()
-        if saved.sample is not None:
-            self._compare(saved.number, saved_differ(saved.sample, sample_of(made)))
-        return made
-
-    def _compare(self, number: int, differs: torch.Tensor) -> None:
-        if self._doubt is not None:
-            self._doubt(differs)
-        elif differs and self._returns_others():
+        if saved.sample is None:
+            return made
+        if self._is_certain(saved_differ(saved.sample, sample_of(made))) and self._returns_others():
             raise self._other(
-                f"tensor {number} that it saves has other values than in forward. Its modules use something that "
+                f"tensor {saved.number} that it saves has other values than in forward. Its modules use something that "
                 "changes from call to call, where STORM does not find it"
             )
+        return made
 
     def _returns_others(self) -> bool:
         """Run the block once more, to its end, and compare what it returns. A tensor that it saves may differ without

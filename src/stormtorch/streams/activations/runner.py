@@ -53,6 +53,7 @@ from .stream import ActivationStream
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # for saved tensors: pack and unpack
 _COMPARED = 4  # saved tensors of a block; the very last ones may be casts of weights
+_ASYNCHRONOUS = frozenset({"cuda"})  # devices for which the host would wait
 
 
 class Saving:
@@ -73,7 +74,7 @@ class Saving:
         self._loose = Loose(stream, gauge)
         self._noted_task = -1  # the last backward whose end will be noted
         self._chance, self._turn = random.Random(0), 0  # the block whose two runs are compared in this pass
-        self._doubts, self._suspects = Doubts(), set[int]()  # blocks that have differed: compared again in this pass
+        self._doubts = Doubts()
         self._blocks = [weakref.ref(block) for block in blocks]
         self._numbers: dict[Any, int] = {}  # a number is hashed and compared faster than a shape
         self._shapes = [self._numbers.setdefault(shape_of(block), len(self._numbers)) for block in blocks]
@@ -121,8 +122,8 @@ class Saving:
         self._keeps_all = self.mode == "auto"
         self._fits.clear()
         self._is_past_blocks = False
-        self._turn = self._chance.randrange(len(self._last_sequence) or len(self._blocks) or 1)
-        self._suspects = self._doubts.confirmed()
+        self._turn = self._chance.randrange(len(self._blocks) or 1)
+        self._doubts.look_back()
         self._hooks, self._sending = (pack, unpack), self.mode == "offload" or self._loose.leaves
         self._set_ways()
         try:
@@ -230,7 +231,7 @@ class Saving:
         self._sequence.append(kind)
         plan = self.planning.for_block(position, kind) or self._provisional(position, kind, input_bytes)
         is_measured = self.known.wants(kind, self.passes)
-        compares, waits = self._compares(position, is_measured)
+        compares, waits = self._compares(index, is_measured)
         may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(index, kind, block, args, kwargs)
         if plan.kind == "recompute" and not may_drop:
             plan = OFFLOAD
@@ -246,7 +247,7 @@ class Saving:
             sends=plan.kind == "offload",
             may_drop=may_drop,
             compares=compares,
-            doubt=None if waits else functools.partial(self._doubts.add, position),
+            is_certain=functools.partial(self._doubts.ask if waits else self._doubts.note, index),
         )
         refused = self._stream.refused_bytes
         result, reading = self._first_run(run, functools.partial(original, *args, **kwargs), is_measured)
@@ -273,21 +274,18 @@ class Saving:
         try:
             with saved_tensors_hooks(run.pack, self._hooks[1]):
                 return timed(self._around.device, call) if is_measured else (call(), None)
-        except BaseException:
-            run.stay()
-            raise
         finally:
             self._run = None
 
-    def _compares(self, position: int, is_measured: bool) -> tuple[int, bool]:
+    def _compares(self, index: int, is_measured: bool) -> tuple[int, bool]:
         """How many saved tensors of a block to compare between its two runs, and whether the host waits for that: all
-        of a block that is measured, the last few of each block in the first passes, and later of one block a pass, by
-        chance."""
+        of a block that is measured, the last few of each block in the first passes and of one that has differed since,
+        and later of one block a pass, by chance."""
         if is_measured:
             return sys.maxsize, True
-        if self.planning.age <= ROUNDS or position in self._suspects:
+        if self.planning.age <= ROUNDS or index in self._doubts.suspects:
             return _COMPARED, True
-        return (_COMPARED if position == self._turn else 0), self._around.device.type != "cuda"
+        return (_COMPARED if index == self._turn else 0), self._around.device.type not in _ASYNCHRONOUS
 
     def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
         """Decide what becomes of a block that has run; may differ from ``plan``."""

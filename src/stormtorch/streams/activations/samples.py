@@ -7,10 +7,12 @@ differ in the last digits, and may send a token of a mixture of experts elsewher
 that torch saves and never fills differ too: then the block's results decide, which differ less, for most blocks add
 something to their input.
 
-In the steady loop the host does not wait for the device: a difference is noted there (`Doubts`), is seen when a later
-pass begins, and has the block compared again, with the host waiting."""
+In the steady loop the host does not wait for the device: a difference is noted there (`Doubts`) and seen when a later
+pass begins. Then the next second run of that block is compared with the host waiting."""
 
 from __future__ import annotations
+
+from collections import deque
 
 import torch
 
@@ -35,25 +37,38 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Doubts:
-    """Differences between the two runs of blocks that are computed by a GPU, and have not been looked at."""
+    """Differences between the two runs of blocks that the device computes and the host has not looked at yet, and the
+    blocks that have differed (``suspects``). Knows blocks by number."""
 
     def __init__(self) -> None:
-        self._asked: list[tuple[int, torch.Tensor, torch.cuda.Event]] = []
+        self._noted: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()  # by any thread
+        self.suspects: set[int] = set()
 
-    def add(self, position: int, differs: torch.Tensor) -> None:
-        """Note whether the block at ``position`` of a pass differs, once the device knows."""
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+    def note(self, block: int, differs: torch.Tensor) -> bool:
+        """Leave it to ``look_back`` whether a block differs. Returns False: nothing is certain yet."""
+        if not differs.is_cuda:  # of a number that the block computes with, for example
+            self._noted.append((block, differs, None))
+            return False
+        answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
         answer.copy_(differs, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(differs.device))
-        self._asked.append((position, answer, event))
+        self._noted.append((block, answer, event))
+        return False
 
-    def confirmed(self) -> set[int]:
-        """The positions of blocks that differed, as far as the device has come. Each is told once."""
-        asked, self._asked = self._asked, []
-        known = [(position, bool(answer)) if event.query() else None for position, answer, event in asked]
-        self._asked += [entry for entry, found in zip(asked, known, strict=True) if found is None]
-        return {found[0] for found in known if found is not None and found[1]}
+    def ask(self, block: int, differs: torch.Tensor) -> bool:
+        """Whether a block differs. The host waits."""
+        self.suspects.discard(block)
+        return bool(differs)
+
+    def look_back(self) -> None:
+        """Find suspects, as far as the device has come."""
+        for _ in range(len(self._noted)):
+            block, answer, event = self._noted.popleft()
+            if event is not None and not event.query():
+                self._noted.append((block, answer, event))
+            elif answer:
+                self.suspects.add(block)
 
 
 def saved_differ(first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
