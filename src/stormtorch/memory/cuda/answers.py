@@ -20,7 +20,7 @@ class Answers:
         self._own = None if cuda is None else OwnStream(cuda, device_index(device))
         self._stream = torch.cuda.Stream(device) if self._own is None else self._own.stream
         with torch.inference_mode(False):
-            self._answers = torch.zeros(max(64, count), dtype=torch.bool, pin_memory=True)
+            self._answers = torch.zeros(max(64, count), dtype=torch.bool, device="cpu", pin_memory=True)
 
     def copy(self, answer: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Where ``answer`` will be in RAM, and when. The caller keeps it until then."""

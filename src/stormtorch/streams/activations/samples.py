@@ -16,7 +16,10 @@ from collections import deque
 
 import torch
 
+from ...memory.cuda.answers import Answers
+
 _VALUES = 64
+_NOTED = 64  # differences that the host has not looked at
 _SAVED, _RESULTS = (1e-3, 4.0), (1e-4, 1.0)  # differences that may be noise: of the mean size of values, and in ulps
 _MANY = 0.1  # of the values
 _LEAST_WHOLE = 8  # a few whole numbers are seeds and counters of torch's own kernels
@@ -41,19 +44,19 @@ class Doubts:
     blocks that have differed (``suspects``). Knows blocks by number."""
 
     def __init__(self) -> None:
-        self._noted: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()  # by any thread
+        self._answers: Answers | None = None
+        # By any thread: the block, whether it differs, when that is there, and the same on the device.
+        self._noted: deque[tuple[int, torch.Tensor, torch.cuda.Event | None, torch.Tensor]] = deque()
         self.suspects: set[int] = set()
 
     def note(self, block: int, differs: torch.Tensor) -> bool:
         """Leave it to ``look_back`` whether a block differs. Returns False: nothing is certain yet."""
         if not differs.is_cuda:  # of a number that the block computes with, for example
-            self._noted.append((block, differs, None))
-            return False
-        answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-        answer.copy_(differs, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(differs.device))
-        self._noted.append((block, answer, event))
+            self._noted.append((block, differs, None, differs))
+        elif len(self._noted) < _NOTED:  # else the device is many passes behind
+            if self._answers is None:
+                self._answers = Answers(differs.device, 2 * _NOTED)
+            self._noted.append((block, *self._answers.copy(differs), differs))
         return False
 
     def ask(self, block: int, differs: torch.Tensor) -> bool:
@@ -64,10 +67,10 @@ class Doubts:
     def look_back(self) -> None:
         """Find suspects, as far as the device has come."""
         for _ in range(len(self._noted)):
-            block, answer, event = self._noted.popleft()
+            block, differs, event, source = self._noted.popleft()
             if event is not None and not event.query():
-                self._noted.append((block, answer, event))
-            elif answer:
+                self._noted.append((block, differs, event, source))
+            elif differs:
                 self.suspects.add(block)
 
 
