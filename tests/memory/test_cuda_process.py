@@ -65,6 +65,23 @@ def test_ctrl_c_gets_through_a_wait_that_would_never_end() -> None:
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
+def test_a_process_may_end_with_a_session_open() -> None:
+    code = """
+import torch, stormtorch as storm
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6)])
+optimizer = torch.optim.AdamW(model.parameters())
+session = storm.stream(model, optimizer, vram="64MiB", activations="recompute")
+for _ in range(12):
+    model(torch.randn(64, 256, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model(torch.randn(64, 256, device="cuda"))  # with a graph that has no backward
+print("ends")
+"""
+    done = run(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+
+
 def test_one_hardware_queue_is_enough() -> None:
     """Flags order work invisibly to the GPU's scheduler: with one queue, a wait before the work it needs would hang."""
     command = [

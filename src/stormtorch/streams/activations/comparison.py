@@ -10,6 +10,9 @@ Where the host is the limit, steps of one plan differ by a tenth and more. So th
 pair, and overall by 2 %, or by more where steps differ more. If it is clearly slower in the first pair, the comparison
 ends. A good plan that is refused costs some speed. A bad plan that is taken makes "auto" slower than "recompute".
 
+A second plan that only leaves work out, by keeping blocks where there is room, should never be slower. Its gain may be
+smaller than what steps differ by: it has more pairs, and is taken if it is faster in the median.
+
 Inputs may differ in size from step to step. Times are taken per byte of input, and where sizes vary there are more
 pairs."""
 
@@ -19,7 +22,7 @@ import math
 import statistics
 
 TURN = 3  # steps
-_PAIRS, _PAIRS_IF_UNEVEN = 2, 4
+_PAIRS, _PAIRS_IF_UNCLEAR = 2, 4
 _UNEVEN = 1.1
 _WINS = 0.98  # of the simple plan's time
 _LOSES = 1.03  # in the first pair
@@ -28,7 +31,9 @@ _LOSES = 1.03  # in the first pair
 class Comparison:
     """``second`` says whether the next step should run with the second plan; ``is_over`` that there is a verdict."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, does_less: bool = False) -> None:
+        """``does_less``: the second plan leaves out a part of the first one's work, and adds none."""
+        self._does_less = does_less
         self._turns: list[list[float]] = []  # seconds for each byte; first, second, second, first, and so on
         self._sizes: list[int] = []
         self._steps = 0
@@ -40,12 +45,15 @@ class Comparison:
     @property
     def is_over(self) -> bool:
         pairs = self._steps / (2 * TURN)
-        has_lost = pairs == 1 and not self._is_uneven and self.ratio > _LOSES
-        return has_lost or pairs >= (_PAIRS_IF_UNEVEN if self._is_uneven else _PAIRS)
+        if self._is_uneven or self._does_less:
+            return pairs >= _PAIRS_IF_UNCLEAR
+        return pairs >= _PAIRS or (pairs == 1 and self.ratio > _LOSES)
 
     @property
     def second_wins(self) -> bool:
         faster = [ratio < 1 for ratio in self._ratios()]
+        if self._does_less:
+            return len(faster) >= _PAIRS and self.ratio < 1
         missed = 1 if self._is_uneven else 0
         is_clear = self.ratio < min(_WINS, 1 - self._error)
         return len(faster) >= _PAIRS and is_clear and faster.count(False) <= missed

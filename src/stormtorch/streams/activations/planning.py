@@ -151,7 +151,7 @@ class Planning:
             self._simple, self._is_better = with_reason(candidate, took), True
         else:
             self._simple = with_reason(self._simple, f"to have {candidate.reason} took {ratio:.2f} of the time")
-        self._comparison = Comparison() if self._candidates else None
+        self._comparison = self._next_comparison()
         self._set_plan(self._simple)
         self._trim_at = self.passes + 2  # also where the last turn was the simple plan's
 
@@ -168,8 +168,14 @@ class Planning:
                 found.append(better)
         self._is_better = False
         if found:
-            self._simple, self._candidates, self._comparison = simple, found, Comparison()
+            self._simple, self._candidates = simple, found
+            self._comparison = self._next_comparison()
             self._set_plan(simple)
+
+    def _next_comparison(self) -> Comparison | None:
+        """Of the plan that has won so far with the next candidate."""
+        assert self._simple is not None
+        return Comparison(does_less=self._candidates[0].does_less_than(self._simple)) if self._candidates else None
 
     def _end_step(self) -> None:
         """Note the time of the step that ends where this pass begins, if one does."""
