@@ -19,6 +19,7 @@ import stormtorch as storm
 from stormtorch.core.sizes import GiB
 from stormtorch.core.tags import Tier
 from stormtorch.memory.cuda.device_meter import CudaMeter, DeviceMeter
+from stormtorch.memory.lanes.thread import CpuEvent
 from stormtorch.session import offload
 from stormtorch.session.offload import OffloadedActivations
 from stormtorch.streams.activations.plan import KEEP
@@ -208,6 +209,27 @@ def test_peak_is_within_vram_of_a_device_that_we_count(
             accumulate=accumulate,
             share=share,
         )
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("mode", ["auto", "recompute"])
+def test_peak_is_within_vram_of_a_device_that_is_far_behind(
+    mode: str, streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has launched all of backward before the first copy to RAM has ended: memory is returned all the same."""
+    monkeypatch.setattr(offload, "link_rates", lambda _totals: (2e6, 2e6))
+    monkeypatch.setattr(CpuEvent, "done", lambda _event: False)
+    torch.manual_seed(0)
+    with Counting() as meter:
+        model = Net(Halves, 32, 12)
+        trial = Trial(meter=meter, small_bytes=2048)
+
+        def opened(limit: int) -> OffloadedActivations:
+            activations = OffloadedActivations(model, mode, limit, "auto", "cpu", trial=trial)
+            activations.saving._stream._places.update(range(streams - 1))  # streams of the user's that have memory
+            return activations
+
+        check(model, torch.randn(256, 32), meter, opened, accumulate=1)
 
 
 @pytest.mark.parametrize("share", [3.5, 7.0])

@@ -70,7 +70,7 @@ def test_a_process_may_end_with_a_session_open() -> None:
 import torch, stormtorch as storm
 model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6)])
 optimizer = torch.optim.AdamW(model.parameters())
-session = storm.stream(model, optimizer, vram="64MiB", activations="recompute")
+session = storm.stream(model, optimizer, vram="1GiB", activations="recompute")
 for _ in range(12):
     model(torch.randn(64, 256, device="cuda")).square().mean().backward()
     optimizer.step()

@@ -73,6 +73,10 @@ class ActivationPlan:
         """Bytes that all blocks offload in a forward."""
         return sum(plan.sent_bytes(profile) for plan, profile in zip(self.blocks, profiles, strict=True))
 
+    @property
+    def offloads(self) -> bool:
+        return any(plan.kind == "offload" or plan.inputs_away for plan in self.blocks)
+
     def does_less_than(self, other: ActivationPlan) -> bool:
         """Whether it only keeps blocks for which ``other`` does something."""
         return all(plan in (KEEP, was) for plan, was in zip(self.blocks, other.blocks, strict=True))

@@ -341,8 +341,10 @@ class Saving:
         return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
 
     def _watch(self, position: int, result: Any) -> None:
-        """Notice when backward reaches the block: its output gets a gradient. Not where that tells nothing."""
-        if not self._is_noting and not self._stream.has_offloaded:
+        """Notice when backward reaches the block: its output gets a gradient. Not where that tells nothing. Where
+        later blocks offload, memory of theirs may have to be returned by then."""
+        offloads = self._stream.has_offloaded or (self.plan is not None and self.plan.offloads)
+        if not self._is_noting and not offloads:
             return
         way = self.plan.way_bytes if self.plan is not None else []
         ahead = way[position] if position < len(way) - 1 else 0 if self._stream.is_strict else self._way_bytes

@@ -106,9 +106,14 @@ class ActivationStream:
     def _free_behind(self, memory: torch.Tensor, event: Event) -> None:
         """Release ``memory``, which a lane uses until ``event``, where compute has several streams."""
         self._lingering.append((memory, event))
+        self._bound_lingering()
+
+    def _bound_lingering(self) -> None:
+        """Keep no more of such memory than may be in flight now. The host waits where there is more."""
         self._lingering = deque(entry for entry in self._lingering if not entry[1].done())
-        while sum(memory.nbytes for memory, _ in self._lingering) > self.window_bytes:
-            self._lingering.popleft()[1].synchronize()  # the host waits, to bound the bytes
+        most = min(self.window_bytes, self.ahead_bytes) if self.is_strict else self.window_bytes
+        while sum(memory.nbytes for memory, _ in self._lingering) > most:
+            self._lingering.popleft()[1].synchronize()
 
     @property
     def has_offloaded(self) -> bool:
@@ -400,4 +405,4 @@ class ActivationStream:
                 self._free_behind(memory, event)
             self._ahead_bytes -= size
             self._orphans.popleft()
-        self._lingering = deque(entry for entry in self._lingering if not entry[1].done())
+        self._bound_lingering()
