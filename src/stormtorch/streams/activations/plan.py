@@ -9,6 +9,7 @@ The free VRAM differs from block to block (levels.py)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -73,8 +74,9 @@ class ActivationPlan:
         """Bytes that all blocks offload in a forward."""
         return sum(plan.sent_bytes(profile) for plan, profile in zip(self.blocks, profiles, strict=True))
 
-    @property
+    @functools.cached_property
     def offloads(self) -> bool:
+        """Whether any block does. Asked for each block of a pass."""
         return any(plan.kind == "offload" or plan.inputs_away for plan in self.blocks)
 
     def does_less_than(self, other: ActivationPlan) -> bool:
