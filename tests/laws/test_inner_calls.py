@@ -40,8 +40,8 @@ class _Body(nn.Module):
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = _Body(), nn.Linear(16, 4)
-        self.tail = nn.Sequential(*(_Block(4) for _ in range(3)))
+        self.body, self.head = _Body(), nn.Linear(16, 8)
+        self.tail = nn.Sequential(*(_Block(8) for _ in range(3)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.tail(self.head(self.body(x)))
@@ -66,7 +66,7 @@ def _parts(model: Any, x: torch.Tensor) -> torch.Tensor:
 def _trained(call: Any, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     torch.manual_seed(0)
     model = _Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     session = storm.stream(model, optimizer, device="cpu", vram="1MiB", **settings) if settings else None
     losses, generator = [], torch.Generator().manual_seed(1)
     for _ in range(6):

@@ -9,17 +9,17 @@ The copy is shallow; contents.py is about what the values contain."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .contents import Contents, given_back, is_kept, sort_of, without_graph
+from .contents import Contents, Tables, given_back, is_kept, sort_of, without_graph
 
 # Hooks are checked elsewhere; our own wrapper of the call comes and goes.
 _OF_TORCH = (frozenset(vars(nn.Module())) - {"training"}) | {"_call_impl", "_compiled_call_impl"}
@@ -195,32 +195,41 @@ class Attributes:
 
     __slots__ = ("_before", "contents")
 
-    def __init__(self, looks: Looks) -> None:
-        self.contents = Contents(looks.modules)
+    def __init__(self, looks: Looks, tables: Tables) -> None:
+        """``tables``: as they are now."""
+        self.contents = Contents(looks.modules, tables)
         self._before = looks.now(self.contents)
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Set the attributes of the first run; afterwards restore the present ones, whatever the run has set."""
+    def restore(self) -> Callable[[], None]:
+        """Set the attributes of the first run, and what they contained. Returns a call that restores the present ones,
+        whatever the second run has set meanwhile: it is cut short, before it would have undone that itself."""
         copies = self.contents.copies()
-        before: list[Look | Same] | None = None
-        now: list[dict[str, Any] | None] = []  # None: those of the first run
-        if copies or not self._before.is_there():
+        if not copies and self._is_as_before():
+            return self._undo
+        before = list(self._before)
+        now = [None if look.is_there() and not copies else _own(look.module) for look in before]
+        for look, own in zip(before, now, strict=True):
+            if own is not None:
+                _put(look.module, look.found, own, copies)
+        return functools.partial(self._set_back, before, now, self.contents.restore(copies))
+
+    def _is_as_before(self) -> bool:
+        return self._before.is_there() and self.contents.is_same()
+
+    def _undo(self) -> None:
+        """Undo what the second run has changed, where there was nothing to restore."""
+        if not self._is_as_before():
             before = list(self._before)
-            now = [None if look.is_there() and not copies else _own(look.module) for look in before]
-            for look, own in zip(before, now, strict=True):
-                if own is not None:
-                    _put(look.module, look.found, own, copies)
-        try:
-            with self.contents.again(copies):
-                yield
-        finally:
-            if before is None and not self._before.is_there():
-                before = list(self._before)
-                now = [None] * len(before)
-            for look, own in zip(before or (), now, strict=True):
-                if own is not None or not look.is_there():
-                    _put(look.module, look.found if own is None else own, _own(look.module), {})
+            self._set_back(before, [None] * len(before), self.contents.undo)
+
+    def _set_back(
+        self, before: list[Look | Same], now: list[dict[str, Any] | None], contents: Callable[[], None]
+    ) -> None:
+        """``now``: attributes before the second run; None: those of the first run."""
+        contents()
+        for look, own in zip(before, now, strict=True):
+            if own is not None or not look.is_there():
+                _put(look.module, look.found if own is None else own, _own(look.module), {})
 
 
 def _own(module: nn.Module) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..bridge.torch_private import has_global_hooks, has_user_modes, without_torch_function
 from .attributes import Looks
+from .contents import Tables
 
 
 def shape_of(block: nn.Module) -> Any:
@@ -30,7 +31,7 @@ class Anatomy:
     """A block's modules and the places of its parameters in them, found once: walking through them at each call takes
     longer than many an operation."""
 
-    __slots__ = ("_children", "_own", "_places", "_scripted", "looks", "modules")
+    __slots__ = ("_children", "_has_own", "_own", "_places", "_scripted", "looks", "modules", "tables")
 
     def __init__(self, block: nn.Module) -> None:
         self.modules = list(block.modules())
@@ -41,29 +42,40 @@ class Anatomy:
         )  # TorchScript keeps parameters elsewhere, and is not run again
         found = {id(p): (m, name) for m in reversed(looked_at) for name, p in m._parameters.items() if p is not None}
         self._places = list(found.values())
-        self._own = [id(parameter) for parameter in self.parameters()]
+        self._own, self._has_own = [id(parameter) for parameter in self.parameters()], True
+        self.tables = Tables(self.modules)  # as `is_current` has found them
 
     def _children_now(self) -> list[nn.Module | None]:
         return [child for module in self.modules for child in module._modules.values()]
 
     def is_current(self) -> bool:
-        """Whether the block still has the modules that it had."""
+        """Whether the block still has the modules that it had. Looks at its parameters and buffers too."""
+        if self.tables.unchanged():
+            return True
         now = self._children_now()
-        return len(now) == len(self._children) and all(map(operator.is_, now, self._children))
+        if len(now) != len(self._children) or not all(map(operator.is_, now, self._children)):
+            return False
+        self._has_own = [id(parameter) for parameter in self.parameters()] == self._own
+        self.tables = Tables(self.modules)
+        return True
 
     def parameters(self) -> list[Any]:
         """The tensors that are in the parameters' places now."""
         return [module._parameters.get(name) for module, name in self._places]
 
     def has_its_own(self) -> bool:
-        """Whether the block has its own parameters, not those of ``functional_call``, gone in backward."""
-        return [id(parameter) for parameter in self.parameters()] == self._own
+        """Whether `is_current` has found the block's own parameters, not those of ``functional_call``, which are gone
+        in backward."""
+        return self._has_own
 
     def manner(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """The modes that may change between calls: which modules are training, which parameters are trained."""
+        return tuple([module.training for module in self.modules]), self.trained()
+
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters are trained."""
         with without_torch_function():
-            trained = tuple([p is not None and p.requires_grad for p in self.parameters()])
-        return tuple([module.training for module in self.modules]), trained
+            return tuple([p is not None and p.requires_grad for p in self.parameters()])
 
     def is_listened_to(self) -> bool:
         """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, which does not

@@ -47,7 +47,7 @@ class Conditions:
     def __init__(self, anatomy: Anatomy, trained: tuple[bool, ...], device: torch.device) -> None:
         """``trained``: which parameters are."""
         self._anatomy, self._trained, self._device = anatomy, trained, device
-        self._attributes = Attributes(anatomy.looks)
+        self._attributes = Attributes(anatomy.looks, anatomy.tables)
         self._random = RandomNumbers(device)
         self._numpy, self._default = numpy_state(), default_device()
         self._backends = [ask() for ask, _ in _BACKENDS]
@@ -58,7 +58,11 @@ class Conditions:
     def can_be_set_again(self, *, look_inside: bool) -> bool:
         """Whether a second run would have the same conditions, now that the block has run once. ``look_inside``: see
         contents.py."""
-        return self._attributes.contents.unchanged(look_inside=look_inside) and self._numpy == numpy_state()
+        return self._attributes.contents.unchanged(look_inside=look_inside) and not self.has_drawn()
+
+    def has_drawn(self) -> bool:
+        """Whether numbers of numpy's were drawn since."""
+        return self._numpy != numpy_state()
 
     def is_hooked(self) -> bool:
         """Whether user code would notice a second run now, or change it."""
@@ -70,9 +74,9 @@ class Conditions:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Set these conditions for a second run. Afterwards restore the present ones."""
-        backends = [ask() for ask, _ in _BACKENDS]
-        with contextlib.ExitStack() as stack:
+        """Set these conditions for a second run. Afterwards restore the present ones. A run finds most of them as they
+        were: each is set, and restored, only where it differs."""
+        with torch.enable_grad(), contextlib.ExitStack() as stack:
             if self._default != default_device():
                 stack.enter_context(self._default or torch.device("cpu"))
             for kind, enabled, dtype in self._autocast:
@@ -80,26 +84,28 @@ class Conditions:
                     continue
                 cached = torch.is_autocast_cache_enabled()
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self._attributes.again())
-            stack.callback(self._set_trained, self._set_trained(self._trained))
-            stack.callback(_set_backends, backends)
-            _set_backends(self._backends)
+            undo = self._attributes.restore()
+            stack.callback(undo)
+            trained = self._anatomy.trained()
+            if trained != self._trained:
+                stack.callback(self._set_trained, trained)
+                self._set_trained(self._trained)
+            backends = [ask() for ask, _ in _BACKENDS]
+            if backends != self._backends:
+                stack.callback(_set_backends, backends)
+                _set_backends(self._backends)
             # Also for a block that has left them as they were: it may draw inside of ``fork_rng``.
             if not self._random.same(now := RandomNumbers(self._device)):
                 stack.callback(now.restore)
                 self._random.restore()
             yield
 
-    def _set_trained(self, trained: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Set which parameters are trained; returns the previous setting."""
-        before = self._anatomy.manner()[1]
-        if before != trained:
-            with without_torch_function():
-                for parameter, is_trained, was in zip(self._anatomy.parameters(), trained, before, strict=True):
-                    if is_trained != was:
-                        parameter.requires_grad_(is_trained)
-        return before
+    def _set_trained(self, trained: tuple[bool, ...]) -> None:
+        """Set which parameters are trained."""
+        with without_torch_function():
+            for parameter, is_trained in zip(self._anatomy.parameters(), trained, strict=True):
+                if parameter is not None and parameter.requires_grad != is_trained:
+                    parameter.requires_grad_(is_trained)
 
 
 def _set_backends(values: list[Any]) -> None:

@@ -12,14 +12,14 @@ are."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import operator
 import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,11 +102,11 @@ def is_kept(value: Any, kept: Any) -> bool:
     return value is kept
 
 
-class _Tables:
+class Tables:
     """Parameters, buffers and children of modules at one moment. A block has dozens of these dicts: comparing them one
     by one would take longer than a small block."""
 
-    __slots__ = ("_filled", "_names", "_sizes", "_tables", "_values", "versions")
+    __slots__ = ("_filled", "_names", "_sizes", "_tables", "_values", "_weights")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
@@ -114,7 +114,7 @@ class _Tables:
         self._names, self._values = list(_chained(self._filled)), list(_chained(map(_values_of, self._filled)))
         weights = _chained([m._parameters.values() for m in modules if m._parameters])
         with without_torch_function():
-            self.versions = [(p, p._version) for p in weights if p is not None and not p.is_inference()]
+            self._weights = [p for p in weights if p is not None and not p.is_inference()]
 
     def unchanged(self) -> bool:
         # With the same sizes, they are equally long one after the other.
@@ -124,9 +124,10 @@ class _Tables:
             and all(map(operator.is_, self._values, _chained(map(_values_of, self._filled))))
         )
 
-    def written_to(self) -> bool:
+    def versions(self) -> list[int]:
+        """Of the parameters."""
         with without_torch_function():
-            return any(weight._version != at for weight, at in self.versions)
+            return [weight._version for weight in self._weights]
 
     def each(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Each dict, and what it contained."""
@@ -138,10 +139,10 @@ class _Tables:
 class Contents:
     """Of all objects of a block, at one moment."""
 
-    __slots__ = ("_containers", "_modules", "_objects", "_tables", "_tensors")
+    __slots__ = ("_containers", "_modules", "_objects", "_tables", "_tensors", "_versions")
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._tables = modules, _Tables(modules)
+    def __init__(self, modules: Sequence[nn.Module], tables: Tables) -> None:
+        self._modules, self._tables, self._versions = modules, tables, tables.versions()
         self._containers: list[tuple[Any, Any]] = []
         # Attributes of objects, by the object's id: a config belongs to many modules.
         self._objects: dict[int, tuple[Any, Any]] = {}
@@ -193,7 +194,7 @@ class Contents:
 
     def written_to(self) -> bool:
         """Whether a tensor of which there is no copy was changed in place."""
-        return self._tables.written_to() or any(
+        return self._tables.versions() != self._versions or any(
             copy is None and (tensor := reference()) is not None and tensor._version != at
             for reference, at, copy in self._tensors
         )
@@ -206,10 +207,17 @@ class Contents:
                 found[id(tensor)] = copy
         return found
 
-    @contextlib.contextmanager
-    def again(self, copies: dict[int, torch.Tensor]) -> Iterator[None]:
-        """Restore what was there; afterwards what is there now, also where only the second run has changed it: it is
-        cut short, before it would have undone that itself."""
+    def is_same(self) -> bool:
+        """Whether containers, objects and tables contain what they did."""
+        return (
+            all(itertools.starmap(_is_same, self._containers))
+            and all(itertools.starmap(_is_same, self._objects.values()))
+            and self._tables.unchanged()
+        )
+
+    def restore(self, copies: dict[int, torch.Tensor]) -> Callable[[], None]:
+        """Restore what was there. Returns a call that restores what is there now, also where only the second run has
+        changed it."""
         found = [*self._containers, *self._objects.values()]
         now = [(value, _content(value)) for value, before in found if copies or not _is_same(value, before)]
         changed = {id(value) for value, _ in now}
@@ -221,16 +229,22 @@ class Contents:
             tables = [(table, _content(table)) for table, _ in self._tables.each()]
             for table, before in self._tables.each():
                 _fill(table, before, copies)
-        try:
-            yield
-        finally:
-            now += [e for e in found if id(e[0]) not in changed and not _is_same(*e)]
-            if tables is not None:
-                now += tables
-            elif not self._tables.unchanged():
-                now += self._tables.each()
-            for value, present in now:
-                _fill(value, present, {})
+        return functools.partial(self._set_back, now, tables)
+
+    def undo(self) -> None:
+        """Restore what was there, after a second run that found it so."""
+        self._set_back([], None)
+
+    def _set_back(self, now: list[tuple[Any, Any]], tables: list[tuple[Any, Any]] | None) -> None:
+        changed = {id(value) for value, _ in now}
+        found = [*self._containers, *self._objects.values()]
+        now = now + [e for e in found if id(e[0]) not in changed and not _is_same(*e)]
+        if tables is not None:
+            now += tables
+        elif not self._tables.unchanged():
+            now += self._tables.each()
+        for value, present in now:
+            _fill(value, present, {})
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -96,10 +96,12 @@ class BlockRun:
         may_drop: bool,
         compares: int,
         is_certain: Callable[[torch.Tensor], bool],
+        unpack: Callable[[Any], torch.Tensor],
     ) -> None:
         """``trained``: which parameters are. ``sends``: whether saved tensors are offloaded at once. ``may_drop``:
         whether ``drop`` may be called. ``compares``: how many of the tensors that it saves last are compared with those
-        of the second run. ``is_certain`` is given whether they differ, as a tensor; True: act on it now."""
+        of the second run. ``is_certain`` is given whether they differ, as a tensor; True: act on it now. ``unpack``:
+        the hook of the pass."""
         self._block, self._original, self._stream, self._device = block, original, stream, around.device
         self._is_streamed, self._note_of, self._weights = around.is_streamed, around.note_of, around.weights
         self.sends, self.repeats, self._compares, self._is_certain = sends, False, compares, is_certain
@@ -116,6 +118,8 @@ class BlockRun:
         # By number: made by a second run, not asked for yet; with their versions, unless they have none.
         self._again: dict[int, tuple[torch.Tensor, int | None]] = {}
         self.tell_time: Callable[[Reading], None] | None = None  # is given the time of the second run
+        self._unpack = unpack
+        self._refusal = ""  # why there can be no second run, if that is known
 
     # --- forward
 
@@ -155,11 +159,10 @@ class BlockRun:
 
     def has_its_inputs(self) -> bool:
         """Whether the block's arguments, buffers and other tensors are unchanged since the call."""
-        if self._conditions is None or self._conditions.written_to():
-            return False
-        return not any(
-            (tensor := reference()) is not None and tensor._version != at for reference, at in self._versions
-        )
+        return self._conditions is not None and not self._conditions.written_to() and not self._inputs_changed()
+
+    def _inputs_changed(self) -> bool:
+        return any((tensor := reference()) is not None and tensor._version != at for reference, at in self._versions)
 
     def saved_bytes(self) -> int:
         """Bytes of all saved tensors, each storage once, without weights that are permanently on the device."""
@@ -194,10 +197,13 @@ class BlockRun:
                     if first <= saved.address < end:
                         saved.probe = VersionProbe(tensor)
             saved.tensor = saved.away = None
+        self._keep_inputs(away=inputs_away)
+
+    def _keep_inputs(self, *, away: bool) -> None:
         kept: dict[int, Any] = {}  # an argument that is given twice is kept once
         for leaf in self._inputs:
             if id(leaf) not in kept:
-                kept[id(leaf)] = _Input(leaf, self._stream, inputs_away) if type(leaf) is torch.Tensor else leaf
+                kept[id(leaf)] = _Input(leaf, self._stream, away) if type(leaf) is torch.Tensor else leaf
         self._inputs = [kept[id(leaf)] for leaf in self._inputs]
 
     def _take_samples(self) -> None:
@@ -223,6 +229,14 @@ class BlockRun:
 
     # --- backward
 
+    @never_traced
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Hook for autograd: the tensor for which `pack` has returned ``saved``."""
+        made = self._again.pop(saved.number, None) if type(saved) is Saved and saved.sample is None else None
+        if made is None:
+            return self._unpack(saved)
+        return self._unwritten(saved, *made)
+
     def get(self, saved: Saved) -> torch.Tensor:
         """The saved tensor, for autograd."""
         if saved.tensor is not None:
@@ -239,9 +253,7 @@ class BlockRun:
                     self._run_again()
             else:
                 self._run_again()
-        made, at = self._again.pop(saved.number)
-        if at is not None and made._version != at:
-            raise stale(saved.shape, saved.dtype)
+        made = self._unwritten(saved, *self._again.pop(saved.number))
         if not in_backward():
             self._again.clear()
         if saved.sample is None:
@@ -251,6 +263,12 @@ class BlockRun:
                 f"tensor {saved.number} that it saves has other values than in forward. Its modules use something that "
                 "changes from call to call, where STORM does not find it"
             )
+        return made
+
+    def _unwritten(self, saved: Saved, made: torch.Tensor, at: int | None) -> torch.Tensor:
+        """The tensor that a second run has made, in version ``at``."""
+        if at is not None and made._version != at:
+            raise stale(saved.shape, saved.dtype)
         return made
 
     def _returns_others(self) -> bool:
@@ -279,6 +297,8 @@ class BlockRun:
 
     def _run_again(self) -> None:
         assert self._conditions is not None
+        if self._refusal:
+            raise self._other(self._refusal)
         if self._conditions.written_to():
             raise self._other("one of its parameters, buffers or other tensors was written to since its forward")
         if self._conditions.is_hooked():

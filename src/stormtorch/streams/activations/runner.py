@@ -49,9 +49,11 @@ from .profiles import ROUNDS, Profiles
 from .recompute import BlockRun, Saved
 from .room import Gauge, Surroundings
 from .samples import Doubts
+from .settled import SettledRun
 from .stream import ActivationStream
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # for saved tensors: pack and unpack
+SETTLED_AT = REPLAN_AT[-1]  # passes after which blocks are taken to go on as they did
 _COMPARED = 4  # saved tensors of a block; the very last ones may be casts of weights
 _ASYNCHRONOUS = frozenset({"cuda"})  # devices for which the host would wait
 
@@ -215,6 +217,7 @@ class Saving:
         """Run a block, and handle the tensors that it saves by the plan."""
         if self._run is not None:
             return original(*args, **kwargs)  # it is inside another block
+        assert self._hooks is not None
         self._stream.send_all()
         self._drop_last()
         leaves = tensors_in(args, kwargs)
@@ -235,7 +238,8 @@ class Saving:
         may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(index, kind, block, args, kwargs)
         if plan.kind == "recompute" and not may_drop:
             plan = OFFLOAD
-        run = BlockRun(
+        settled = plan.kind == "recompute" and not compares and not is_measured and self._is_settled()
+        run = (SettledRun if settled else BlockRun)(
             block,
             self._anatomies[index],
             original,
@@ -248,6 +252,7 @@ class Saving:
             may_drop=may_drop,
             compares=compares,
             is_certain=functools.partial(self._doubts.ask if waits else self._doubts.note, index),
+            unpack=self._hooks[1],
         )
         refused = self._stream.refused_bytes
         result, reading = self._first_run(run, functools.partial(original, *args, **kwargs), is_measured)
@@ -269,10 +274,9 @@ class Saving:
         return result
 
     def _first_run(self, run: BlockRun, call: Callable[[], Any], is_measured: bool) -> tuple[Any, Reading | None]:
-        assert self._hooks is not None
         self._run = run
         try:
-            with saved_tensors_hooks(run.pack, self._hooks[1]):
+            with saved_tensors_hooks(run.pack, run.unpack):
                 return timed(self._around.device, call) if is_measured else (call(), None)
         finally:
             self._run = None
@@ -287,6 +291,10 @@ class Saving:
             return _COMPARED, True
         return (_COMPARED if index == self._turn else 0), self._around.device.type not in _ASYNCHRONOUS
 
+    def _is_settled(self) -> bool:
+        """Whether plans have been made from enough passes to take it that blocks go on as they did."""
+        return self.plan is not None and self.planning.age > SETTLED_AT
+
     def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
         """Decide what becomes of a block that has run; may differ from ``plan``."""
         if plan.kind == "offload" and is_refused and run.repeats:
@@ -296,7 +304,10 @@ class Saving:
                 run.tell_time = _telling(self.known, kind)
             if self.plan is None and plan.inputs_away:
                 self._input_bytes += input_bytes
-            self._undropped = run, kind, plan.inputs_away
+            if isinstance(run, SettledRun):
+                run.drop(inputs_away=plan.inputs_away)
+            else:
+                self._undropped = run, kind, plan.inputs_away
             return plan
         if plan.kind == "recompute":
             run.send()

@@ -172,6 +172,9 @@ def has_modes() -> bool:
 def default_device() -> torch.device | None:
     """The device of new tensors on this thread; None if user code has set none. ``get_default_device`` makes a tensor
     to find out, which takes longer than many an operation."""
+    private: Any = torch._C
+    if not private._len_torch_function_stack():
+        return None
     found = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
     return found[-1] if found else None
 
