@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch.checkpoint import complete, disk, newest, prune, sweep
-from stormtorch.checkpoint.disk import DiskCalls
-from stormtorch.checkpoint.folder import read_manifest
+from stormtorch.checkpoint import complete, newest, prune, sweep
+from stormtorch.checkpoint.files import disk
+from stormtorch.checkpoint.files.disk import DiskCalls
+from stormtorch.checkpoint.folders.folder import read_manifest
 from stormtorch.core.errors import CheckpointError, StorageError, StormError, WrongModel
 
 from ..forkserver import run as run_process

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from stormtorch.checkpoint import complete, disk
-from stormtorch.checkpoint.disk import DiskCalls
+from stormtorch.checkpoint import complete
+from stormtorch.checkpoint.files import disk
+from stormtorch.checkpoint.files.disk import DiskCalls
 from stormtorch.core.errors import StormError
 from stormtorch.core.tags import Tag, Tier
 
@@ -23,7 +24,12 @@ from ..forkserver import run as run_process
 from ..keyboard import Keyboard
 from .made import Run
 
-OURS = ("/checkpoint/saver.py", "/checkpoint/writing.py", "/checkpoint/folder.py", "/checkpoint/snapshot.py")
+OURS = (
+    "/checkpoint/saver.py",
+    "/checkpoint/saving/writing.py",
+    "/checkpoint/folders/folder.py",
+    "/checkpoint/state/snapshot.py",
+)
 
 
 def unfinished(folder: Path) -> list[str]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from stormtorch.checkpoint import all_complete, complete, disk, newest, prune, sweep
-from stormtorch.checkpoint.disk import DiskCalls
-from stormtorch.checkpoint.draft import Draft
-from stormtorch.checkpoint.folder import OURS, read_manifest, remove
+from stormtorch.checkpoint import all_complete, complete, newest, prune, sweep
+from stormtorch.checkpoint.files import disk
+from stormtorch.checkpoint.files.disk import DiskCalls
+from stormtorch.checkpoint.folders.folder import OURS, read_manifest, remove
+from stormtorch.checkpoint.saving.draft import Draft
 from stormtorch.core.errors import StorageError
 
 from ..forkserver import run as run_process

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch.checkpoint import complete, disk
-from stormtorch.checkpoint.disk import DiskCalls
-from stormtorch.checkpoint.folder import read_manifest
+from stormtorch.checkpoint import complete
+from stormtorch.checkpoint.files import disk
+from stormtorch.checkpoint.files.disk import DiskCalls
+from stormtorch.checkpoint.folders.folder import read_manifest
 from stormtorch.core.errors import StorageError, WrongModel
 from stormtorch.core.notices import forget_notices
 

@@ -35,7 +35,7 @@ def announce_phases(pipe: str, stop_at: tuple[str, int] | None) -> None:
     """Make the parts of a run tell ``pipe`` when they begin. ``stop_at``: a phase, and which time of it."""
     import torch
 
-    from stormtorch.checkpoint import disk
+    from stormtorch.checkpoint.files import disk
     from stormtorch.session.api import Session
     from stormtorch.training.run import loop, open_model, text_data
     from stormtorch.training.text import rows

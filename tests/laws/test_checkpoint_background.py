@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch.checkpoint import complete, disk
+from stormtorch.checkpoint import complete
+from stormtorch.checkpoint.files import disk
 from stormtorch.core.budget import Budget
 from stormtorch.core.errors import StorageError
 from stormtorch.core.tags import Tag, Tier

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from stormtorch.checkpoint import complete, disk
+from stormtorch.checkpoint import complete
+from stormtorch.checkpoint.files import disk
 
 from .tiny import Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved  # noqa: F401
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from stormtorch.checkpoint.folder import complete
+from stormtorch.checkpoint.folders.folder import complete
 from stormtorch.core.errors import CheckpointError, SettingError
 from stormtorch.training.output.identity import RUN_FILE, identity
 from stormtorch.training.output.metrics import cut_back

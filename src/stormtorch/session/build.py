@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..checkpoint.session_state import Durable
-from ..checkpoint.snapshot import Still
+from ..checkpoint.state.session_state import Durable
+from ..checkpoint.state.snapshot import Still
 from ..core.endings import Endings
 from ..core.errors import SettingError
 from ..core.tags import Tag

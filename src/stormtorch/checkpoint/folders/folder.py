@@ -25,11 +25,11 @@ from typing import Any
 
 import psutil
 
-from ..core.errors import CheckpointError, SettingError, StorageError
-from ..memory.disk.calls import storage_error, storage_errors
-from ..memory.disk.contained import JSON_LIMIT_BYTES, inside, parse_json
-from . import disk
-from .disk import Record
+from ...core.errors import CheckpointError, SettingError, StorageError
+from ...memory.disk.calls import storage_error, storage_errors
+from ...memory.disk.contained import JSON_LIMIT_BYTES, inside, parse_json
+from ..files import disk
+from ..files.disk import Record
 
 FORMAT = 1
 STORM = "storm"  # the folder inside a checkpoint for files that only STORM reads

@@ -8,18 +8,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..core.errors import CheckpointError, WrongModel
-from ..memory.disk.contained import JSON_LIMIT_BYTES, parse_json
-from ..memory.disk.safetensors_header import Entry
-from ..streams.home.parameter import plain
-from . import disk
-from .adapter import base_name, base_names, is_adapter_name
-from .content import INDEX
-from .folder import MANIFEST, STORM, check_sums, file_in, read_manifest
-from .loading import Job, read_all
-from .names import compare, names_of
-from .session_state import durable_of
-from .tensor_files import Filling, read_header
+from ...core.errors import CheckpointError, WrongModel
+from ...memory.disk.contained import JSON_LIMIT_BYTES, parse_json
+from ...memory.disk.safetensors_header import Entry
+from ...streams.home.parameter import plain
+from ..content.adapter import base_name, base_names, is_adapter_name
+from ..content.names import compare, names_of
+from ..content.parts import INDEX
+from ..files import disk
+from ..files.tensor_files import Filling, read_header
+from ..folders.folder import MANIFEST, STORM, check_sums, file_in, read_manifest
+from ..state.session_state import durable_of
+from .checkpoint import Job, read_all
 
 SINGLE = "model.safetensors"
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ..core.errors import CheckpointError
-from ..memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
+from ...core.errors import CheckpointError
+from ...memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
 from . import disk
 from .disk import CHUNK, Record, Stopped
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.errors import CheckpointError, StorageError
-from ..core.sizes import MiB, format_bytes
-from ..memory.disk.calls import storage_error, storage_errors
+from ...core.errors import CheckpointError, StorageError
+from ...core.sizes import MiB, format_bytes
+from ...memory.disk.calls import storage_error, storage_errors
 
 CHUNK = 8 * MiB
 _WINDOW = 32 * MiB

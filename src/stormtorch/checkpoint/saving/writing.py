@@ -12,18 +12,18 @@ from pathlib import Path
 
 import torch
 
-from ..core.errors import StorageError
-from ..core.notices import say_once
-from ..core.sizes import format_bytes
-from ..memory.disk.calls import storage_errors
-from . import disk
-from .content import Content, TensorFile
-from .disk import FileWriter, Record, Stopped
+from ...core.errors import StorageError
+from ...core.notices import say_once
+from ...core.sizes import format_bytes
+from ...memory.disk.calls import storage_errors
+from ..content.parts import Content, TensorFile
+from ..files import disk
+from ..files.disk import FileWriter, Record, Stopped
+from ..files.tensor_files import bytes_of
+from ..files.threads import Task, run_all
+from ..folders.folder import describe_versions
+from ..state.snapshot import Piece, Released, Still
 from .draft import Draft
-from .folder import describe_versions
-from .snapshot import Piece, Released, Still
-from .tensor_files import bytes_of
-from .threads import Task, run_all
 
 _NICE = 5
 _OVERHEAD_BYTES = 1 << 20  # names, manifest, partial blocks

@@ -9,11 +9,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..core.errors import SettingError, StorageError
-from ..memory.disk.calls import storage_errors
-from . import disk
-from .disk import Record
-from .folder import MANIFEST, OURS, STORM, Manifest, beside, lock, not_created, remove
+from ...core.errors import SettingError, StorageError
+from ...memory.disk.calls import storage_errors
+from ..files import disk
+from ..files.disk import Record
+from ..folders.folder import MANIFEST, OURS, STORM, Manifest, beside, lock, not_created, remove
 
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 

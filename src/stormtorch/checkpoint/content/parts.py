@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import SettingError
-from ..core.notices import say_once
-from ..streams.home.parameter import plain
-from ..streams.optimizer.updater import MASTER
+from ...core.errors import SettingError
+from ...core.notices import say_once
+from ...streams.home.parameter import plain
+from ...streams.optimizer.updater import MASTER
+from ..files.tensor_files import NAMES, Shard, header_for, into_shards
+from ..folders.folder import STORM, describe_versions
+from ..state.random_state import random_state
+from ..state.session_state import Durable
+from ..state.snapshot import Piece
 from .adapter import adapter_files, is_adapted
-from .folder import STORM, describe_versions
 from .names import extra_states, names_of
-from .random_state import random_state
-from .session_state import Durable
-from .snapshot import Piece
-from .tensor_files import NAMES, Shard, header_for, into_shards
 
 STATE = f"{STORM}/state.pt"
 OPTIMIZER = f"{STORM}/optimizer"

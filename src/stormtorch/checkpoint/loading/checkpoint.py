@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import CheckpointError, SettingError, StormError, WrongModel
-from ..core.notices import say_once
-from ..memory.books.limits import host_available_bytes
-from ..memory.disk.safetensors_header import Entry
-from ..streams.home.parameter import plain
-from ..streams.optimizer.updater import MASTER
-from . import disk
-from .adapter import WEIGHTS, adapter_files, is_adapted
-from .content import OPTIMIZER, STATE, parameter_names
-from .disk import Record
-from .folder import Manifest, check_complete, check_sums, file_in, is_tensors
-from .names import Names, compare, names_of
-from .random_state import set_random_state
-from .session_state import Durable
-from .tensor_files import Filling, fill, read_header
-from .threads import Task, run_all
+from ...core.errors import CheckpointError, SettingError, StormError, WrongModel
+from ...core.notices import say_once
+from ...memory.books.limits import host_available_bytes
+from ...memory.disk.safetensors_header import Entry
+from ...streams.home.parameter import plain
+from ...streams.optimizer.updater import MASTER
+from ..content.adapter import WEIGHTS, adapter_files, is_adapted
+from ..content.names import Names, compare, names_of
+from ..content.parts import OPTIMIZER, STATE, parameter_names
+from ..files import disk
+from ..files.disk import Record
+from ..files.tensor_files import Filling, fill, read_header
+from ..files.threads import Task, run_all
+from ..folders.folder import Manifest, check_complete, check_sums, file_in, is_tensors
+from ..state.random_state import set_random_state
+from ..state.session_state import Durable
 
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PARTS = {"step", "optimizer", "random", "extra", "also"}

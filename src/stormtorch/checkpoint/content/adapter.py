@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import CheckpointError
+from ...core.errors import CheckpointError
 from .names import names_of
 
 WEIGHTS = "adapter_model.safetensors"

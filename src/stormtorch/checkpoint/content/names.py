@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import WrongModel
-from ..memory.disk.safetensors_header import Entry
+from ...core.errors import WrongModel
+from ...memory.disk.safetensors_header import Entry
 
 
 @dataclass

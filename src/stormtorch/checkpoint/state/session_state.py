@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import StormError
-from ..streams.bridge.handlers import inside_step, undisturbed
-from ..streams.bridge.torch_private import in_backward, without_torch_function
-from ..streams.gradients.stream import GradientStream
-from ..streams.home.parameter import plain
-from ..streams.model.access import UserAccess
-from ..streams.optimizer.stream import OptimizerStream
-from ..streams.optimizer.updater import MASTER, Updater
-from ..streams.units.unit import Place, Unit
-from ..streams.weights.stream import ParameterStream
+from ...core.errors import StormError
+from ...streams.bridge.handlers import inside_step, undisturbed
+from ...streams.bridge.torch_private import in_backward, without_torch_function
+from ...streams.gradients.stream import GradientStream
+from ...streams.home.parameter import plain
+from ...streams.model.access import UserAccess
+from ...streams.optimizer.stream import OptimizerStream
+from ...streams.optimizer.updater import MASTER, Updater
+from ...streams.units.unit import Place, Unit
+from ...streams.weights.stream import ParameterStream
 from .snapshot import Still
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core.errors import OutOfBudget
-from ..core.tags import Tag, Tier
-from ..memory.books.ledger import Ledger, Reservation
-from ..streams.bridge.handlers import undisturbed
+from ...core.errors import OutOfBudget
+from ...core.tags import Tag, Tier
+from ...memory.books.ledger import Ledger, Reservation
+from ...streams.bridge.handlers import undisturbed
 
 
 class Released(Exception):
