@@ -22,7 +22,7 @@ import torch
 from stormtorch.checkpoint import complete, newest, prune, sweep
 from stormtorch.checkpoint.files import disk
 from stormtorch.checkpoint.files.disk import DiskCalls
-from stormtorch.checkpoint.folders.folder import read_manifest
+from stormtorch.checkpoint.folders.manifest import read_manifest
 from stormtorch.core.errors import CheckpointError, StorageError, StormError, WrongModel
 
 from ..forkserver import run as run_process
@@ -109,7 +109,8 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 from tests.checkpoint.made import Run, disk_bytes
 from tests.checkpoint.test_faults import counting
-from stormtorch.checkpoint import complete, disk, newest, prune, sweep
+from stormtorch.checkpoint import complete, newest, prune, sweep
+from stormtorch.checkpoint.files import disk
 import torch._dynamo  # which the first optimizer imports, in a second and a half
 
 def forked(action):

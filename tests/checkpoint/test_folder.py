@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stormtorch.checkpoint import all_complete, complete, newest, prune, sweep
-from stormtorch.checkpoint.folders.folder import read_manifest
+from stormtorch.checkpoint.folders.manifest import read_manifest
 from stormtorch.checkpoint.saving.draft import Draft
 from stormtorch.core.errors import CheckpointError, SettingError
 

@@ -100,7 +100,7 @@ ENDING = """
 import os, sys, threading, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from stormtorch.checkpoint import disk
+from stormtorch.checkpoint.files import disk
 from tests.checkpoint.made import Run
 
 folder, how = Path(sys.argv[1]), sys.argv[2]

@@ -17,7 +17,8 @@ import pytest
 from stormtorch.checkpoint import all_complete, complete, newest, prune, sweep
 from stormtorch.checkpoint.files import disk
 from stormtorch.checkpoint.files.disk import DiskCalls
-from stormtorch.checkpoint.folders.folder import OURS, read_manifest, remove
+from stormtorch.checkpoint.folders.folder import OURS, remove
+from stormtorch.checkpoint.folders.manifest import read_manifest
 from stormtorch.checkpoint.saving.draft import Draft
 from stormtorch.core.errors import StorageError
 

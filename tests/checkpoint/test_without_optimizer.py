@@ -13,7 +13,7 @@ import torch
 from stormtorch.checkpoint import complete
 from stormtorch.checkpoint.files import disk
 from stormtorch.checkpoint.files.disk import DiskCalls
-from stormtorch.checkpoint.folders.folder import read_manifest
+from stormtorch.checkpoint.folders.manifest import read_manifest
 from stormtorch.core.errors import StorageError, WrongModel
 from stormtorch.core.notices import forget_notices
 

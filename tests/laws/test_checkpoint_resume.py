@@ -323,7 +323,7 @@ def test_saving_again_after_loading_writes_the_same_files(tmp_path: Path) -> Non
 
 
 def test_steps_are_counted_through(tmp_path: Path) -> None:
-    from stormtorch.checkpoint.folders.folder import read_manifest
+    from stormtorch.checkpoint.folders.manifest import read_manifest
 
     run = Run(CHAIN, "adamw")
     run.losses(0, 3)
@@ -338,7 +338,7 @@ def test_steps_are_counted_through(tmp_path: Path) -> None:
 
 
 def test_a_save_in_a_hook_of_the_step_is_of_that_step(tmp_path: Path) -> None:
-    from stormtorch.checkpoint.folders.folder import read_manifest
+    from stormtorch.checkpoint.folders.manifest import read_manifest
 
     run = Run(CHAIN, "adamw")
     run.losses(0, 2)

@@ -19,7 +19,7 @@ from ...core.notices import say_once
 from ...streams.home.parameter import plain
 from ...streams.optimizer.updater import MASTER
 from ..files.tensor_files import NAMES, Shard, header_for, into_shards
-from ..folders.folder import STORM, describe_versions
+from ..folders.manifest import STORM, describe_versions
 from ..state.random_state import random_state
 from ..state.session_state import Durable
 from ..state.snapshot import Piece

@@ -28,7 +28,7 @@ from ..files import disk
 from ..files.disk import Record
 from ..files.tensor_files import Filling, fill, read_header
 from ..files.threads import Task, run_all
-from ..folders.folder import Manifest, check_complete, check_sums, file_in, is_tensors
+from ..folders.manifest import Manifest, check_complete, check_sums, file_in, is_tensors
 from ..state.random_state import set_random_state
 from ..state.session_state import Durable
 

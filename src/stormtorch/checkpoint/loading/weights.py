@@ -17,7 +17,7 @@ from ..content.names import compare, names_of
 from ..content.parts import INDEX
 from ..files import disk
 from ..files.tensor_files import Filling, read_header
-from ..folders.folder import MANIFEST, STORM, check_sums, file_in, read_manifest
+from ..folders.manifest import MANIFEST, STORM, check_sums, file_in, read_manifest
 from ..state.session_state import durable_of
 from .checkpoint import Job, read_all
 

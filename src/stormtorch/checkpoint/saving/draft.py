@@ -13,7 +13,8 @@ from ...core.errors import SettingError, StorageError
 from ...memory.disk.calls import storage_errors
 from ..files import disk
 from ..files.disk import Record
-from ..folders.folder import MANIFEST, OURS, STORM, Manifest, beside, lock, not_created, remove
+from ..folders.folder import OURS, beside, lock, not_created, remove
+from ..folders.manifest import MANIFEST, STORM, Manifest
 
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 

@@ -21,7 +21,7 @@ from ..files import disk
 from ..files.disk import FileWriter, Record, Stopped
 from ..files.tensor_files import bytes_of
 from ..files.threads import Task, run_all
-from ..folders.folder import describe_versions
+from ..folders.manifest import describe_versions
 from ..state.snapshot import Piece, Released, Still
 from .draft import Draft
 
