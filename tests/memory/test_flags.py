@@ -16,7 +16,7 @@ from stormtorch.memory.lanes.build import open_lanes
 from stormtorch.memory.lanes.flags import Flags
 from stormtorch.native.flag_words import has_reached
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import open_worker
+from stormtorch.native.worker.open import open_worker
 
 
 @given(st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 31) - 1))

@@ -17,7 +17,8 @@ from stormtorch.core.errors import LaneError
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.library import library
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import Worker, open_worker
+from stormtorch.native.worker.jobs import Worker
+from stormtorch.native.worker.open import open_worker
 
 MakeTensors = Callable[..., AdamTensors]
 OpenAny = Callable[..., Worker]

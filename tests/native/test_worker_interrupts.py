@@ -15,11 +15,12 @@ import pytest
 
 from stormtorch.core.errors import LaneError
 from stormtorch.native import fallback
-from stormtorch.native.c_worker import PoolWorker
 from stormtorch.native.library import Library
-from stormtorch.native.python_worker import ThreadWorker
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import Worker, open_worker
+from stormtorch.native.worker.c_worker import PoolWorker
+from stormtorch.native.worker.jobs import Worker
+from stormtorch.native.worker.open import open_worker
+from stormtorch.native.worker.python_worker import ThreadWorker
 
 from ..forkserver import run
 
@@ -218,7 +219,7 @@ from stormtorch.native import library
 if {hidden}:
     library._load = lambda: "hidden by a test"
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import open_worker
+from stormtorch.native.worker.open import open_worker
 worker, main = open_worker(threads=1), threading.main_thread().ident
 tensors = AdamTensors(**{{name: torch.zeros(8) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}})
 step, over, armed = AdamStep(lr=0.1, step=1), False, False

@@ -17,7 +17,8 @@ import pytest
 from stormtorch.core.errors import LaneError
 from stormtorch.native import fallback
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import Worker, open_worker
+from stormtorch.native.worker.jobs import Worker
+from stormtorch.native.worker.open import open_worker
 
 from ..forkserver import run
 
@@ -98,7 +99,8 @@ from stormtorch.native import library
 if {hidden}:
     library._load = lambda: "hidden by a test"
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import FlagValue, open_worker
+from stormtorch.native.worker.jobs import FlagValue
+from stormtorch.native.worker.open import open_worker
 word = torch.zeros(1, dtype=torch.int32)
 worker = open_worker(threads=2)
 tensors = AdamTensors(**{{name: torch.zeros(9) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}})

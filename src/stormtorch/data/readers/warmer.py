@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...native.rows import PENDING, PIECE, RowsJob, RowsPool, open_rows
+from ...native.rows.c_rows import PENDING, PIECE, RowsJob, RowsPool, open_rows
 from .descriptors import CannotOpen, Descriptors
 from .layout import Layout
 from .order import Order, Window

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...core.errors import OutOfBudget
-from ...native.rows import DONE, PENDING, PIECE, RowsJob, RowsPool, open_rows
+from ...native.rows.c_rows import DONE, PENDING, PIECE, RowsJob, RowsPool, open_rows
 from .order import Order, Window
 from .permutations import Rows
 from .reader import Read, Reader

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from ..core.errors import SettingError
-from ..core.events import Sink, Span, What
-from . import flag_words
-from .update import AdamStep, AdamTensors
+from ...core.errors import SettingError
+from ...core.events import Sink, Span, What
+from .. import flag_words
+from ..update import AdamStep, AdamTensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ..core.errors import SettingError
-from ..core.notices import say_once
+from ...core.errors import SettingError
+from ...core.notices import say_once
+from ..cores import worker_share
+from ..library import describe, library
 from .c_worker import PoolWorker
-from .cores import worker_share
-from .jobs import FlagValue, Worker, WorkerStats
-from .library import describe, library
+from .jobs import Worker
 from .python_worker import ThreadWorker
-
-__all__ = ["FlagValue", "Worker", "WorkerStats", "open_worker"]
 
 
 def open_worker(threads: int | None = None, cores: Sequence[int] | None = None) -> Worker:

@@ -9,10 +9,10 @@ import threading
 import time
 import weakref
 
-from ..core.errors import LaneError, SettingError
+from ...core.errors import LaneError, SettingError
+from ..library import FlagWord, Library, PoolStats
+from ..update import AdamStep, AdamTensors
 from .jobs import FlagValue, Worker, WorkerStats, check_job
-from .library import FlagWord, Library, PoolStats
-from .update import AdamStep, AdamTensors
 
 _SLICE_S = 0.1  # longest time inside C per call, so that Ctrl-C is noticed
 _REAP = 16  # tickets fetched at once

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.errors import LaneError
-from . import fallback
+from ...core.errors import LaneError
+from .. import fallback
+from ..library import Scalars
+from ..update import AdamStep, AdamTensors
 from .jobs import FlagValue, Worker, WorkerStats, check_job
-from .library import Scalars
-from .update import AdamStep, AdamTensors
 
 _POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the thread that launches
 _IDLE_S = 1.0  # between two checks without jobs: the collector may call stop here while the thread is about to sleep

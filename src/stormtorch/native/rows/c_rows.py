@@ -25,9 +25,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import LaneError, SettingError
-from ..core.notices import say_once
-from .library import Library, RowsOutcome, describe, library
+from ...core.errors import LaneError, SettingError
+from ...core.notices import say_once
+from ..library import Library, RowsOutcome, describe, library
 
 PIECE = ("fd", "source", "bytes", "needed", "target", "map")
 PENDING, DONE, FAILED, DROPPED = range(4)
