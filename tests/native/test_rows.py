@@ -20,18 +20,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stormtorch.core.errors import LaneError
-from stormtorch.native.rows.c_rows import (
-    DONE,
-    DROPPED,
-    FAILED,
-    PENDING,
-    NativeRows,
-    RowsJob,
-    RowsPool,
-    map_file,
-    open_rows,
-    unmap_file,
-)
+from stormtorch.native.rows.c_rows import NativeRows, map_file, unmap_file
+from stormtorch.native.rows.jobs import DONE, DROPPED, FAILED, PENDING, RowsJob, RowsPool
+from stormtorch.native.rows.open import open_rows
 
 OpenRows = Callable[..., RowsPool]
 Bytes = NDArray[np.uint8]
@@ -241,7 +232,9 @@ def test_a_bus_error_of_somebody_else_is_theirs(tmp_path: Path, enabled: bool) -
 SHRUNK = """
 import faulthandler, os, signal, sys
 import numpy as np
-from stormtorch.native.rows.c_rows import FAILED, map_file, open_rows
+from stormtorch.native.rows.c_rows import map_file
+from stormtorch.native.rows.jobs import FAILED
+from stormtorch.native.rows.open import open_rows
 fd = os.open({path!r}, os.O_RDWR)
 address = map_file(fd, 65536)
 target = np.zeros(65536, dtype=np.uint8)
@@ -444,7 +437,7 @@ import numpy as np
 from stormtorch.native import library
 if {hidden}:
     library._load = lambda: "hidden by a test"
-from stormtorch.native.rows.c_rows import open_rows
+from stormtorch.native.rows.open import open_rows
 pool = open_rows(2)
 fd = os.open(sys.executable, os.O_RDONLY)
 target = np.zeros(4096, dtype=np.uint8)

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 
 from ...core.errors import LaneError
-from .c_rows import DONE, DROPPED, FAILED, PENDING, Pieces, RowsJob, RowsPool, check_pieces, check_process
+from .jobs import DONE, DROPPED, FAILED, PENDING, Pieces, RowsJob, RowsPool, check_pieces, check_process
 
 _CHUNK = 64  # pieces that a thread takes at a time
 _IDLE_S = 1.0  # between two checks without jobs, in case an interrupt has cut off a wake-up
