@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import SettingError, StorageError
-from ..source import Field, FileSource, Shard, Strip
+from ....core.errors import SettingError, StorageError
+from ...source import Field, FileSource, Shard, Strip
+from ..columns import cut_together
+from ..paths import file_size, read_at
 from .arrow_tables import Rows, pyarrow, rows_of, selected
-from .columns import cut_together
-from .paths import file_size, read_at
 
 Locate = Callable[[Rows], Strip | None]  # the strip of the rows; None if they are in no file
 

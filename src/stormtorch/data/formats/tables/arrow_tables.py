@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.errors import SettingError
-from ..source import DecodedSource, Field
-from .dtypes import BY_NAME
+from ....core.errors import SettingError
+from ...source import DecodedSource, Field
+from ..dtypes import BY_NAME
 
 _TYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # by Arrow's name
 _GROUP_ROWS = 4096

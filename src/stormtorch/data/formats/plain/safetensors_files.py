@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...core.errors import SettingError, StorageError
-from ...memory.disk.safetensors_header import HEADER_LIMIT, UnknownDtype, header_length, parse_header
-from ..source import Field, FileSource, Shard, Strip
-from .paths import file_size, read_at
+from ....core.errors import SettingError, StorageError
+from ....memory.disk.safetensors_header import HEADER_LIMIT, UnknownDtype, header_length, parse_header
+from ...source import Field, FileSource, Shard, Strip
+from ..paths import file_size, read_at
 
 
 def safetensors_source(path: Path) -> FileSource:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import SettingError, StorageError
-from ...memory.disk.contained import inside, parse_json, read_small
-from ..source import DecodedSource, FileSource, Strip
+from ....core.errors import SettingError, StorageError
+from ....memory.disk.contained import inside, parse_json, read_small
+from ...source import DecodedSource, FileSource, Strip
+from ..items import ItemSource, item_source
 from .arrow import Locate, shards_of
 from .arrow_tables import Rows, TableSource
-from .items import ItemSource, item_source
 
 
 def dataset_source(dataset: Any, columns: Sequence[str] | None = None) -> FileSource | DecodedSource | ItemSource:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_error
-from ..source import Field, FileSource, Shard, Strip
-from .columns import one_after_another
-from .dtypes import BY_NAME, from_numpy, parse_dtype
-from .paths import Paths, file_size, listed, name_of_paths, whole_number
+from ....core.errors import SettingError, StorageError
+from ....memory.disk.calls import storage_error
+from ...source import Field, FileSource, Shard, Strip
+from ..columns import one_after_another
+from ..dtypes import BY_NAME, from_numpy, parse_dtype
+from ..paths import Paths, file_size, listed, name_of_paths, whole_number
 
 NAME = "data"  # of an array's only field, unless the user names it
 Record = list[tuple[Field, int]]  # the fields of one row, each with its offset in the row

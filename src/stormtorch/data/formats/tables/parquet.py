@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.errors import SettingError, StorageError
-from ..source import DecodedSource, Field
+from ....core.errors import SettingError, StorageError
+from ...source import DecodedSource, Field
+from ..columns import check_equal_fields
+from ..paths import file_size
 from .arrow_tables import pyarrow, rows_of, selected, tensors_of
-from .columns import check_equal_fields
-from .paths import file_size
 
 
 @dataclass(frozen=True, kw_only=True)

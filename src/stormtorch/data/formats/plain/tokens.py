@@ -16,13 +16,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ...core.errors import SettingError
-from ..source import Field, FileSource, Shard, Strip
-from .columns import one_after_another
-from .dtypes import INTEGERS, name_of, parse_dtype
+from ....core.errors import SettingError
+from ...source import Field, FileSource, Shard, Strip
+from ..columns import one_after_another
+from ..dtypes import INTEGERS, name_of, parse_dtype
+from ..paths import Paths, files_meant, name_of_paths, whole_number
 from .flat_files import Flat, flat_parts
 from .packed import is_packed
-from .paths import Paths, files_meant, name_of_paths, whole_number
 
 
 def tokens(

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_errors
-from ...memory.disk.contained import inside, parse_json, read_small
-from ..source import Field, FileSource, Shard, Strip
-from .dtypes import BY_NAME
-from .paths import file_size
+from ....core.errors import SettingError, StorageError
+from ....memory.disk.calls import storage_errors
+from ....memory.disk.contained import inside, parse_json, read_small
+from ...source import Field, FileSource, Shard, Strip
+from ..dtypes import BY_NAME
+from ..paths import file_size
 
 INDEX = "storm_data.json"
 FORMAT, VERSION = "storm-data", 1

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...core.errors import SettingError, StorageError
+from ....core.errors import SettingError, StorageError
+from ..columns import describe
+from ..dtypes import BY_NAME, INTEGERS, name_of
+from ..paths import file_size, read_at
 from .arrays import npy_source
-from .columns import describe
-from .dtypes import BY_NAME, INTEGERS, name_of
 from .packed import is_packed, read_index
-from .paths import file_size, read_at
 
 NAME = "tokens"
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
