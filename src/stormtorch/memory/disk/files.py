@@ -1,6 +1,6 @@
-"""Files: existing ones to read, new ones that remain, and the base of scratch files.
+"""Files: existing ones to read, and the base of scratch files.
 
-How it works. A file is opened once and serves requests (``file_requests``) from a few threads of its own, which sit in
+How it works. A file is opened once and serves requests (requests.py) from a few threads of its own, which sit in
 ``preadv`` and ``pwritev`` without the GIL. Large blocks make Python threads good enough: a block of 8 MiB takes
 milliseconds, and one hand-over of the GIL hardly counts; at 1 MiB it does.
 
@@ -11,8 +11,7 @@ The flag is set on the open descriptor, so a refusal needs no second open, which
 
 Roads not taken. *mmap*: page faults move 4 KiB at a time, errors arrive as SIGBUS, and dirty pages follow the kernel's
 schedule instead of ours. *io_uring*: four blocking threads already reach the device's limit with a tenth of a core,
-while it is forbidden in many containers and needs native code. *O_SYNC*: scratch need not survive a power cut, and
-files that must do so by one ``flush`` at their end instead of one per write.
+while it is forbidden in many containers and needs native code. *O_SYNC*: scratch need not survive a power cut.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from typing import Literal, Self, TypedDict, Unpack
 from ...core.errors import SettingError, StorageError
 from ...core.events import Sink
 from ...core.notices import say_once
-from ...core.sizes import MiB, format_bytes, parse_bytes
-from ..books import limits
+from ...core.sizes import MiB, format_bytes
+from .buffers import Buffer, bytes_of
 from .calls import Descriptor, SystemCalls, storage_error
-from .requests import Buffer, Ending, RequestQueue, Transfer, bytes_of
+from .requests import Ending, RequestQueue, Transfer
 
 ALIGNMENT = 4096  # of addresses, offsets and extents: a multiple of every sector size in use
 Mode = Literal["direct", "buffered"]
@@ -85,7 +84,6 @@ class File:
         self.alignment = ALIGNMENT if self.mode == "direct" else 1
         self._requests = RequestQueue(
             descriptor,
-            size_bytes,
             alignment=self.alignment,
             threads=threads,
             block_bytes=block_bytes,
@@ -115,10 +113,7 @@ class File:
             return self._submit(bytes_of(buffer, writable=False), offset, write=True, stop=stop).result()
 
     def flush(self) -> None:
-        """Block until finished writes would survive a power cut; wait for their futures first.
-
-        This does not cover the file's name: code that renames a file to publish it must sync the directory too.
-        """
+        """Block until finished writes would survive a power cut; wait for their futures first."""
         self._requests.flush()
 
     @property
@@ -147,15 +142,13 @@ class File:
     ) -> Transfer:
         end = offset + len(view)
         if write and not self.writable:
-            raise SettingError(f"Cannot write to {self.name}: it was opened for reading. Use create_file.")
+            raise SettingError(f"Cannot write to {self.name}: it was opened for reading. Use a scratch file.")
         # The kernel knows where a foreign file ends; the size of ours was fixed at its creation.
         if offset < 0 or (self.writable and end > self.size_bytes):
             raise SettingError(
                 f"Bytes {offset} to {end} are not inside {self.name}, which has {self.size_bytes} bytes."
             )
-        return self._requests.submit(
-            view, offset, write=write, padded=padded or end == self.size_bytes, ending=ending, stop=stop
-        )
+        return self._requests.submit(view, offset, write=write, padded=padded, ending=ending, stop=stop)
 
     def __enter__(self) -> Self:
         return self
@@ -184,27 +177,6 @@ def open_file(path: Path | str, **options: Unpack[FileOptions]) -> File:
         return File(descriptor, where=path, size_bytes=status.st_size, writable=False, **options)
 
 
-def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> File:
-    """Create a file of exactly ``size`` bytes, preallocated, for reading and writing; it remains after ``close``.
-
-    Never replaces a file; if it cannot be made in full, nothing is left. No ledger is charged: it is the user's file.
-    """
-    path, calls, size = Path(path), options.get("calls", SystemCalls()), parse_bytes(size)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    try:
-        descriptor = Descriptor(calls.open(str(path), flags, 0o666), str(path), calls)
-    except OSError as error:
-        raise storage_error(f"create {path}", error) from error
-    try:
-        with closed_on_error(descriptor):
-            preallocate(descriptor, size, path.parent)
-            return File(descriptor, where=path, size_bytes=size, writable=True, **options)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one that the user must see
-            calls.unlink(str(path))
-        raise
-
-
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
     """A stop event for the request of a blocking call, made before it: Ctrl-C finds no gap between the two."""
@@ -223,19 +195,6 @@ def closed_on_error(descriptor: Descriptor) -> Iterator[None]:
     except BaseException:
         descriptor.close()
         raise
-
-
-def preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
-    """Allocate ``[0, size)`` of a new file on the disk, so that a full disk is noticed now, not hours later."""
-    free = limits.disk_bytes(directory)[0]  # read first: a failed attempt may keep its space for a while
-    try:
-        if size:
-            descriptor.calls.fallocate(descriptor.number, 0, size)
-    except OSError as error:
-        numbers = f"{format_bytes(free)} were free"
-        raise storage_error(
-            f"preallocate {format_bytes(size)} for {descriptor.name}", error, numbers=numbers
-        ) from error
 
 
 def _choose_mode(descriptor: Descriptor, file: File, where: Path, direct: bool | Literal["auto"]) -> tuple[Mode, str]:

@@ -36,43 +36,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import torch
 
 from ...core.errors import SettingError, StorageError
 from ...core.events import Sink, Span, What
 from ...core.sizes import round_down
 from .calls import ELSEWHERE, Descriptor, storage_error
 
-Buffer: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | bytes | bytearray | memoryview | mmap.mmap"
-
 _STALLS = 8
 _TICK_S = 0.2
-
-
-def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
-    """The bytes of ``buffer``, without a copy. The view keeps its memory alive."""
-    if isinstance(buffer, torch.Tensor):
-        if buffer.device.type != "cpu":
-            raise SettingError(
-                f"A file needs a buffer in host memory, not on {buffer.device}. Copy it to the CPU first."
-            )
-        if buffer.layout is not torch.strided or not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
-            raise SettingError("A file needs a contiguous buffer, not a strided or lazy view. Use .contiguous().")
-        return buffer.detach().reshape(-1).view(torch.uint8).numpy().data
-    if isinstance(buffer, np.ndarray):
-        if buffer.dtype.hasobject:
-            raise SettingError("A file needs numbers; this array holds Python objects. Convert it first.")
-        view = buffer.data if not buffer.flags.c_contiguous else buffer.reshape(-1).view(np.uint8).data
-    else:
-        view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise SettingError("A file needs a contiguous buffer in C order, this one is not. Copy it first.")
-    if writable and view.readonly:
-        raise SettingError("A read needs a writable buffer, this one is read-only. Use a tensor or a bytearray.")
-    return view.cast("B") if view.nbytes else memoryview(bytearray())  # cast refuses shapes with a zero in them
 
 
 class Transfer(Future[int]):
@@ -114,7 +88,6 @@ class RequestQueue:
     def __init__(
         self,
         descriptor: Descriptor,
-        size_bytes: int,
         *,
         alignment: int,
         threads: int,
@@ -122,7 +95,7 @@ class RequestQueue:
         sink: Sink | None,
     ) -> None:
         self.name, self.calls = descriptor.name, descriptor.calls
-        self.size_bytes, self.alignment, self.block_bytes, self.sink = size_bytes, alignment, block_bytes, sink
+        self.alignment, self.block_bytes, self.sink = alignment, block_bytes, sink
         self.closed = False
         self.cancelled = False
         self._descriptor = descriptor  # requests hold the queue, so none is running when the last holder drops it
@@ -352,7 +325,7 @@ class Request:
         return True
 
     def _move_block(self, view: memoryview, offset: int) -> None:
-        queue, unit = self._queue, self._queue.alignment
+        unit = self._queue.alignment
         whole = round_down(len(view), unit)
         self._move(view[:whole], offset, whole, write=self._write)
         tail, offset = view[whole:], offset + whole
@@ -364,14 +337,9 @@ class Request:
             tail[:] = bounce[: len(tail)]
             return
         if not self._padded:
-            self._move(bounce, offset, min(unit, queue.size_bytes - offset), write=False)
+            self._move(bounce, offset, unit, write=False)
         bounce[: len(tail)] = tail
         self._move(bounce, offset, unit, write=True)
-        if offset + unit > queue.size_bytes:  # the file ends inside this unit: undo its growth
-            try:
-                queue.calls.truncate(queue.fd, queue.size_bytes)
-            except OSError as error:
-                raise storage_error(f"set the end of {queue.name} to {queue.size_bytes}", error) from error
 
     def _move(self, view: memoryview, offset: int, wanted: int, *, write: bool) -> None:
         """Move at least the first ``wanted`` bytes of ``view``; the module's docstring explains short transfers."""

@@ -26,11 +26,13 @@ from typing import Unpack
 from ...core.errors import OutOfBudget, SettingError, StorageError
 from ...core.sizes import format_bytes, parse_bytes, round_up
 from ...core.tags import Tag, Tier
+from ..books import limits
 from ..books.extents import Extents
 from ..books.ledger import Ledger, Reservation
+from .buffers import Buffer, bytes_of
 from .calls import Descriptor, SystemCalls, storage_error
-from .files import ALIGNMENT, File, FileOptions, closed_on_error, interruptible, preallocate
-from .requests import Buffer, Ending, Transfer, bytes_of
+from .files import ALIGNMENT, File, FileOptions, closed_on_error, interruptible
+from .requests import Ending, Transfer
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR})  # EISDIR: from kernels without the flag
 
@@ -94,7 +96,7 @@ class ScratchFile(File):
         # By ``close``, or when dropped. An interrupted close still holds the descriptor, and with it the space.
         descriptor.freed = reservation.release
         with closed_on_error(descriptor):
-            preallocate(descriptor, size_bytes, directory)
+            _preallocate(descriptor, size_bytes, directory)
             super().__init__(descriptor, where=directory, size_bytes=size_bytes, writable=True, **options)
             self._extents = Extents(size_bytes)
             self._extents_lock = threading.Lock()
@@ -192,6 +194,19 @@ def create_scratch(
     except BaseException:
         reservation.release()
         raise
+
+
+def _preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
+    """Allocate ``[0, size)`` of a new file on the disk, so that a full disk is noticed now, not hours later."""
+    free = limits.disk_bytes(directory)[0]  # read first: a failed attempt may keep its space for a while
+    try:
+        if size:
+            descriptor.calls.fallocate(descriptor.number, 0, size)
+    except OSError as error:
+        numbers = f"{format_bytes(free)} were free"
+        raise storage_error(
+            f"preallocate {format_bytes(size)} for {descriptor.name}", error, numbers=numbers
+        ) from error
 
 
 def _open_unnamed(directory: Path, calls: SystemCalls) -> Descriptor:
