@@ -77,7 +77,7 @@ def test_odd_names_and_a_working_directory_that_changes(
             time.sleep(0.01)
         return os.pwrite(fd, view, offset)
 
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=write))
     run.session.save("läufe/Schritt 1 グ", wait=False)
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")

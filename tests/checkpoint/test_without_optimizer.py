@@ -129,7 +129,7 @@ def test_a_full_disk_names_this_way_out(tmp_path: Path, monkeypatch: pytest.Monk
     def full(_fd: int, _view: memoryview, _offset: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(write=full))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=full))
     with pytest.raises(StorageError, match="--no-save-optimizer; the optimizer then starts again") as caught:
         run.session.save(tmp_path / "one")
     assert caught.value.errno == 28

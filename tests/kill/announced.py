@@ -82,7 +82,7 @@ def _drawn_out(calls: Any, say: Callable[[str], None]) -> Any:
         say("write")
         half = next(writes) % 2 == 1  # the rest in another call
         time.sleep(_HELD_S / 20)
-        written: int = calls.write(handle, view[: -(-len(view) // 2)] if half else view, offset)
+        written: int = calls.pwrite(handle, view[: -(-len(view) // 2)] if half else view, offset)
         return written
 
     def sync(handle: int) -> None:
@@ -107,10 +107,10 @@ def _drawn_out(calls: Any, say: Callable[[str], None]) -> Any:
 
     def read(handle: int, view: memoryview, offset: int) -> int:
         say("read")
-        got: int = calls.read(handle, view, offset)
+        got: int = calls.pread(handle, view, offset)
         return got
 
-    return dataclasses.replace(calls, write=write, sync=sync, rename=rename, remove=remove, read=read)
+    return dataclasses.replace(calls, pwrite=write, sync=sync, rename=rename, remove=remove, pread=read)
 
 
 def _answer(what: object) -> None:

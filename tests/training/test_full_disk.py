@@ -18,7 +18,7 @@ from .tiny import Quiet, checkpoint, losses, one_thread, records, run, settings,
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("call", ["write", "sync", "rename"])
+@pytest.mark.parametrize("call", ["pwrite", "sync", "rename"])
 def test_a_save_in_the_background_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     chosen = settings(tmp_path, save_every=2, keep=9)
     failures = 0

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ...core.errors import CheckpointError, StorageError
 from ...core.sizes import MiB, format_bytes
-from ...memory.disk.calls import storage_error, storage_errors
+from ...memory.disk.calls import SystemCalls, storage_error, storage_errors
 
 CHUNK = 8 * MiB
 _WINDOW = 32 * MiB
@@ -52,29 +52,18 @@ def _write_out(fd: int, offset: int, size: int, wait: bool) -> None:
                 raise OSError(code, os.strerror(code))
 
 
-def _pwrite(fd: int, view: memoryview, offset: int) -> int:
-    return os.pwritev(fd, [view], offset)
-
-
-def _pread(fd: int, view: memoryview, offset: int) -> int:
-    return os.preadv(fd, [view], offset)
-
-
 def _free(directory: str) -> int:
     usage = shutil.disk_usage(directory)
     return usage.free if usage.total else sys.maxsize  # some FUSE file systems report 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiskCalls:
-    """The system calls of checkpoints. Only tests replace members."""
+class DiskCalls(SystemCalls):
+    """The system calls of checkpoints: those of files, and those of folders."""
 
     mkdir: Callable[[str], None] = os.mkdir
-    open: Callable[[str, int, int], int] = os.open
-    write: Callable[[int, memoryview, int], int] = _pwrite
-    read: Callable[[int, memoryview, int], int] = _pread
     write_out: Callable[[int, int, int, bool], None] = _write_out
-    sync: Callable[[int], None] = os.fsync
+    sync: Callable[[int], None] = os.fsync  # not fdatasync: it is for folders too
     rename: Callable[[str, str], None] = os.rename
     exchange: Callable[[str, str], None] = _exchange
     remove: Callable[[str], None] = shutil.rmtree
@@ -118,7 +107,7 @@ class FileWriter:
         self._crc = zlib.crc32(chunk, self._crc)
         try:
             while len(chunk):
-                written = CALLS.write(self._fd, chunk, self._size)
+                written = CALLS.pwrite(self._fd, chunk, self._size)
                 if written <= 0:
                     raise OSError(errno.EIO, "nothing was written")
                 self._size += written
@@ -215,7 +204,7 @@ def read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
     """Fill ``view`` from ``offset``; raises if the file ends before."""
     while len(view):
         try:
-            count = CALLS.read(fd, view, offset)
+            count = CALLS.pread(fd, view, offset)
         except OSError as error:
             raise storage_error(f"read {path}", error, numbers=f"{len(view)} bytes at {offset}") from error
         if count <= 0:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ...core.errors import CheckpointError
+from ...memory.disk.buffers import bytes_of
 from ...memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
 from . import disk
 from .disk import CHUNK, Record, Stopped
@@ -59,15 +60,6 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise CheckpointError(
                 f"{path} is not a complete safetensors file ({error}). Copy or write it again."
             ) from None
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    assert tensor.is_contiguous()
-    if not tensor.numel():
-        return memoryview(b"")
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _has_file_layout(tensor: torch.Tensor) -> bool:

@@ -15,11 +15,11 @@ import torch
 from ...core.errors import StorageError
 from ...core.notices import say_once
 from ...core.sizes import format_bytes
+from ...memory.disk.buffers import bytes_of
 from ...memory.disk.calls import storage_errors
 from ..content.parts import Content, TensorFile
 from ..files import disk
 from ..files.disk import FileWriter, Record, Stopped
-from ..files.tensor_files import bytes_of
 from ..files.threads import Task, run_all
 from ..folders.manifest import describe_versions
 from ..state.snapshot import Piece, Released, Still
