@@ -145,7 +145,7 @@ def test_a_file_system_that_forces_no_folders_and_knows_no_sizes(
 
 
 class Killed(BaseException):
-    """Stands in for a process that ends: nobody tidies up."""
+    """Stands in for a process that ends without removing anything."""
 
 
 def test_replaced_in_two_steps_one_of_them_is_there_at_every_moment(

@@ -66,12 +66,12 @@ def test_it_goes_on_as_a_new_optimizer_on_these_weights(
     }
     assert files == {"model.safetensors", "storm/state.pt", "storm/manifest.json"}
 
-    anew = Run(maker, dtype, seed=1)
-    anew.model.load_state_dict(saved)
-    for group in anew.optimizer.param_groups:
+    fresh = Run(maker, dtype, seed=1)
+    fresh.model.load_state_dict(saved)
+    for group in fresh.optimizer.param_groups:
         group["lr"] = 5e-3  # where the scheduler had come to
-    expected = anew.steps(3), weights(anew.model)
-    anew.session.close()
+    expected = fresh.steps(3), weights(fresh.model)
+    fresh.session.close()
 
     other = Run(maker, dtype, seed=2)
     other.steps(2)

@@ -567,7 +567,7 @@ def test_ctrl_c_while_a_file_is_made_closes_its_descriptor_once(
 
     def close(fd: int) -> None:
         closed.append(fd)
-        if len(closed) == 1:  # a second one would hit whoever has the number by then
+        if len(closed) == 1:  # a second one would hit the file that has the number by then
             os.close(fd)
 
     def interrupted(*args: Any, **options: Any) -> RequestQueue:

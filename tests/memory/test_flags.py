@@ -104,7 +104,7 @@ def test_abort_drops_the_jobs_that_wait_for_the_board(ledger: Ledger) -> None:
         assert worker.drain(timeout_s=30)
         assert worker.stats().abandoned == 1
     assert bool((tensors.weight == 1).all())
-    assert flags[1].read() == 1, "whoever waits for the update is let go"
+    assert flags[1].read() == 1, "a stream that waits for the update goes on"
     flags.close()
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while threads are being started: whatever has begun ends again, with nobody left who could close it."""
+"""Ctrl-C while threads are being started: those that have begun end, although no object is left to close them."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_close_finishes_what_began(open_any: OpenAny, make_tensors: MakeTensors,
 
 
 def test_a_worker_that_is_dropped_writes_its_flags(open_any: OpenAny, make_tensors: MakeTensors, words: Any) -> None:
-    open_any()  # chooses the kind; the one below is nobody's but ours
+    open_any()  # chooses the kind; only this test holds the one below
     worker = open_worker()
     tensors = make_tensors(10)
     alive = weakref.ref(tensors)

@@ -180,7 +180,7 @@ def test_ctrl_c_in_the_fallback_leaves_no_wrong_count(thread_worker: ThreadWorke
         thread_worker.submit(make_tensors(10), STEP)
     end = time.monotonic() + 300
     while thread_worker.stats().finished == 0 and time.monotonic() < end:
-        time.sleep(0.001)  # nobody calls drain, which could wake the thread
+        time.sleep(0.001)  # not drain, which could wake the thread
     with queue.lock:
         queue.waiting = list(queue.waiting)
     thread_worker.submit(make_tensors(10), STEP)

@@ -133,7 +133,7 @@ def test_an_error_in_the_fallback_surfaces(
     with pytest.raises(LaneError, match="no memory left") as caught:
         worker.drain(20)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert (words[0], words[1]) == (1, 1), "whoever waits for a flag must not wait for ever"
+    assert (words[0], words[1]) == (1, 1), "a GPU that waits for a flag must not wait for ever"
     with pytest.raises(LaneError, match="no memory left"):
         worker.submit(make_tensors(10), STEP)
     assert worker.close() == 2
