@@ -22,6 +22,7 @@ import mmap
 import os
 import stat
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,7 +35,7 @@ from ...core.notices import say_once
 from ...core.sizes import MiB, format_bytes
 from .buffers import Buffer, bytes_of
 from .calls import Descriptor, SystemCalls, storage_error
-from .requests import Ending, RequestQueue, Transfer
+from .requests import Ending, Request, RequestQueue, Transfer
 
 ALIGNMENT = 4096  # of addresses, offsets and extents: a multiple of every sector size in use
 Mode = Literal["direct", "buffered"]
@@ -52,7 +53,45 @@ class FileOptions(TypedDict, total=False):
     calls: SystemCalls  # for tests
 
 
-class File:
+class Transfers(ABC):
+    """Reads and writes of a file, or of an extent of one."""
+
+    __slots__ = ()
+
+    def pread(self, buffer: Buffer, offset: int = 0) -> Future[int]:
+        """Start to fill ``buffer`` from ``offset``; does not block. Leave the buffer alone until the future is done.
+
+        The buffer, a contiguous CPU tensor or anything with a writable buffer, is kept alive until then. The future
+        gives the number of bytes or raises StorageError. It may be dropped unread, and it cannot be cancelled.
+        """
+        return self._submit(bytes_of(buffer, writable=True), offset, write=False)
+
+    def pwrite(self, buffer: Buffer, offset: int = 0) -> Future[int]:
+        """Start to write ``buffer`` at ``offset``, inside the size; does not block. Otherwise like ``pread``."""
+        return self._submit(bytes_of(buffer), offset, write=True)
+
+    def read(self, buffer: Buffer, offset: int = 0) -> int:
+        """``pread`` that blocks. Ctrl-C gets through; blocks that are being read then still arrive in the buffer."""
+        return self._move(bytes_of(buffer, writable=True), offset, write=False)
+
+    def write(self, buffer: Buffer, offset: int = 0) -> int:
+        """``pwrite`` that blocks. Ctrl-C gets through; blocks that are being written are then finished."""
+        return self._move(bytes_of(buffer), offset, write=True)
+
+    def _move(self, view: memoryview, offset: int, *, write: bool) -> int:
+        stop = threading.Event()  # made before the request: Ctrl-C finds no gap between the two
+        try:
+            return self._submit(view, offset, write=write, stop=stop).result()
+        finally:
+            stop.set()
+
+    @abstractmethod
+    def _submit(
+        self, view: memoryview, offset: int, *, write: bool, stop: threading.Event | None = None
+    ) -> Transfer: ...
+
+
+class File(Transfers):
     """An open file of ``size_bytes``. ``mode`` and ``mode_reason`` say how it is accessed.
 
     Addresses and offsets of requests must be multiples of ``alignment``; lengths need not. Any thread may use it.
@@ -90,28 +129,6 @@ class File:
             sink=options.get("sink"),
         )
 
-    def pread(self, buffer: Buffer, offset: int) -> Future[int]:
-        """Start to fill ``buffer`` from ``offset``; does not block. Leave the buffer alone until the future is done.
-
-        The buffer, a contiguous CPU tensor or anything with a writable buffer, is kept alive until then. The future
-        gives the number of bytes or raises StorageError. It may be dropped unread, and it cannot be cancelled.
-        """
-        return self._submit(bytes_of(buffer, writable=True), offset, write=False)
-
-    def pwrite(self, buffer: Buffer, offset: int) -> Future[int]:
-        """Start to write ``buffer`` at ``offset``, inside the file's size; does not block. Otherwise like ``pread``."""
-        return self._submit(bytes_of(buffer, writable=False), offset, write=True)
-
-    def read(self, buffer: Buffer, offset: int) -> int:
-        """``pread`` that blocks. Ctrl-C gets through; blocks that are being read then still arrive in the buffer."""
-        with interruptible() as stop:
-            return self._submit(bytes_of(buffer, writable=True), offset, write=False, stop=stop).result()
-
-    def write(self, buffer: Buffer, offset: int) -> int:
-        """``pwrite`` that blocks. Ctrl-C gets through; blocks that are being written are then finished."""
-        with interruptible() as stop:
-            return self._submit(bytes_of(buffer, writable=False), offset, write=True, stop=stop).result()
-
     def flush(self) -> None:
         """Block until finished writes would survive a power cut; wait for their futures first."""
         self._requests.flush()
@@ -136,9 +153,9 @@ class File:
         offset: int,
         *,
         write: bool,
+        stop: threading.Event | None = None,
         padded: bool = False,
         ending: Ending | None = None,
-        stop: threading.Event | None = None,
     ) -> Transfer:
         end = offset + len(view)
         if write and not self.writable:
@@ -148,7 +165,9 @@ class File:
             raise SettingError(
                 f"Bytes {offset} to {end} are not inside {self.name}, which has {self.size_bytes} bytes."
             )
-        return self._requests.submit(view, offset, write=write, padded=padded, ending=ending, stop=stop)
+        return self._requests.submit(
+            Request(self._requests, view, offset, write=write, stop=stop, padded=padded, ending=ending)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -175,16 +194,6 @@ def open_file(path: Path | str, **options: Unpack[FileOptions]) -> File:
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(f"Cannot open {path} to read: it is not a regular file. Name a file.")
         return File(descriptor, where=path, size_bytes=status.st_size, writable=False, **options)
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """A stop event for the request of a blocking call, made before it: Ctrl-C finds no gap between the two."""
-    stop = threading.Event()
-    try:
-        yield stop
-    finally:
-        stop.set()
 
 
 @contextlib.contextmanager

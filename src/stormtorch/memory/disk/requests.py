@@ -110,36 +110,14 @@ class RequestQueue:
         """The kernel's number; negative once closed."""
         return self._descriptor.number
 
-    def submit(
-        self,
-        view: memoryview,
-        offset: int,
-        *,
-        write: bool,
-        padded: bool,
-        ending: Ending | None,
-        stop: threading.Event | None,
-    ) -> Transfer:
-        """Start one request, or raise before anything moved; Ctrl-C may raise later; ``ending`` then shows it.
-
-        ``padded``: the bytes between the end of this write and the next alignment boundary may be overwritten.
-        ``stop``, once set, lets no further block begin.
-        """
+    def submit(self, request: Request) -> Transfer:
+        """Start it, or raise before anything moved; Ctrl-C may raise later; the request's ``ending`` then shows it."""
         self.refuse_after_fork()
-        if self.alignment > 1 and len(view):
-            address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-            if offset % self.alignment or address % self.alignment:
-                raise SettingError(
-                    f"Direct I/O on {self.name} needs offset and address at multiples of {self.alignment}: "
-                    f"offset {offset} is {offset % self.alignment} past one, address {address:#x} is "
-                    f"{address % self.alignment} past one. Take a page-aligned buffer, such as "
-                    "torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), or open the file with direct=False."
-                )
-        request = Request(self, view, offset, write=write, padded=padded, ending=ending, stop=stop)
+        request.check_alignment()
         with self._lock:
             self._refuse_if_closed()
-            request.start(self._pool, min(self._threads, -(-len(view) // self.block_bytes)))
-        if not len(view):
+            request.start(self._pool, min(self._threads, -(-request.size // self.block_bytes)))
+        if not request.size:
             request.resolve()
         return request.future
 
@@ -216,22 +194,39 @@ class Request:
         offset: int,
         *,
         write: bool,
-        padded: bool,
-        ending: Ending | None,
-        stop: threading.Event | None,
+        padded: bool = False,
+        ending: Ending | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
+        """``padded``: the bytes between the end of this write and the next alignment boundary may be overwritten.
+
+        ``stop``, once set, lets no further block begin.
+        """
         self.future = Transfer()
         self.future.set_running_or_notify_cancel()
         self._queue, self._write, self._padded, self._ending = queue, write, padded, ending
         self._stop = stop or threading.Event()
         self._view: memoryview | None = view
-        self._offset, self._end = offset, offset + len(view)
+        self.size, self._offset, self._end = len(view), offset, offset + len(view)
         self._next = offset  # the first byte of the next block
         self._lock = threading.Lock()
         self._waiting: set[int] = set()  # runners that the pool has not begun
         self._running = 0
         self._error: BaseException | None = None
         self._start_s = time.perf_counter()
+
+    def check_alignment(self) -> None:
+        """Raise SettingError where direct I/O needs another offset or address."""
+        unit, offset, view = self._queue.alignment, self._offset, self._view
+        if unit > 1 and view:
+            address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+            if offset % unit or address % unit:
+                raise SettingError(
+                    f"Direct I/O on {self._queue.name} needs offset and address at multiples of {unit}: offset "
+                    f"{offset} is {offset % unit} past one, address {address:#x} is {address % unit} past one. Take a "
+                    "page-aligned buffer, such as torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), or open "
+                    "the file with direct=False."
+                )
 
     def start(self, pool: ThreadPoolExecutor, runners: int) -> None:
         """Queue ``runners`` of them; does not block. With at least one runner, the future always resolves.
@@ -272,13 +267,13 @@ class Request:
         if self._ending is not None:
             self._ending.call()
         if error is None and self._queue.sink is not None:
-            what, size = What.WRITE if self._write else What.READ, self._end - self._offset
+            what = What.WRITE if self._write else What.READ
             try:
-                self._queue.sink(Span(what, self._start_s, time.perf_counter(), self._queue.name, bytes=size))
+                self._queue.sink(Span(what, self._start_s, time.perf_counter(), self._queue.name, bytes=self.size))
             except BaseException as broken:  # a sink must not raise, not even SystemExit; else the caller is told
                 error = broken
         if error is None:
-            self.future.set_result(self._end - self._offset)
+            self.future.set_result(self.size)
         else:
             self.future.set_exception(error)
 
