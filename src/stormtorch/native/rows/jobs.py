@@ -15,12 +15,12 @@ import abc
 import ctypes
 import os
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.endings import Closing
 from ...core.errors import LaneError
 from ..library import RowsOutcome
 
@@ -59,7 +59,7 @@ class RowsJob:
         return Failure(piece, int(self.outcome.error), got)
 
 
-class RowsPool(abc.ABC):
+class RowsPool(Closing, abc.ABC):
     """Takes jobs and works on them in order of arrival. For one thread at a time, except ``close``."""
 
     threads: int
@@ -86,14 +86,6 @@ class RowsPool(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Drop pieces that no thread has begun, wait for the rest, end the threads. Safe twice, and after a fork."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def check_pieces(pieces: Pieces) -> None:

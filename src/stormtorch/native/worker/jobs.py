@@ -6,9 +6,8 @@ import abc
 import threading
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
+from ...core.endings import Closing
 from ...core.errors import SettingError
 from ...core.events import Sink, Span, What
 from .. import flag_words
@@ -64,7 +63,7 @@ def check_job(tensors: AdamTensors, priority: int) -> None:
         raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
 
 
-class Worker(abc.ABC):
+class Worker(Closing, abc.ABC):
     """Updates tensors off the caller's thread, most urgent first.
 
     A job is *waiting* until its ready flag is reached, then *ready*: it competes by (priority, order of submission),
@@ -112,12 +111,6 @@ class Worker(abc.ABC):
 
         Jobs that have not begun are abandoned. Drain first to keep them.
         """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 class UpdateMeter:
