@@ -1,5 +1,5 @@
-"""What all tests share: which of them run, a device fixture for CPU and GPU, a generous ledger, notices that are heard
-anew.
+"""What all tests share: which of them run, a device fixture for CPU and GPU, a generous ledger, notices that are given
+again.
 
 Many laws are a grid of cases, and all of them take half an hour on two cores. Without ``STORM_WIDE`` a part of each
 large grid runs, the same one every time, with every value of every axis in it; and what is marked ``wide``, as tiny

@@ -18,7 +18,7 @@ from stormtorch.memory.books.limits import host_available_bytes
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.cores import usable_count
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import open_worker
+from stormtorch.native.worker.open import open_worker
 
 from .rows import Row
 

@@ -43,7 +43,7 @@ def _runs(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
         return False
-    return state != "Z"  # nobody may be there to ask how it ended
+    return state != "Z"  # its parent may never read how it ended
 
 
 def test_all_of_its_group_ends(tmp_path: Path) -> None:

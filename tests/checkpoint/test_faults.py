@@ -19,15 +19,16 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch.checkpoint import complete, disk, newest, prune, sweep
-from stormtorch.checkpoint.disk import DiskCalls
-from stormtorch.checkpoint.folder import read_manifest
+from stormtorch.checkpoint import complete, newest, prune, sweep
+from stormtorch.checkpoint.files import disk
+from stormtorch.checkpoint.files.disk import DiskCalls
+from stormtorch.checkpoint.folders.manifest import read_manifest
 from stormtorch.core.errors import CheckpointError, StorageError, StormError, WrongModel
 
 from ..forkserver import run as run_process
 from .made import Run, disk_bytes, equal, session_of, small, weights
 
-COUNTED = ("mkdir", "open", "write", "sync", "rename", "exchange", "remove")
+COUNTED = ("mkdir", "open", "pwrite", "sync", "rename", "exchange", "remove")
 
 
 def counting(at: int, action: Callable[[str], None]) -> tuple[DiskCalls, list[str]]:
@@ -108,7 +109,8 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 from tests.checkpoint.made import Run, disk_bytes
 from tests.checkpoint.test_faults import counting
-from stormtorch.checkpoint import complete, disk, newest, prune, sweep
+from stormtorch.checkpoint import complete, newest, prune, sweep
+from stormtorch.checkpoint.files import disk
 import torch._dynamo  # which the first optimizer imports, in a second and a half
 
 def forked(action):
@@ -184,7 +186,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypa
     with pytest.raises(StorageError, match=r"needs .*iB, and 4\.9 KiB are free") as caught:
         run.session.save(tmp_path / "next", wait=False)
     assert caught.value.errno == errno.ENOSPC
-    assert "write" not in made
+    assert "pwrite" not in made
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
     monkeypatch.setattr(disk, "CALLS", DiskCalls())
     run.step()
@@ -206,7 +208,7 @@ def test_a_disk_that_fills_up_while_writing(tmp_path: Path, monkeypatch: pytest.
         left[0] -= size
         return os.pwrite(fd, view[:size], offset)
 
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=write))
     with pytest.raises(StorageError, match=r"no space is left on the filesystem \[ENOSPC\] \(.* written, .* free\)"):
         run.session.save(tmp_path / "next")
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
@@ -220,9 +222,9 @@ def test_writes_that_are_short_are_completed(tmp_path: Path, monkeypatch: pytest
     run = Run()
     run.step()
     run.session.save(tmp_path / "one")
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(write=lambda fd, view, at: os.pwrite(fd, view[:1000], at)))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=lambda fd, view, at: os.pwrite(fd, view[:1000], at)))
     run.session.save(tmp_path / "two")
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(read=lambda fd, view, at: os.preadv(fd, [view[:777]], at)))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pread=lambda fd, view, at: os.preadv(fd, [view[:777]], at)))
     run.session.load(tmp_path / "two")
     run.session.close()
     for file in ("model.safetensors", "storm/optimizer.safetensors"):
@@ -242,7 +244,7 @@ def test_ctrl_c_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             time.sleep(0.3)
         return os.pwrite(fd, view, offset)
 
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=write))
     with pytest.raises(KeyboardInterrupt):
         run.session.save(tmp_path / "next")
     monkeypatch.setattr(disk, "CALLS", DiskCalls())

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stormtorch.checkpoint import all_complete, complete, newest, prune, sweep
-from stormtorch.checkpoint.draft import Draft
-from stormtorch.checkpoint.folder import read_manifest
+from stormtorch.checkpoint.folders.manifest import read_manifest
+from stormtorch.checkpoint.saving.draft import Draft
 from stormtorch.core.errors import CheckpointError, SettingError
 
 from .made import Run
@@ -114,7 +114,7 @@ def test_a_checkpoint_is_replaced_in_one_step(tmp_path: Path) -> None:
 
 
 def test_where_names_cannot_be_exchanged_it_is_replaced_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stormtorch.checkpoint import disk
+    from stormtorch.checkpoint.files import disk
 
     def cannot(_one: str, _other: str) -> None:
         raise OSError(22, "Invalid argument")

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from stormtorch.checkpoint import complete, disk
-from stormtorch.checkpoint.disk import DiskCalls
+from stormtorch.checkpoint import complete
+from stormtorch.checkpoint.files import disk
+from stormtorch.checkpoint.files.disk import DiskCalls
 from stormtorch.core.errors import StormError
 from stormtorch.core.tags import Tag, Tier
 
@@ -23,7 +24,12 @@ from ..forkserver import run as run_process
 from ..keyboard import Keyboard
 from .made import Run
 
-OURS = ("/checkpoint/saver.py", "/checkpoint/writing.py", "/checkpoint/folder.py", "/checkpoint/snapshot.py")
+OURS = (
+    "/checkpoint/saver.py",
+    "/checkpoint/saving/writing.py",
+    "/checkpoint/folders/folder.py",
+    "/checkpoint/state/snapshot.py",
+)
 
 
 def unfinished(folder: Path) -> list[str]:
@@ -73,7 +79,7 @@ def test_ctrl_c_at_every_line_of_what_a_step_does_for_a_save(tmp_path: Path, mon
             assert go.wait(300)
             return os.pwrite(fd, view, offset)
 
-        monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
+        monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=write))
         run.session.save(tmp_path / "next", wait=False)
         keyboard = Keyboard(at, OURS)
         ended = keyboard.during(lambda: still.before_change(0))
@@ -94,7 +100,7 @@ ENDING = """
 import os, sys, threading, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from stormtorch.checkpoint import disk
+from stormtorch.checkpoint.files import disk
 from tests.checkpoint.made import Run
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
@@ -108,7 +114,7 @@ def write(fd, view, offset):
 def main():
     run = Run()
     run.step()
-    disk.CALLS = disk.DiskCalls(write=write)
+    disk.CALLS = disk.DiskCalls(pwrite=write)
     run.session.save(folder / "one", wait=False)
     if how == "forked":
         if not os.fork():
@@ -156,7 +162,7 @@ def test_an_exception_beside_a_save_does_not_end_it(tmp_path: Path, monkeypatch:
         time.sleep(0.02)
         return os.pwrite(fd, view, offset)
 
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=write))
     run.session.save(tmp_path / "one", wait=False)
     hook = run.model.head.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), run.session:
@@ -204,7 +210,7 @@ def test_ctrl_c_while_waiting_in_close(tmp_path: Path, monkeypatch: pytest.Monke
         time.sleep(0.3)
         return os.pwrite(fd, view, offset)
 
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=write))
     run.session.save(tmp_path / "one", wait=False)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):

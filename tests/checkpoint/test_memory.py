@@ -35,7 +35,7 @@ def peak():
     return int(line.split()[1]) * 1024
 
 def now():
-    open("/proc/self/clear_refs", "w").write("5")  # the peak is counted anew
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
     return peak()
 
 class Model(nn.Module):

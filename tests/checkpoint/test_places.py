@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from stormtorch.checkpoint import all_complete, complete, disk, newest, prune, sweep
-from stormtorch.checkpoint.disk import DiskCalls
-from stormtorch.checkpoint.draft import Draft
-from stormtorch.checkpoint.folder import OURS, read_manifest, remove
+from stormtorch.checkpoint import all_complete, complete, newest, prune, sweep
+from stormtorch.checkpoint.files import disk
+from stormtorch.checkpoint.files.disk import DiskCalls
+from stormtorch.checkpoint.folders.folder import OURS, remove
+from stormtorch.checkpoint.folders.manifest import read_manifest
+from stormtorch.checkpoint.saving.draft import Draft
 from stormtorch.core.errors import StorageError
 
 from ..forkserver import run as run_process
@@ -75,7 +77,7 @@ def test_odd_names_and_a_working_directory_that_changes(
             time.sleep(0.01)
         return os.pwrite(fd, view, offset)
 
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(write=write))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=write))
     run.session.save("läufe/Schritt 1 グ", wait=False)
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
@@ -143,7 +145,7 @@ def test_a_file_system_that_forces_no_folders_and_knows_no_sizes(
 
 
 class Killed(BaseException):
-    """Stands in for a process that ends: nobody tidies up."""
+    """Stands in for a process that ends without removing anything."""
 
 
 def test_replaced_in_two_steps_one_of_them_is_there_at_every_moment(

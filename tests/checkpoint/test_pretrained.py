@@ -74,9 +74,9 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_from_pretrained_gives_the_same_logits(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stormtorch.checkpoint import content
+    from stormtorch.checkpoint.content import parts
 
-    monkeypatch.setattr(content, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(parts, "SHARD_BYTES", 20_000)
     model = MODELS[kind]()
     model.generation_config.max_new_tokens = 17
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -78,7 +78,7 @@ def test_copies_on_the_device_are_stale_and_masters_follow(tmp_path: Path) -> No
 def test_dtypes_are_converted_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: torch.dtype, here: torch.dtype
 ) -> None:
-    from stormtorch.checkpoint import tensor_files
+    from stormtorch.checkpoint.files import tensor_files
 
     monkeypatch.setattr(tensor_files, "CHUNK", 64)
     folder = write(tmp_path / "w", weights(small(1).to(there)))
@@ -123,9 +123,9 @@ def test_of_tied_weights_one_name_is_enough(tmp_path: Path, named: str) -> None:
 
 
 def test_what_is_saved_is_opened_by_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stormtorch.checkpoint import content
+    from stormtorch.checkpoint.content import parts
 
-    monkeypatch.setattr(content, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(parts, "SHARD_BYTES", 3000)
     run = Run()
     run.step()
     run.session.save(tmp_path / "one")

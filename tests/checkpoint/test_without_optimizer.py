@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch.checkpoint import complete, disk
-from stormtorch.checkpoint.disk import DiskCalls
-from stormtorch.checkpoint.folder import read_manifest
+from stormtorch.checkpoint import complete
+from stormtorch.checkpoint.files import disk
+from stormtorch.checkpoint.files.disk import DiskCalls
+from stormtorch.checkpoint.folders.manifest import read_manifest
 from stormtorch.core.errors import StorageError, WrongModel
 from stormtorch.core.notices import forget_notices
 
@@ -65,12 +66,12 @@ def test_it_goes_on_as_a_new_optimizer_on_these_weights(
     }
     assert files == {"model.safetensors", "storm/state.pt", "storm/manifest.json"}
 
-    anew = Run(maker, dtype, seed=1)
-    anew.model.load_state_dict(saved)
-    for group in anew.optimizer.param_groups:
+    fresh = Run(maker, dtype, seed=1)
+    fresh.model.load_state_dict(saved)
+    for group in fresh.optimizer.param_groups:
         group["lr"] = 5e-3  # where the scheduler had come to
-    expected = anew.steps(3), weights(anew.model)
-    anew.session.close()
+    expected = fresh.steps(3), weights(fresh.model)
+    fresh.session.close()
 
     other = Run(maker, dtype, seed=2)
     other.steps(2)
@@ -128,7 +129,7 @@ def test_a_full_disk_names_this_way_out(tmp_path: Path, monkeypatch: pytest.Monk
     def full(_fd: int, _view: memoryview, _offset: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk, "CALLS", DiskCalls(write=full))
+    monkeypatch.setattr(disk, "CALLS", DiskCalls(pwrite=full))
     with pytest.raises(StorageError, match="--no-save-optimizer; the optimizer then starts again") as caught:
         run.session.save(tmp_path / "one")
     assert caught.value.errno == 28

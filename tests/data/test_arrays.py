@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stormtorch import SettingError, StorageError
 from stormtorch.data import open_source, raw
-from stormtorch.data.formats.arrays import npy_source
+from stormtorch.data.formats.plain.arrays import npy_source
 from stormtorch.data.source import FileSource
 
 from .reading import read_all, the_field

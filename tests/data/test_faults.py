@@ -176,7 +176,7 @@ FILES = (
     *(f"data/readers/{name}.py" for name in ("cached_reader", "window_reader", "file_windows")),
     *(f"data/readers/{name}.py" for name in ("descriptors", "warmer", "choice")),
     *(f"data/delivery/{name}.py" for name in ("row_run", "to_device", "row_engine")),
-    "native/rows.py",
+    "native/rows/c_rows.py",
 )
 
 

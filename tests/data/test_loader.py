@@ -404,7 +404,7 @@ def test_nothing_is_left_however_a_loader_ends(source: FileSource, device: torch
         elif how == "again":
             assert len(list(loader)) == 10
             loader.close()
-            assert len(list(loader)) == 10, "a later loop opens everything anew"
+            assert len(list(loader)) == 10, "a later loop opens everything again"
             loader.close()
 
     for _ in range(3):
@@ -549,7 +549,7 @@ def test_copies_that_take_their_time(tmp_path: Path, reading: str, group: int, m
 def test_a_state_within_a_group(
     tmp_path: Path, reading: Reading, drop_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever goes on from it may send other groups, or none."""
+    """A loader that continues from it may send other groups, or none."""
     source = numbered_source(tmp_path, [300, 77])
     settings: dict[str, Any] = {"shuffle": True, "reading": reading, "epochs": 2, "drop_last": drop_last}
     deliver_late(monkeypatch, 4)
@@ -685,7 +685,7 @@ def test_groups_are_of_equal_size_and_touch_no_window_that_their_first_batch_doe
         assert sorted(rows_of(loader)) == list(range(2000))
     assert [first for first, _ in groups] == [16 * sum(size for _, size in groups[:at]) for at in range(len(groups))]
     sizes = [size for _, size in groups]
-    assert sizes[:3] == [1, 2, 4]  # nobody waits for a large one to get the first batch
+    assert sizes[:3] == [1, 2, 4]  # the first batch does not wait for a large one
     if reading == "cached":
         assert set(sizes[3:]) == {7, 6}
         assert len(sizes) == 3 + 17  # of 125 batches

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from stormtorch import SettingError, StorageError
 from stormtorch.data import open_source, tokens
-from stormtorch.data.formats.packed import INDEX, verify
+from stormtorch.data.formats.plain.packed import INDEX, verify
 from stormtorch.data.packing.writer import PackWriter
 from stormtorch.data.source import Field, FileSource
 

@@ -28,7 +28,8 @@ from stormtorch.data.readers.window_reader import Windows
 from stormtorch.data.source import DecodedSource, Field, FileSource, Shard, Strip
 from stormtorch.memory.books import limits
 from stormtorch.native import library as library_module
-from stormtorch.native.rows import Pieces, RowsJob, RowsPool, open_rows
+from stormtorch.native.rows.jobs import Pieces, RowsJob, RowsPool
+from stormtorch.native.rows.open import open_rows
 
 from .made import numbered_source, open_at_most, rows_in
 

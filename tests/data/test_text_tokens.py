@@ -37,7 +37,7 @@ def test_a_file_of_tokenizers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["name", "object"])
 def test_a_directory_says_its_end(tmp_path: Path, form: str) -> None:
     save(tmp_path / "tokenizer.json", [*WORDS, "</s>", "stop"])
-    assert TextTokenizer(tmp_path).end is None  # two usual ones: nobody can know
+    assert TextTokenizer(tmp_path).end is None  # two usual ones: the end is ambiguous
     end = "stop" if form == "name" else {"content": "stop", "lstrip": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
     assert TextTokenizer(tmp_path).end == 6

@@ -35,7 +35,7 @@ def announce_phases(pipe: str, stop_at: tuple[str, int] | None) -> None:
     """Make the parts of a run tell ``pipe`` when they begin. ``stop_at``: a phase, and which time of it."""
     import torch
 
-    from stormtorch.checkpoint import disk
+    from stormtorch.checkpoint.files import disk
     from stormtorch.session.api import Session
     from stormtorch.training.run import loop, open_model, text_data
     from stormtorch.training.text import rows
@@ -82,7 +82,7 @@ def _drawn_out(calls: Any, say: Callable[[str], None]) -> Any:
         say("write")
         half = next(writes) % 2 == 1  # the rest in another call
         time.sleep(_HELD_S / 20)
-        written: int = calls.write(handle, view[: -(-len(view) // 2)] if half else view, offset)
+        written: int = calls.pwrite(handle, view[: -(-len(view) // 2)] if half else view, offset)
         return written
 
     def sync(handle: int) -> None:
@@ -107,10 +107,10 @@ def _drawn_out(calls: Any, say: Callable[[str], None]) -> Any:
 
     def read(handle: int, view: memoryview, offset: int) -> int:
         say("read")
-        got: int = calls.read(handle, view, offset)
+        got: int = calls.pread(handle, view, offset)
         return got
 
-    return dataclasses.replace(calls, write=write, sync=sync, rename=rename, remove=remove, read=read)
+    return dataclasses.replace(calls, pwrite=write, sync=sync, rename=rename, remove=remove, pread=read)
 
 
 def _answer(what: object) -> None:

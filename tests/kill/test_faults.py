@@ -111,7 +111,7 @@ def test_a_checkpoint_that_is_damaged(command: Command) -> None:
             assert [(record["step"], record["loss"]) for record in command.records("step")] == expected
             assert what_is_wrong(command.checkpoint(6)) is None
             shutil.rmtree(command.checkpoint(6))
-        else:  # none is left, and nothing is begun anew over them
+        else:  # none is left, and no run begins again over them
             assert status == 1
             assert command.checkpoint(4).is_dir()
 

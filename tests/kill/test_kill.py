@@ -1,4 +1,4 @@
-"""`storm train`, killed at each of its phases again and again, ends with the numbers of a run that nobody killed.
+"""`storm train`, killed at each of its phases again and again, ends with the numbers of an undisturbed run.
 
 ``STORM_KILLS=60`` kills that often, at phases, counts and delays that the seed ``STORM_KILL_SEED`` decides; without it,
 once in each phase that the suite has time for.
@@ -77,7 +77,7 @@ class Killing:
         return checkpoint
 
     def expected(self, kind: str) -> Training:
-        """The training that nobody kills."""
+        """The training that no signal kills."""
         if kind not in self._expected:
             training = Training(self._folder / f"expected-{kind}", kind)
             assert self._run(training).status == 0, training.log.read_text()
@@ -103,7 +103,7 @@ class Killing:
         return True
 
     def finish(self, training: Training) -> None:
-        """Let it run to its end, and compare it with the one that nobody killed."""
+        """Let it run to its end, and compare it with the undisturbed one."""
         assert self._run(training).status == 0, training.log.read_text()
         expected = self.expected(training.kind)
         assert training.steps() == expected.steps()
@@ -126,7 +126,7 @@ class Killing:
         if not there:
             assert not said
         elif ended.status == 0:
-            assert len(said) == 1, "begun anew, though there was a checkpoint"
+            assert len(said) == 1, "begun again, though there was a checkpoint"
         return ended
 
 

@@ -280,7 +280,7 @@ def test_beside_checkpoints_of_the_users_own(vocabulary: int, accumulate: int, m
 
 
 class Normed(nn.Module):
-    """It changes its buffers, so nobody may run it again."""
+    """It changes its buffers, so it must not run again."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class _Loose(nn.Module):
 def test_inputs_that_grow_when_all_is_settled(
     block: Callable[[int], nn.Module], vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After any number of passes: how full the device is then is noted anew."""
+    """After any number of passes: STORM notes again how full the device is then."""
     monkeypatch.setattr(offload, "link_rates", lambda _totals: (2e8, 2e8))
 
     def given(length: int) -> torch.Tensor:
@@ -413,7 +413,7 @@ def test_inputs_that_grow_when_all_is_settled(
     ("length", "passes"), [(12, 1), pytest.param(48, PASSES, marks=pytest.mark.wide)], ids=["from_little", "from_much"]
 )
 def test_what_is_outside_of_blocks_when_inputs_grow(length: int, passes: int) -> None:
-    """It is counted and planned for anew, too; and where all of it stayed so far, it leaves in the pass that grows."""
+    """STORM counts and plans for it again, too; where all of it stayed so far, it leaves in the pass that grows."""
     torch.manual_seed(0)
     with Counting() as meter:
         model = _Loose()

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch.checkpoint import complete, disk
+from stormtorch.checkpoint import complete
+from stormtorch.checkpoint.files import disk
 from stormtorch.core.budget import Budget
 from stormtorch.core.errors import StorageError
 from stormtorch.core.tags import Tag, Tier
@@ -43,13 +44,13 @@ class Brake:
             held = self.writes > self._free
         if held:
             assert self.go.wait(300)
-        return disk.DiskCalls().write(fd, view, offset)
+        return disk.DiskCalls().pwrite(fd, view, offset)
 
 
 @pytest.fixture
 def brake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Brake]:
     made = Brake(free=1)
-    monkeypatch.setattr(disk, "CALLS", disk.DiskCalls(write=made.write))
+    monkeypatch.setattr(disk, "CALLS", disk.DiskCalls(pwrite=made.write))
     yield made
     made.go.set()
 
@@ -234,7 +235,7 @@ def test_what_went_wrong_is_said_once_and_training_goes_on(
     def full(_fd: int, _view: memoryview, _offset: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk, "CALLS", disk.DiskCalls(write=full))
+    monkeypatch.setattr(disk, "CALLS", disk.DiskCalls(pwrite=full))
     run.save(tmp_path / "bad", wait=False)
     run.losses(1, 3)
     calls: dict[str, Callable[[], object]] = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from stormtorch.checkpoint import disk
-from stormtorch.checkpoint.snapshot import Piece, Still
+from stormtorch.checkpoint.files import disk
+from stormtorch.checkpoint.state.snapshot import Piece, Still
 from stormtorch.core.budget import Budget
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.books.ledger import Ledger
@@ -147,7 +147,7 @@ def test_thousands_of_tensors_do_not_hold_up_a_step() -> None:
 
 def test_two_threads_that_change_one_thing_make_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second waits for the copy of the first, which must not be overwritten by a later look at the memory."""
-    from stormtorch.checkpoint import snapshot as module
+    from stormtorch.checkpoint.state import snapshot as module
 
     still = Still(Ledger(Budget(tier=Tier.HOST, limit_bytes=1 << 20, given="ram")))
     memory = torch.zeros(4)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from stormtorch.checkpoint import content
+from stormtorch.checkpoint.content import parts
 from stormtorch.core.errors import WrongModel
 from stormtorch.session.api import Session
 
@@ -202,10 +202,10 @@ def test_a_parameter_that_is_one_number_beside_the_files(
     tmp_path: Path, maker: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where earlier versions put its moments. They lie there alone, not with the memory that they are views of."""
-    has_file_form = content._has_file_form
-    monkeypatch.setattr(content, "_has_file_form", lambda key, value, _at_home: has_file_form(key, value, False))
+    has_file_form = parts._has_file_form
+    monkeypatch.setattr(parts, "_has_file_form", lambda key, value, _at_home: has_file_form(key, value, False))
     resumes(tmp_path, SCALED, maker, dtype=dtype)
-    assert (tmp_path / "four" / content.STATE).stat().st_size < 64 << 10
+    assert (tmp_path / "four" / parts.STATE).stat().st_size < 64 << 10
 
 
 @pytest.mark.parametrize("maker", ["adamw", "amsgrad", "adafactor", "sgd"])
@@ -323,7 +323,7 @@ def test_saving_again_after_loading_writes_the_same_files(tmp_path: Path) -> Non
 
 
 def test_steps_are_counted_through(tmp_path: Path) -> None:
-    from stormtorch.checkpoint.folder import read_manifest
+    from stormtorch.checkpoint.folders.manifest import read_manifest
 
     run = Run(CHAIN, "adamw")
     run.losses(0, 3)
@@ -338,7 +338,7 @@ def test_steps_are_counted_through(tmp_path: Path) -> None:
 
 
 def test_a_save_in_a_hook_of_the_step_is_of_that_step(tmp_path: Path) -> None:
-    from stormtorch.checkpoint.folder import read_manifest
+    from stormtorch.checkpoint.folders.manifest import read_manifest
 
     run = Run(CHAIN, "adamw")
     run.losses(0, 2)

@@ -238,7 +238,7 @@ def test_accumulated_and_clipped(device: str) -> None:
 
 
 def test_the_parameters_stay_what_they_are() -> None:
-    """Inside of the forward and out of it, for whoever looks: the same objects, under the same names."""
+    """Inside of the forward and out of it, the same objects have the same names."""
     seen: list[bool] = []
     known: dict[str, nn.Parameter] = {}
 
@@ -310,7 +310,7 @@ def test_torch_is_as_it_was_when_the_last_session_has_ended() -> None:
 
 
 def test_functional_call_inside_of_a_forward() -> None:
-    """Whoever swaps parameters finds the real ones to put back."""
+    """Code that swaps parameters finds the real ones to put back."""
 
     class SwappingHead(Fused):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from stormtorch.memory.host.pinning import page_lock_for
 from stormtorch.memory.lanes.build import open_lanes
 from stormtorch.memory.lanes.flags import Flags
 from stormtorch.memory.pools.pool import DevicePool
-from stormtorch.native.worker import open_worker
+from stormtorch.native.worker.open import open_worker
 
 from ..resident import resident_bytes
 

@@ -460,7 +460,7 @@ def test_a_compiled_step(name: str) -> None:
 @pytest.mark.parametrize("step", ["forward", "backward"])
 @pytest.mark.parametrize("count", [0, 100])
 def test_a_state_put_in_before_the_first_step(count: int, step: str) -> None:
-    """By user code, for some parameters; the others begin anew."""
+    """User code loads states for some parameters; the others begin without."""
 
     def fill(side: Side) -> None:
         for number, parameter in enumerate(side.model.parameters()):

@@ -102,7 +102,7 @@ class AutocastAroundThePart(Block):
 
 
 class Leaving(Part):
-    """Leaves something behind for whoever looks, after backward as before."""
+    """Leaves an object that user code can read, after backward as before."""
 
     seen: torch.Tensor | None = None
 
@@ -154,7 +154,7 @@ class TwoParts(Block):
 
 
 class Timed(nn.Module):
-    """Knows the time, and does otherwise when nobody expects it any more."""
+    """Counts its steps, and behaves differently late, when STORM does not expect it any more."""
 
     step = 0
 

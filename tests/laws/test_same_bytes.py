@@ -22,7 +22,7 @@ from stormtorch.memory.lanes.lane import Delay
 from stormtorch.memory.pools.pool import DevicePool
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import open_worker
+from stormtorch.native.worker.open import open_worker
 
 UNITS, ELEMENTS, STEPS = 6, 3000, 4
 

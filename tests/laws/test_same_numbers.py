@@ -400,7 +400,7 @@ def test_a_backward_that_can_be_differentiated(case: Case, step: str, before: in
 
 @pytest.mark.parametrize("wide", [False, True], ids=["", "accumulated"])
 def test_a_gradient_put_back_where_it_was(wide: bool) -> None:
-    """``p.grad *= 0.5`` assigns what ``p.grad`` gave: whoever took it before goes on seeing it, and what it becomes."""
+    """``p.grad *= 0.5`` assigns what ``p.grad`` gave: code that took it before still sees it, and what it becomes."""
 
     def run(side: Side, number: int) -> object:
         side.optimizer.zero_grad()

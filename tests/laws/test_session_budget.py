@@ -145,7 +145,7 @@ def test_a_host_that_runs_ahead_of_the_device(
     "known_after", [pytest.param(0, marks=pytest.mark.wide), 1], ids=["from_the_start", "when_seen"]
 )
 def test_what_holes_would_take_is_left_alone(known_after: int, small_scale: Callable[[float], None]) -> None:
-    """Also if that is seen after the first time that somebody asks, when the session is opened."""
+    """Also if STORM sees it only after its first question, at the opening of the session."""
     small_scale(2e6)
     asked = itertools.count()
     many = 15  # a plan that keeps what it can has been tried by then

@@ -51,7 +51,7 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.fixture(params=[0, 99], ids=["", "kept"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """With states at home, and kept on the device: whoever looks must not see the difference."""
+    """With states at home, and kept on the device: user code must not see the difference."""
     with Pair(CHAIN, fused, step="forward", kept=request.param) as made:
         yield made
 
@@ -1100,7 +1100,7 @@ def test_dropping_clipped_gradients_waits_for_nothing(
         side.optimizer.step()
         with monkeypatch.context() as patch:
             for name in ("join", "join_states", "finish", "apply_factor"):
-                patch.setattr(pair.session._parts.adam, name, None)  # whoever calls it fails
+                patch.setattr(pair.session._parts.adam, name, None)  # a call of it fails
             zero(side)
         assert all(parameter.grad is None for parameter in side.model.parameters())
 

@@ -16,7 +16,7 @@ from stormtorch.memory.lanes.build import open_lanes
 from stormtorch.memory.lanes.flags import Flags
 from stormtorch.native.flag_words import has_reached
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import open_worker
+from stormtorch.native.worker.open import open_worker
 
 
 @given(st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 31) - 1))
@@ -104,7 +104,7 @@ def test_abort_drops_the_jobs_that_wait_for_the_board(ledger: Ledger) -> None:
         assert worker.drain(timeout_s=30)
         assert worker.stats().abandoned == 1
     assert bool((tensors.weight == 1).all())
-    assert flags[1].read() == 1, "whoever waits for the update is let go"
+    assert flags[1].read() == 1, "a stream that waits for the update goes on"
     flags.close()
 
 

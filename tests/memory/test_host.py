@@ -169,7 +169,7 @@ def test_a_dropped_arena_goes_with_its_last_tensor() -> None:
     assert list(lock.locked.values()) == [MiB]
     del arena
     gc.collect()
-    assert list(lock.locked.values()) == [MiB], "a copy of this view would be slow, and nobody would know why"
+    assert list(lock.locked.values()) == [MiB], "a copy of this view would be slow, and nothing would tell why"
     assert ledger.used_bytes(Tier.HOST) == ledger.pinned_bytes == MiB
     del view
     gc.collect()
@@ -298,7 +298,7 @@ def test_a_lock_refused_behind_is_undone_and_said(
     assert not arena.pinned
     assert lock.locked == {}
     assert ledger.pinned_bytes == 0
-    assert not caplog.messages, "nobody was there to be told: that was a thread"
+    assert not caplog.messages, "a thread has no user to tell"
     arena.say_if_refused()
     assert "Optimizer states remain on the CPU" in caplog.messages[0]
     assert float(tensor.sum()) == 56
@@ -360,7 +360,7 @@ def test_an_arena_that_was_refused_goes_like_any_other(lock_behind: bool, close:
 
 
 def test_memory_is_there_until_it_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread undoes what was locked before a refusal; nobody else holds that memory any more."""
+    """A thread undoes what was locked before a refusal; no other object holds that memory any more."""
     ledger, unlocking, go_on, mapped = roomy(), threading.Event(), threading.Event(), []
 
     class Slow(RecordingLock):
@@ -407,7 +407,7 @@ def test_ctrl_c_while_close_waits_for_a_lock_leaves_nothing_locked(monkeypatch: 
 def test_a_device_that_fails_while_locks_are_undone_is_not_pinned(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And whoever asks is not told again and again: training goes on."""
+    """STORM tells it once, and training goes on."""
 
     class Broken(RecordingLock):
         def unlock(self, address: int) -> None:

@@ -145,7 +145,7 @@ def test_an_empty_piece_lies_nowhere(ledger: Ledger) -> None:
 
 
 def test_a_piece_that_is_given_twice_is_free_once(ledger: Ledger) -> None:
-    """An interrupted call begins anew; somebody else may have the bytes by then."""
+    """An interrupted call begins again; another piece may have the bytes by then."""
     lanes, pool = opened(torch.device("cpu"), ledger, 4096, poison=True)
     piece = pool.take(4096, lanes.compute)
     assert piece is not None

@@ -1,4 +1,4 @@
-"""Torch's allocator: a setting that is asked for while somebody needs it, and limits that the user has set."""
+"""Torch's allocator: a setting that STORM makes while an object needs it, and limits that the user has set."""
 
 from __future__ import annotations
 

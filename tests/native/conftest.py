@@ -12,7 +12,8 @@ from stormtorch.native import library as library_module
 from stormtorch.native.library import Library, describe, library
 from stormtorch.native.split import split
 from stormtorch.native.update import AdamTensors
-from stormtorch.native.worker import FlagValue, Worker, open_worker
+from stormtorch.native.worker.jobs import FlagValue, Worker
+from stormtorch.native.worker.open import open_worker
 
 MakeTensors = Callable[..., AdamTensors]
 

@@ -11,7 +11,8 @@ from stormtorch.core.errors import SettingError
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.library import Library
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import FlagValue, Worker, open_worker
+from stormtorch.native.worker.jobs import FlagValue, Worker
+from stormtorch.native.worker.open import open_worker
 
 MakeTensors = Callable[..., AdamTensors]
 

@@ -16,7 +16,7 @@ from stormtorch.native import adamw, update
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.split import join
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import Worker
+from stormtorch.native.worker.jobs import Worker
 
 MakeTensors = Callable[..., AdamTensors]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

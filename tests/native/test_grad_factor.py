@@ -14,7 +14,7 @@ from stormtorch.native import fallback
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.library import library
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import Worker
+from stormtorch.native.worker.jobs import Worker
 
 MakeTensors = Callable[..., AdamTensors]
 OpenAny = Callable[..., Worker]

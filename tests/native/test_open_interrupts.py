@@ -1,4 +1,4 @@
-"""Ctrl-C while threads are being started: whatever has begun ends again, with nobody left who could close it."""
+"""Ctrl-C while threads are being started: those that have begun end, although no object is left to close them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from stormtorch.native.c_worker import PoolWorker
 from stormtorch.native.library import Library
-from stormtorch.native.python_rows import ThreadRows
-from stormtorch.native.python_worker import ThreadWorker
-from stormtorch.native.rows import NativeRows
+from stormtorch.native.rows.c_rows import NativeRows
+from stormtorch.native.rows.python_rows import ThreadRows
+from stormtorch.native.worker.c_worker import PoolWorker
+from stormtorch.native.worker.python_worker import ThreadWorker
 
 from ..keyboard import Keyboard
 
@@ -22,10 +22,10 @@ from ..keyboard import Keyboard
 def opening(kind: str, native: Library) -> tuple[Callable[[], object], str]:
     """What starts threads, and the file of its code."""
     return {
-        "native rows": (lambda: NativeRows(native, 2), "native/rows.py"),
-        "rows": (lambda: ThreadRows(2), "native/python_rows.py"),
-        "native worker": (lambda: PoolWorker(native, threads=2, cores=[0]), "native/c_worker.py"),
-        "worker": (lambda: ThreadWorker(threads=1, cores=[0]), "native/python_worker.py"),
+        "native rows": (lambda: NativeRows(native, 2), "native/rows/c_rows.py"),
+        "rows": (lambda: ThreadRows(2), "native/rows/python_rows.py"),
+        "native worker": (lambda: PoolWorker(native, threads=2, cores=[0]), "native/worker/c_worker.py"),
+        "worker": (lambda: ThreadWorker(threads=1, cores=[0]), "native/worker/python_worker.py"),
     }[kind]
 
 

@@ -20,18 +20,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stormtorch.core.errors import LaneError
-from stormtorch.native.rows import (
-    DONE,
-    DROPPED,
-    FAILED,
-    PENDING,
-    NativeRows,
-    RowsJob,
-    RowsPool,
-    map_file,
-    open_rows,
-    unmap_file,
-)
+from stormtorch.native.rows.c_rows import NativeRows, map_file, unmap_file
+from stormtorch.native.rows.jobs import DONE, DROPPED, FAILED, PENDING, RowsJob, RowsPool
+from stormtorch.native.rows.open import open_rows
 
 OpenRows = Callable[..., RowsPool]
 Bytes = NDArray[np.uint8]
@@ -216,7 +207,7 @@ def test_a_map_gives_the_same_bytes_and_errors_instead_of_a_crash(tmp_path: Path
 BUS_ERROR = """
 import ctypes, faulthandler, mmap, os, sys
 import numpy as np
-from stormtorch.native.rows import map_file
+from stormtorch.native.rows.c_rows import map_file
 if {enabled}:
     faulthandler.enable()
 fd = os.open({path!r}, os.O_RDWR)
@@ -241,7 +232,9 @@ def test_a_bus_error_of_somebody_else_is_theirs(tmp_path: Path, enabled: bool) -
 SHRUNK = """
 import faulthandler, os, signal, sys
 import numpy as np
-from stormtorch.native.rows import FAILED, map_file, open_rows
+from stormtorch.native.rows.c_rows import map_file
+from stormtorch.native.rows.jobs import FAILED
+from stormtorch.native.rows.open import open_rows
 fd = os.open({path!r}, os.O_RDWR)
 address = map_file(fd, 65536)
 target = np.zeros(65536, dtype=np.uint8)
@@ -279,7 +272,7 @@ def test_a_bus_error_that_was_sent_does_what_it_did(tmp_path: Path, ignored: boo
     path.write_bytes(bytes(4096))
     code = f"""
 import os, signal, time
-from stormtorch.native.rows import map_file
+from stormtorch.native.rows.c_rows import map_file
 if {ignored}:
     signal.signal(signal.SIGBUS, signal.SIG_IGN)
 assert map_file(os.open({str(path)!r}, os.O_RDONLY), 4096)
@@ -444,7 +437,7 @@ import numpy as np
 from stormtorch.native import library
 if {hidden}:
     library._load = lambda: "hidden by a test"
-from stormtorch.native.rows import open_rows
+from stormtorch.native.rows.open import open_rows
 pool = open_rows(2)
 fd = os.open(sys.executable, os.O_RDONLY)
 target = np.zeros(4096, dtype=np.uint8)

@@ -17,7 +17,8 @@ from stormtorch.core.errors import LaneError
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.library import library
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import Worker, open_worker
+from stormtorch.native.worker.jobs import Worker
+from stormtorch.native.worker.open import open_worker
 
 MakeTensors = Callable[..., AdamTensors]
 OpenAny = Callable[..., Worker]
@@ -218,7 +219,7 @@ def test_close_finishes_what_began(open_any: OpenAny, make_tensors: MakeTensors,
 
 
 def test_a_worker_that_is_dropped_writes_its_flags(open_any: OpenAny, make_tensors: MakeTensors, words: Any) -> None:
-    open_any()  # chooses the kind; the one below is nobody's but ours
+    open_any()  # chooses the kind; only this test holds the one below
     worker = open_worker()
     tensors = make_tensors(10)
     alive = weakref.ref(tensors)

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from stormtorch.native.jobs import FlagValue
 from stormtorch.native.library import library
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import Worker
+from stormtorch.native.worker.jobs import FlagValue, Worker
 
 MakeTensors = Callable[..., AdamTensors]
 OpenAny = Callable[..., Worker]

@@ -15,11 +15,12 @@ import pytest
 
 from stormtorch.core.errors import LaneError
 from stormtorch.native import fallback
-from stormtorch.native.c_worker import PoolWorker
 from stormtorch.native.library import Library
-from stormtorch.native.python_worker import ThreadWorker
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import Worker, open_worker
+from stormtorch.native.worker.c_worker import PoolWorker
+from stormtorch.native.worker.jobs import Worker
+from stormtorch.native.worker.open import open_worker
+from stormtorch.native.worker.python_worker import ThreadWorker
 
 from ..forkserver import run
 
@@ -179,7 +180,7 @@ def test_ctrl_c_in_the_fallback_leaves_no_wrong_count(thread_worker: ThreadWorke
         thread_worker.submit(make_tensors(10), STEP)
     end = time.monotonic() + 300
     while thread_worker.stats().finished == 0 and time.monotonic() < end:
-        time.sleep(0.001)  # nobody calls drain, which could wake the thread
+        time.sleep(0.001)  # not drain, which could wake the thread
     with queue.lock:
         queue.waiting = list(queue.waiting)
     thread_worker.submit(make_tensors(10), STEP)
@@ -218,7 +219,7 @@ from stormtorch.native import library
 if {hidden}:
     library._load = lambda: "hidden by a test"
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import open_worker
+from stormtorch.native.worker.open import open_worker
 worker, main = open_worker(threads=1), threading.main_thread().ident
 tensors = AdamTensors(**{{name: torch.zeros(8) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}})
 step, over, armed = AdamStep(lr=0.1, step=1), False, False

@@ -17,7 +17,8 @@ import pytest
 from stormtorch.core.errors import LaneError
 from stormtorch.native import fallback
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import Worker, open_worker
+from stormtorch.native.worker.jobs import Worker
+from stormtorch.native.worker.open import open_worker
 
 from ..forkserver import run
 
@@ -98,7 +99,8 @@ from stormtorch.native import library
 if {hidden}:
     library._load = lambda: "hidden by a test"
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker import FlagValue, open_worker
+from stormtorch.native.worker.jobs import FlagValue
+from stormtorch.native.worker.open import open_worker
 word = torch.zeros(1, dtype=torch.int32)
 worker = open_worker(threads=2)
 tensors = AdamTensors(**{{name: torch.zeros(9) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}})
@@ -131,7 +133,7 @@ def test_an_error_in_the_fallback_surfaces(
     with pytest.raises(LaneError, match="no memory left") as caught:
         worker.drain(20)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert (words[0], words[1]) == (1, 1), "whoever waits for a flag must not wait for ever"
+    assert (words[0], words[1]) == (1, 1), "a GPU that waits for a flag must not wait for ever"
     with pytest.raises(LaneError, match="no memory left"):
         worker.submit(make_tensors(10), STEP)
     assert worker.close() == 2

@@ -12,7 +12,7 @@ from torch import nn
 import stormtorch as storm
 from stormtorch.core.events import Span, What
 from stormtorch.core.tags import Tag
-from stormtorch.native.jobs import UpdateMeter
+from stormtorch.native.worker.jobs import UpdateMeter
 from stormtorch.observe.recorder import Recorder
 
 

@@ -177,7 +177,7 @@ def test_a_unit_that_is_kept_no_longer_may_be_too_large_to_pass() -> None:
 
 
 def test_an_error_in_backward_is_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was updated on the device before the error cannot be taken back: whoever goes on is told."""
+    """What was updated on the device before the error cannot be taken back: STORM tells user code that goes on."""
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     settings = Settings(vram=60_000, device="cpu", step="backward")
@@ -299,7 +299,7 @@ def test_states_are_loaded_before_the_step_is_asked_for() -> None:
             model(torch.ones(4, 32)).square().mean().backward()
             first = adam.homes[0]
             assert number == 0 or first.staged
-            assert all(len(staged.parts) == 3 for staged in first.staged), "gradients that nobody has asked to use"
+            assert all(len(staged.parts) == 3 for staged in first.staged), "gradients that user code has not asked for"
             optimizer.step()
             optimizer.zero_grad()
 
@@ -360,7 +360,7 @@ def test_states_give_way_in_the_middle_of_backward() -> None:
 
 
 def _fill_the_pool_at_an_update(session: Session) -> None:
-    """At the ninth update on the device, its unit has left the pool, and somebody else has all that is free of it."""
+    """At the ninth update on the device, its unit has left the pool, and other pieces take all that is free of it."""
     adam, parts, taken = session._parts.adam, session._parts, []
     assert adam is not None
     parameters, pool, lanes, update = parts.parameters, parts.ground.pool, parts.ground.lanes, adam.update_here
@@ -426,7 +426,7 @@ def test_an_error_in_the_first_backward_counts_no_step(monkeypatch: pytest.Monke
 def test_an_update_without_room_for_the_weights_is_done_at_home(
     kept: int, look: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody keeps a graph, and it keeps the device's memory. A step that was asked for is not lost for that."""
+    """User code keeps a graph, and it keeps the device's memory. The step that it asked for is still made."""
     expected = trained(None)
     model = layers()
     groups: list[dict[str, Any]] = [
@@ -483,7 +483,7 @@ def test_states_that_were_loaded_ahead_are_not_those_after_an_update_at_home(mon
 
 
 def test_early_states_are_those_of_units_that_are_used() -> None:
-    """Whoever was left out last time, or comes late in forward, does not hold the room of the others."""
+    """A unit that was left out last time, or comes late in forward, does not hold the room of the others."""
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with Session(model, optimizer, Settings(vram=60_000, device="cpu"), trial=Trial(device_share=1.0)) as session:

@@ -1,4 +1,4 @@
-"""Models from the meta device: streamed first, filled afterwards. What nobody has filled is not computed with."""
+"""Models from the meta device: streamed first, filled afterwards. STORM does not compute with what was not filled."""
 
 from __future__ import annotations
 
@@ -127,11 +127,11 @@ def test_files_fill_it(tmp_path: Path, values: str) -> None:
         with streamed(model, torch.optim.AdamW(model.parameters())) as session, torch.no_grad():
             load(model, session)
             assert torch.equal(model(TOKENS), expected)
-            assert session._parts.access._calls.unwritten is None  # nobody asks again
+            assert session._parts.access._calls.unwritten is None  # the session does not ask again
 
 
 def test_a_way_to_the_memory_that_nobody_sees() -> None:
-    """What is there then shows that somebody was."""
+    """The values there then show that user code wrote them."""
     model = empty()
     with streamed(model), torch.no_grad():
         for parameter in model.parameters():

@@ -75,7 +75,7 @@ def test_a_number_without_a_unit_is_asked_about(vram: object, words: str) -> Non
 
 
 def test_a_pool_that_is_too_small_is_enlarged_within_the_budget() -> None:
-    """Whoever holds more of the device than was planned, with views in graphs, say, gets what the budget has left."""
+    """User code that holds more of the device than planned, in views, say, gets what the budget has left."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     with Session(model, None, Settings(vram=MiB, device="cpu")) as session:
         pool, limit = session._parts.ground.pool, session.ledger.budgets[Tier.DEVICE].limit_bytes
@@ -182,7 +182,7 @@ def test_room_to_accumulate_is_set_aside_only_where_it_is_no_burden() -> None:
                 made(torch.randint(0, vocabulary, (8,))).float().square().mean().backward()
             optimizer.step()
 
-    for vram in range(5 * layer, 16 * layer, layer // 2):  # whoever has more gets no less
+    for vram in range(5 * layer, 16 * layer, layer // 2):  # a larger budget keeps no less
         trained(vram, 1)
     trained(16 * layer, 3)
     with pytest.raises(OutOfBudget, match="GRADIENTS"):

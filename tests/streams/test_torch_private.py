@@ -194,7 +194,7 @@ def test_a_probe_is_not_seen_by_dispatch_modes() -> None:
     tensor = torch.ones(2)
     with Mode():  # type: ignore[no-untyped-call]
         probe = torch_private.VersionProbe(tensor)
-    assert not [name for name in seen if "detach" not in name]  # a view, which nobody counts
+    assert not [name for name in seen if "detach" not in name]  # a view, which does not count
     assert not probe.changed
     tensor.add_(1)
     assert probe.changed

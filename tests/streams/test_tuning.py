@@ -82,7 +82,7 @@ def test_only_what_came_since_the_last_plan_counts() -> None:
 def test_states_come_in_as_fast_as_they_did_beside_the_cpu(
     states_rate: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are loaded in backward too, when nobody else uses RAM: their rate says little about an update."""
+    """Weights are loaded in backward too, when no update uses RAM: their rate says little about an update."""
     tuning, seen = tuning_of("forward", 0.0), []
 
     def note(rates: Rates, **_: object) -> tuple[float, str]:
@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("mode", ["auto", "recompute"])
 def test_blocks_would_like_to_keep_their_inputs(mode: str) -> None:
-    """Before the plan they have left, for nobody knows what there is room for; the pool must not take that room."""
+    """Before the plan they have left, since their room is not known yet; the pool must not take that room."""
     model = nn.Sequential(*(Block() for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(32, 16)
@@ -196,7 +196,7 @@ def test_states_pass_where_nobody_adds_gradients_up(
 
 
 def test_a_pool_that_cannot_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else has taken what was free a moment ago."""
+    """Another process has taken what was free a moment ago."""
     refused = []
 
     def grow(_pool: DevicePool, size: int) -> None:

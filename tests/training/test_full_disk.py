@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from stormtorch.checkpoint import complete, disk
+from stormtorch.checkpoint import complete
+from stormtorch.checkpoint.files import disk
 
 from .tiny import Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved  # noqa: F401
 
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("call", ["write", "sync", "rename"])
+@pytest.mark.parametrize("call", ["pwrite", "sync", "rename"])
 def test_a_save_in_the_background_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     chosen = settings(tmp_path, save_every=2, keep=9)
     failures = 0

@@ -132,7 +132,7 @@ def test_other_weights_beside_the_models_own_are_left_alone(tmp_path: Path) -> N
     ],
 )
 def test_configs_that_cannot_be_built(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    """Said of the config, not of the tokenizer beside it; and nobody is asked whether code may run."""
+    """Said of the config, not of the tokenizer beside it; and transformers does not ask whether code may run."""
     model = write_model(tmp_path / "model", **changes)
     assert words in refused(tmp_path, model)
 

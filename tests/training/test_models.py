@@ -208,7 +208,7 @@ def test_a_rank_beyond_the_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_ram_cannot_hold_is_refused_before_it_is_made(tmp_path: Path) -> None:
-    """The system would kill whoever makes it, without a word."""
+    """The system would kill the process that makes it, without a word."""
     model = write_model(tmp_path / "model", hidden_size=1 << 20, intermediate_size=1 << 20)
     began = torch.get_rng_state()
     with pytest.raises(OutOfBudget, match=r"Cannot make .*model in RAM \(its weights alone take .* TiB, and"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from stormtorch.checkpoint.folder import complete
+from stormtorch.checkpoint.folders.folder import complete
 from stormtorch.core.errors import CheckpointError, SettingError
 from stormtorch.training.output.identity import RUN_FILE, identity
 from stormtorch.training.output.metrics import cut_back
@@ -387,7 +387,7 @@ def test_a_base_that_was_trained_further_is_another_one(tmp_path: Path) -> None:
 
 
 def test_the_file_that_says_which_step_it_was_is_checked(tmp_path: Path) -> None:
-    """One bit makes a 4 a 6: then steps are missing, and nobody notices."""
+    """One bit makes a 4 a 6: then steps are missing, without a sign of it."""
     chosen = settings(tmp_path, steps=8, save_every=2, keep=4)
     assert run(chosen) == 0
     expected = losses(chosen)

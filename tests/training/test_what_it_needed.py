@@ -44,7 +44,7 @@ def test_what_a_run_needed_is_written_and_said(tmp_path: Path) -> None:
     assert resume["bytes"] > 1000
     [end] = records(chosen, "end")  # that of the run before lies behind the checkpoint
     assert end["steps"] == 4
-    assert end["tokens_per_s"] is None  # of the first steps nobody can tell
+    assert end["tokens_per_s"] is None  # the first steps give no rate
     [said] = [line for line in watcher.said if line.startswith("process: ")]
     assert "resume " in said
 

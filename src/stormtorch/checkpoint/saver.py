@@ -14,12 +14,13 @@ from ..core.errors import OutOfBudget, StormError
 from ..core.notices import say_once
 from ..memory.disk.calls import storage_errors
 from ..streams.bridge.handlers import handler_here, inside_step
-from . import adapter, folder, pretrained
-from .content import gather
-from .draft import Draft, place_of
-from .loading import load_into
-from .session_state import Durable
-from .writing import Writing, check_space
+from .content import adapter, pretrained
+from .content.parts import gather
+from .folders import folder
+from .loading.checkpoint import load_into
+from .saving.draft import Draft, place_of
+from .saving.writing import Writing, check_space
+from .state.session_state import Durable
 
 Directory = Path | str | os.PathLike[str]
 

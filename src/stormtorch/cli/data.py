@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _verify(directory: Path) -> int:
     from ..core.sizes import format_bytes
-    from ..data.formats.packed import read_index, verify
+    from ..data.formats.plain.packed import read_index, verify
     from .progress import Progress
 
     index = read_index(directory)

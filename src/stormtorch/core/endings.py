@@ -1,8 +1,24 @@
-"""Calls that undo what was opened, in the order in which they will run."""
+"""Ends of what was opened: `with` blocks, and calls in the order in which they will run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+
+class Closing:
+    """Calls ``close`` at the end of a ``with`` block."""
+
+    def close(self) -> object:
+        """End it."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
 
 class Endings:

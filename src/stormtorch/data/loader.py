@@ -17,11 +17,11 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from time import perf_counter
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
+from ..core.endings import Closing
 from ..core.errors import SettingError, StormError
 from ..core.events import Span, What
 from ..core.sizes import parse_bytes
@@ -41,7 +41,7 @@ from .readers.order import WINDOW_BYTES, Order, OrderSettings, Shuffle
 from .source import DecodedSource, FileSource
 
 
-class DataLoader:
+class DataLoader(Closing):
     """Batches of ``source``, in order or shuffled, on ``device``. For one thread at a time."""
 
     def __init__(
@@ -244,14 +244,6 @@ class DataLoader:
         self._end_run()
         self._turn += 1
         self._drop_engine()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return (

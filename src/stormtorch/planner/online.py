@@ -14,7 +14,7 @@ from ..memory.books.ledger import Ledger
 from ..memory.cuda.device_meter import DeviceMeter
 from ..memory.cuda.peak_meter import peak_meter_on
 from ..memory.pools.pool import GRAIN, DevicePool
-from ..native.jobs import Worker
+from ..native.worker.jobs import Worker
 from ..observe.recorder import Recorder, Totals, lane_rate, link_rates
 from ..streams.gradients.stream import GradientStream
 from ..streams.optimizer.shares import Rates, device_share

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..checkpoint.session_state import Durable
-from ..checkpoint.snapshot import Still
+from ..checkpoint.state.session_state import Durable
+from ..checkpoint.state.snapshot import Still
 from ..core.endings import Endings
 from ..core.errors import SettingError
 from ..core.tags import Tag
 from ..memory.lanes.build import Lanes
 from ..memory.lanes.flags import Flag
-from ..native.jobs import UpdateMeter, Worker
-from ..native.worker import open_worker
+from ..native.worker.jobs import UpdateMeter, Worker
+from ..native.worker.open import open_worker
 from ..planner.inference import Inference
 from ..planner.online import Tuning
 from ..streams.activations.build import open_saving

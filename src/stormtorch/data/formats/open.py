@@ -11,15 +11,15 @@ import numpy as np
 
 from ...core.errors import SettingError
 from ..source import DecodedSource, FileSource
-from .arrays import memmap_source, npy_source
-from .arrow import arrow_source
 from .columns import choose, one_after_another, side_by_side
-from .hf_datasets import dataset_source, is_dataset, saved_files
 from .items import ItemSource, item_source
-from .packed import is_packed, packed_rows
-from .parquet import ParquetSource
 from .paths import file_size, files_meant, name_of_paths, read_at
-from .safetensors_files import is_safetensors, safetensors_source
+from .plain.arrays import memmap_source, npy_source
+from .plain.packed import is_packed, packed_rows
+from .plain.safetensors_files import is_safetensors, safetensors_source
+from .tables.arrow import arrow_source
+from .tables.hf_datasets import dataset_source, is_dataset, saved_files
+from .tables.parquet import ParquetSource
 
 Source = FileSource | DecodedSource | ItemSource
 Kind = Literal[".npy", "safetensors", "Arrow", "Parquet"]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError, StorageError, StormError
-from ..formats.arrow import batches_of
-from ..formats.arrow_tables import pyarrow
-from ..formats.hf_datasets import saved_files
 from ..formats.paths import file_size, files_meant, read_at
+from ..formats.tables.arrow import batches_of
+from ..formats.tables.arrow_tables import pyarrow
+from ..formats.tables.hf_datasets import saved_files
 from ..formats.text_lines import JSON_LINES, decode, lines, parse_object
 
 _BATCH_ROWS = 1024

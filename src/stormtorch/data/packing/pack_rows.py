@@ -15,12 +15,12 @@ from torch import Tensor
 from ...core.errors import SettingError, StorageError
 from ...core.sizes import MiB
 from ...memory.disk.calls import storage_errors
-from ..formats.arrow import CompressedArrow, batches_of
-from ..formats.arrow_tables import pyarrow, rows_of, selected, tensors_of
 from ..formats.dtypes import name_of
-from ..formats.hf_datasets import saved_files
 from ..formats.open import open_source
 from ..formats.paths import file_size, files_meant
+from ..formats.tables.arrow import CompressedArrow, batches_of
+from ..formats.tables.arrow_tables import pyarrow, rows_of, selected, tensors_of
+from ..formats.tables.hf_datasets import saved_files
 from ..source import DecodedSource, Field, FileSource, Shard
 from .writer import PackWriter
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...core.errors import SettingError, StorageError
 from ...memory.disk.calls import storage_error, storage_errors
 from ...memory.disk.contained import check_no_link
-from ..formats.packed import INDEX, Index, Kind, PackedFile, PackedShard, to_json
+from ..formats.plain.packed import INDEX, Index, Kind, PackedFile, PackedShard, to_json
 from ..source import Field
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...native.rows import DONE, FAILED, PIECE, Pieces, RowsJob, RowsPool, open_rows
+from ...native.rows.jobs import DONE, FAILED, PIECE, Pieces, RowsJob, RowsPool
+from ...native.rows.open import open_rows
 from ..source import FileSource
 from .descriptors import CannotOpen, Descriptors
 from .layout import Layout

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.errors import SettingError
-from ...native.rows import map_file, unmap_file
+from ...native.rows.c_rows import map_file, unmap_file
 
 _MAX_OPEN = 4096
 

@@ -23,7 +23,8 @@ from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger, Reservation
 from ...memory.disk.files import ALIGNMENT
 from ...memory.host.arena import HostArena
-from ...native.rows import DONE, FAILED, PENDING, PIECE, Failure, RowsJob, open_rows
+from ...native.rows.jobs import DONE, FAILED, PENDING, PIECE, Failure, RowsJob
+from ...native.rows.open import open_rows
 from ..source import FileSource
 from .descriptors import CannotOpen, Descriptors
 from .layout import Layout

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...native.rows import PENDING, PIECE, RowsJob, RowsPool, open_rows
+from ...native.rows.jobs import PENDING, PIECE, RowsJob, RowsPool
+from ...native.rows.open import open_rows
 from .descriptors import CannotOpen, Descriptors
 from .layout import Layout
 from .order import Order, Window

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...core.errors import OutOfBudget
-from ...native.rows import DONE, PENDING, PIECE, RowsJob, RowsPool, open_rows
+from ...native.rows.jobs import DONE, PENDING, PIECE, RowsJob, RowsPool
+from ...native.rows.open import open_rows
 from .order import Order, Window
 from .permutations import Rows
 from .reader import Read, Reader

@@ -50,12 +50,12 @@ def _set_direct(fd: int, on: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemCalls:
-    """The system calls of files. Only tests replace a member. Python repeats interrupted calls."""
+    """The system calls of files, here and in checkpoints. Only tests replace a member. Python repeats interrupted
+    calls."""
 
     open: Callable[[str, int, int], int] = os.open
     unlink: Callable[[str], None] = os.unlink
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
-    truncate: Callable[[int, int], None] = os.ftruncate
     pread: Callable[[int, memoryview, int], int] = _pread
     pwrite: Callable[[int, memoryview, int], int] = _pwrite
     sync: Callable[[int], None] = os.fdatasync

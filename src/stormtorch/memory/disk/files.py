@@ -1,6 +1,6 @@
-"""Files: existing ones to read, new ones that remain, and the base of scratch files.
+"""Files: existing ones to read, and the base of scratch files.
 
-How it works. A file is opened once and serves requests (``file_requests``) from a few threads of its own, which sit in
+How it works. A file is opened once and serves requests (requests.py) from a few threads of its own, which sit in
 ``preadv`` and ``pwritev`` without the GIL. Large blocks make Python threads good enough: a block of 8 MiB takes
 milliseconds, and one hand-over of the GIL hardly counts; at 1 MiB it does.
 
@@ -11,8 +11,7 @@ The flag is set on the open descriptor, so a refusal needs no second open, which
 
 Roads not taken. *mmap*: page faults move 4 KiB at a time, errors arrive as SIGBUS, and dirty pages follow the kernel's
 schedule instead of ours. *io_uring*: four blocking threads already reach the device's limit with a tenth of a core,
-while it is forbidden in many containers and needs native code. *O_SYNC*: scratch need not survive a power cut, and
-files that must do so by one ``flush`` at their end instead of one per write.
+while it is forbidden in many containers and needs native code. *O_SYNC*: scratch need not survive a power cut.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import mmap
 import os
 import stat
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,10 +32,10 @@ from typing import Literal, Self, TypedDict, Unpack
 from ...core.errors import SettingError, StorageError
 from ...core.events import Sink
 from ...core.notices import say_once
-from ...core.sizes import MiB, format_bytes, parse_bytes
-from ..books import limits
+from ...core.sizes import MiB, format_bytes
+from .buffers import Buffer, bytes_of
 from .calls import Descriptor, SystemCalls, storage_error
-from .requests import Buffer, Ending, RequestQueue, Transfer, bytes_of
+from .requests import Ending, Request, RequestQueue, Transfer
 
 ALIGNMENT = 4096  # of addresses, offsets and extents: a multiple of every sector size in use
 Mode = Literal["direct", "buffered"]
@@ -53,7 +53,45 @@ class FileOptions(TypedDict, total=False):
     calls: SystemCalls  # for tests
 
 
-class File:
+class Transfers(ABC):
+    """Reads and writes of a file, or of an extent of one."""
+
+    __slots__ = ()
+
+    def pread(self, buffer: Buffer, offset: int = 0) -> Future[int]:
+        """Start to fill ``buffer`` from ``offset``; does not block. Leave the buffer alone until the future is done.
+
+        The buffer, a contiguous CPU tensor or anything with a writable buffer, is kept alive until then. The future
+        gives the number of bytes or raises StorageError. It may be dropped unread, and it cannot be cancelled.
+        """
+        return self._submit(bytes_of(buffer, writable=True), offset, write=False)
+
+    def pwrite(self, buffer: Buffer, offset: int = 0) -> Future[int]:
+        """Start to write ``buffer`` at ``offset``, inside the size; does not block. Otherwise like ``pread``."""
+        return self._submit(bytes_of(buffer), offset, write=True)
+
+    def read(self, buffer: Buffer, offset: int = 0) -> int:
+        """``pread`` that blocks. Ctrl-C gets through; blocks that are being read then still arrive in the buffer."""
+        return self._move(bytes_of(buffer, writable=True), offset, write=False)
+
+    def write(self, buffer: Buffer, offset: int = 0) -> int:
+        """``pwrite`` that blocks. Ctrl-C gets through; blocks that are being written are then finished."""
+        return self._move(bytes_of(buffer), offset, write=True)
+
+    def _move(self, view: memoryview, offset: int, *, write: bool) -> int:
+        stop = threading.Event()  # made before the request: Ctrl-C finds no gap between the two
+        try:
+            return self._submit(view, offset, write=write, stop=stop).result()
+        finally:
+            stop.set()
+
+    @abstractmethod
+    def _submit(
+        self, view: memoryview, offset: int, *, write: bool, stop: threading.Event | None = None
+    ) -> Transfer: ...
+
+
+class File(Transfers):
     """An open file of ``size_bytes``. ``mode`` and ``mode_reason`` say how it is accessed.
 
     Addresses and offsets of requests must be multiples of ``alignment``; lengths need not. Any thread may use it.
@@ -85,40 +123,14 @@ class File:
         self.alignment = ALIGNMENT if self.mode == "direct" else 1
         self._requests = RequestQueue(
             descriptor,
-            size_bytes,
             alignment=self.alignment,
             threads=threads,
             block_bytes=block_bytes,
             sink=options.get("sink"),
         )
 
-    def pread(self, buffer: Buffer, offset: int) -> Future[int]:
-        """Start to fill ``buffer`` from ``offset``; does not block. Leave the buffer alone until the future is done.
-
-        The buffer, a contiguous CPU tensor or anything with a writable buffer, is kept alive until then. The future
-        gives the number of bytes or raises StorageError. It may be dropped unread, and it cannot be cancelled.
-        """
-        return self._submit(bytes_of(buffer, writable=True), offset, write=False)
-
-    def pwrite(self, buffer: Buffer, offset: int) -> Future[int]:
-        """Start to write ``buffer`` at ``offset``, inside the file's size; does not block. Otherwise like ``pread``."""
-        return self._submit(bytes_of(buffer, writable=False), offset, write=True)
-
-    def read(self, buffer: Buffer, offset: int) -> int:
-        """``pread`` that blocks. Ctrl-C gets through; blocks that are being read then still arrive in the buffer."""
-        with interruptible() as stop:
-            return self._submit(bytes_of(buffer, writable=True), offset, write=False, stop=stop).result()
-
-    def write(self, buffer: Buffer, offset: int) -> int:
-        """``pwrite`` that blocks. Ctrl-C gets through; blocks that are being written are then finished."""
-        with interruptible() as stop:
-            return self._submit(bytes_of(buffer, writable=False), offset, write=True, stop=stop).result()
-
     def flush(self) -> None:
-        """Block until finished writes would survive a power cut; wait for their futures first.
-
-        This does not cover the file's name: code that renames a file to publish it must sync the directory too.
-        """
+        """Block until finished writes would survive a power cut; wait for their futures first."""
         self._requests.flush()
 
     @property
@@ -141,20 +153,20 @@ class File:
         offset: int,
         *,
         write: bool,
+        stop: threading.Event | None = None,
         padded: bool = False,
         ending: Ending | None = None,
-        stop: threading.Event | None = None,
     ) -> Transfer:
         end = offset + len(view)
         if write and not self.writable:
-            raise SettingError(f"Cannot write to {self.name}: it was opened for reading. Use create_file.")
+            raise SettingError(f"Cannot write to {self.name}: it was opened for reading. Use a scratch file.")
         # The kernel knows where a foreign file ends; the size of ours was fixed at its creation.
         if offset < 0 or (self.writable and end > self.size_bytes):
             raise SettingError(
                 f"Bytes {offset} to {end} are not inside {self.name}, which has {self.size_bytes} bytes."
             )
         return self._requests.submit(
-            view, offset, write=write, padded=padded or end == self.size_bytes, ending=ending, stop=stop
+            Request(self._requests, view, offset, write=write, stop=stop, padded=padded, ending=ending)
         )
 
     def __enter__(self) -> Self:
@@ -184,37 +196,6 @@ def open_file(path: Path | str, **options: Unpack[FileOptions]) -> File:
         return File(descriptor, where=path, size_bytes=status.st_size, writable=False, **options)
 
 
-def create_file(path: Path | str, size: int, **options: Unpack[FileOptions]) -> File:
-    """Create a file of exactly ``size`` bytes, preallocated, for reading and writing; it remains after ``close``.
-
-    Never replaces a file; if it cannot be made in full, nothing is left. No ledger is charged: it is the user's file.
-    """
-    path, calls, size = Path(path), options.get("calls", SystemCalls()), parse_bytes(size)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    try:
-        descriptor = Descriptor(calls.open(str(path), flags, 0o666), str(path), calls)
-    except OSError as error:
-        raise storage_error(f"create {path}", error) from error
-    try:
-        with closed_on_error(descriptor):
-            preallocate(descriptor, size, path.parent)
-            return File(descriptor, where=path, size_bytes=size, writable=True, **options)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one that the user must see
-            calls.unlink(str(path))
-        raise
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """A stop event for the request of a blocking call, made before it: Ctrl-C finds no gap between the two."""
-    stop = threading.Event()
-    try:
-        yield stop
-    finally:
-        stop.set()
-
-
 @contextlib.contextmanager
 def closed_on_error(descriptor: Descriptor) -> Iterator[None]:
     """Close ``descriptor`` if the block raises, whether or not a ``File`` has taken it over."""
@@ -223,19 +204,6 @@ def closed_on_error(descriptor: Descriptor) -> Iterator[None]:
     except BaseException:
         descriptor.close()
         raise
-
-
-def preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
-    """Allocate ``[0, size)`` of a new file on the disk, so that a full disk is noticed now, not hours later."""
-    free = limits.disk_bytes(directory)[0]  # read first: a failed attempt may keep its space for a while
-    try:
-        if size:
-            descriptor.calls.fallocate(descriptor.number, 0, size)
-    except OSError as error:
-        numbers = f"{format_bytes(free)} were free"
-        raise storage_error(
-            f"preallocate {format_bytes(size)} for {descriptor.name}", error, numbers=numbers
-        ) from error
 
 
 def _choose_mode(descriptor: Descriptor, file: File, where: Path, direct: bool | Literal["auto"]) -> tuple[Mode, str]:

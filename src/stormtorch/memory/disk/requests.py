@@ -36,43 +36,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import torch
 
 from ...core.errors import SettingError, StorageError
 from ...core.events import Sink, Span, What
 from ...core.sizes import round_down
 from .calls import ELSEWHERE, Descriptor, storage_error
 
-Buffer: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | bytes | bytearray | memoryview | mmap.mmap"
-
 _STALLS = 8
 _TICK_S = 0.2
-
-
-def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
-    """The bytes of ``buffer``, without a copy. The view keeps its memory alive."""
-    if isinstance(buffer, torch.Tensor):
-        if buffer.device.type != "cpu":
-            raise SettingError(
-                f"A file needs a buffer in host memory, not on {buffer.device}. Copy it to the CPU first."
-            )
-        if buffer.layout is not torch.strided or not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
-            raise SettingError("A file needs a contiguous buffer, not a strided or lazy view. Use .contiguous().")
-        return buffer.detach().reshape(-1).view(torch.uint8).numpy().data
-    if isinstance(buffer, np.ndarray):
-        if buffer.dtype.hasobject:
-            raise SettingError("A file needs numbers; this array holds Python objects. Convert it first.")
-        view = buffer.data if not buffer.flags.c_contiguous else buffer.reshape(-1).view(np.uint8).data
-    else:
-        view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise SettingError("A file needs a contiguous buffer in C order, this one is not. Copy it first.")
-    if writable and view.readonly:
-        raise SettingError("A read needs a writable buffer, this one is read-only. Use a tensor or a bytearray.")
-    return view.cast("B") if view.nbytes else memoryview(bytearray())  # cast refuses shapes with a zero in them
 
 
 class Transfer(Future[int]):
@@ -114,7 +88,6 @@ class RequestQueue:
     def __init__(
         self,
         descriptor: Descriptor,
-        size_bytes: int,
         *,
         alignment: int,
         threads: int,
@@ -122,7 +95,7 @@ class RequestQueue:
         sink: Sink | None,
     ) -> None:
         self.name, self.calls = descriptor.name, descriptor.calls
-        self.size_bytes, self.alignment, self.block_bytes, self.sink = size_bytes, alignment, block_bytes, sink
+        self.alignment, self.block_bytes, self.sink = alignment, block_bytes, sink
         self.closed = False
         self.cancelled = False
         self._descriptor = descriptor  # requests hold the queue, so none is running when the last holder drops it
@@ -137,36 +110,14 @@ class RequestQueue:
         """The kernel's number; negative once closed."""
         return self._descriptor.number
 
-    def submit(
-        self,
-        view: memoryview,
-        offset: int,
-        *,
-        write: bool,
-        padded: bool,
-        ending: Ending | None,
-        stop: threading.Event | None,
-    ) -> Transfer:
-        """Start one request, or raise before anything moved; Ctrl-C may raise later; ``ending`` then shows it.
-
-        ``padded``: the bytes between the end of this write and the next alignment boundary may be overwritten.
-        ``stop``, once set, lets no further block begin.
-        """
+    def submit(self, request: Request) -> Transfer:
+        """Start it, or raise before anything moved; Ctrl-C may raise later; the request's ``ending`` then shows it."""
         self.refuse_after_fork()
-        if self.alignment > 1 and len(view):
-            address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-            if offset % self.alignment or address % self.alignment:
-                raise SettingError(
-                    f"Direct I/O on {self.name} needs offset and address at multiples of {self.alignment}: "
-                    f"offset {offset} is {offset % self.alignment} past one, address {address:#x} is "
-                    f"{address % self.alignment} past one. Take a page-aligned buffer, such as "
-                    "torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), or open the file with direct=False."
-                )
-        request = Request(self, view, offset, write=write, padded=padded, ending=ending, stop=stop)
+        request.check_alignment()
         with self._lock:
             self._refuse_if_closed()
-            request.start(self._pool, min(self._threads, -(-len(view) // self.block_bytes)))
-        if not len(view):
+            request.start(self._pool, min(self._threads, -(-request.size // self.block_bytes)))
+        if not request.size:
             request.resolve()
         return request.future
 
@@ -243,22 +194,39 @@ class Request:
         offset: int,
         *,
         write: bool,
-        padded: bool,
-        ending: Ending | None,
-        stop: threading.Event | None,
+        padded: bool = False,
+        ending: Ending | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
+        """``padded``: the bytes between the end of this write and the next alignment boundary may be overwritten.
+
+        ``stop``, once set, lets no further block begin.
+        """
         self.future = Transfer()
         self.future.set_running_or_notify_cancel()
         self._queue, self._write, self._padded, self._ending = queue, write, padded, ending
         self._stop = stop or threading.Event()
         self._view: memoryview | None = view
-        self._offset, self._end = offset, offset + len(view)
+        self.size, self._offset, self._end = len(view), offset, offset + len(view)
         self._next = offset  # the first byte of the next block
         self._lock = threading.Lock()
         self._waiting: set[int] = set()  # runners that the pool has not begun
         self._running = 0
         self._error: BaseException | None = None
         self._start_s = time.perf_counter()
+
+    def check_alignment(self) -> None:
+        """Raise SettingError where direct I/O needs another offset or address."""
+        unit, offset, view = self._queue.alignment, self._offset, self._view
+        if unit > 1 and view:
+            address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+            if offset % unit or address % unit:
+                raise SettingError(
+                    f"Direct I/O on {self._queue.name} needs offset and address at multiples of {unit}: offset "
+                    f"{offset} is {offset % unit} past one, address {address:#x} is {address % unit} past one. Take a "
+                    "page-aligned buffer, such as torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), or open "
+                    "the file with direct=False."
+                )
 
     def start(self, pool: ThreadPoolExecutor, runners: int) -> None:
         """Queue ``runners`` of them; does not block. With at least one runner, the future always resolves.
@@ -299,13 +267,13 @@ class Request:
         if self._ending is not None:
             self._ending.call()
         if error is None and self._queue.sink is not None:
-            what, size = What.WRITE if self._write else What.READ, self._end - self._offset
+            what = What.WRITE if self._write else What.READ
             try:
-                self._queue.sink(Span(what, self._start_s, time.perf_counter(), self._queue.name, bytes=size))
+                self._queue.sink(Span(what, self._start_s, time.perf_counter(), self._queue.name, bytes=self.size))
             except BaseException as broken:  # a sink must not raise, not even SystemExit; else the caller is told
                 error = broken
         if error is None:
-            self.future.set_result(self._end - self._offset)
+            self.future.set_result(self.size)
         else:
             self.future.set_exception(error)
 
@@ -352,7 +320,7 @@ class Request:
         return True
 
     def _move_block(self, view: memoryview, offset: int) -> None:
-        queue, unit = self._queue, self._queue.alignment
+        unit = self._queue.alignment
         whole = round_down(len(view), unit)
         self._move(view[:whole], offset, whole, write=self._write)
         tail, offset = view[whole:], offset + whole
@@ -364,14 +332,9 @@ class Request:
             tail[:] = bounce[: len(tail)]
             return
         if not self._padded:
-            self._move(bounce, offset, min(unit, queue.size_bytes - offset), write=False)
+            self._move(bounce, offset, unit, write=False)
         bounce[: len(tail)] = tail
         self._move(bounce, offset, unit, write=True)
-        if offset + unit > queue.size_bytes:  # the file ends inside this unit: undo its growth
-            try:
-                queue.calls.truncate(queue.fd, queue.size_bytes)
-            except OSError as error:
-                raise storage_error(f"set the end of {queue.name} to {queue.size_bytes}", error) from error
 
     def _move(self, view: memoryview, offset: int, wanted: int, *, write: bool) -> None:
         """Move at least the first ``wanted`` bytes of ``view``; the module's docstring explains short transfers."""

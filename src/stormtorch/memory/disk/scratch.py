@@ -18,7 +18,6 @@ import os
 import secrets
 import threading
 from collections import deque
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -26,11 +25,12 @@ from typing import Unpack
 from ...core.errors import OutOfBudget, SettingError, StorageError
 from ...core.sizes import format_bytes, parse_bytes, round_up
 from ...core.tags import Tag, Tier
+from ..books import limits
 from ..books.extents import Extents
 from ..books.ledger import Ledger, Reservation
 from .calls import Descriptor, SystemCalls, storage_error
-from .files import ALIGNMENT, File, FileOptions, closed_on_error, interruptible, preallocate
-from .requests import Buffer, Ending, Transfer, bytes_of
+from .files import ALIGNMENT, File, FileOptions, Transfers, closed_on_error
+from .requests import Ending, Transfer
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR})  # EISDIR: from kernels without the flag
 
@@ -46,7 +46,7 @@ class _Place:
         self.uses: frozenset[object] = frozenset()  # one key per running request
 
 
-class FileExtent:
+class FileExtent(Transfers):
     """``size_bytes`` at ``offset`` of a scratch file, the caller's until ``give_back``. Offsets start at its own 0."""
 
     __slots__ = ("_place", "file", "offset", "size_bytes")
@@ -55,32 +55,40 @@ class FileExtent:
         self.file, self.offset, self.size_bytes = file, place.offset, size_bytes
         self._place = place
 
-    def pread(self, buffer: Buffer, offset: int = 0) -> Future[int]:
-        """Like ``File.pread``."""
-        return self.file._submit_in(self, bytes_of(buffer, writable=True), offset, write=False)
-
-    def pwrite(self, buffer: Buffer, offset: int = 0) -> Future[int]:
-        """Like ``File.pwrite``."""
-        return self.file._submit_in(self, bytes_of(buffer, writable=False), offset, write=True)
-
-    def read(self, buffer: Buffer, offset: int = 0) -> int:
-        """Like ``File.read``; blocks."""
-        with interruptible() as stop:
-            view = bytes_of(buffer, writable=True)
-            return self.file._submit_in(self, view, offset, write=False, stop=stop).result()
-
-    def write(self, buffer: Buffer, offset: int = 0) -> int:
-        """Like ``File.write``; blocks."""
-        with interruptible() as stop:
-            view = bytes_of(buffer, writable=False)
-            return self.file._submit_in(self, view, offset, write=True, stop=stop).result()
-
     def give_back(self) -> None:
         """Return the space; its content is lost. Space that a request still uses follows when that ends. Idempotent.
 
         Takes no lock: a finalizer may call it, at any moment and on any thread.
         """
         self.file._news.append((self._place, None))
+
+    def _submit(self, view: memoryview, offset: int, *, write: bool, stop: threading.Event | None = None) -> Transfer:
+        end = offset + len(view)
+        if offset < 0 or end > self.size_bytes:
+            raise SettingError(f"Bytes {offset} to {end} are not inside an extent of {self.size_bytes} bytes.")
+        file, place, use = self.file, self._place, object()
+        file._requests.refuse_after_fork()
+        ending = Ending(partial(file._news.append, (place, use)))
+        try:
+            with file._extents_lock:
+                file._read_news()
+                if place.given:
+                    raise StorageError(f"Cannot use an extent of the {file.name}: it was given back. Take a new one.")
+                place.uses |= {use}
+            return file._submit(
+                view,
+                self.offset + offset,
+                write=write,
+                padded=end == self.size_bytes,  # an extent ends with its own padding
+                ending=ending,
+                stop=stop,
+            )
+        except BaseException:
+            # Ctrl-C may come when the request has begun; its own end then makes the call, and the kernel uses the place
+            # until then.
+            if not ending.owed:
+                ending.call()
+            raise
 
 
 class ScratchFile(File):
@@ -94,7 +102,7 @@ class ScratchFile(File):
         # By ``close``, or when dropped. An interrupted close still holds the descriptor, and with it the space.
         descriptor.freed = reservation.release
         with closed_on_error(descriptor):
-            preallocate(descriptor, size_bytes, directory)
+            _preallocate(descriptor, size_bytes, directory)
             super().__init__(descriptor, where=directory, size_bytes=size_bytes, writable=True, **options)
             self._extents = Extents(size_bytes)
             self._extents_lock = threading.Lock()
@@ -133,36 +141,6 @@ class ScratchFile(File):
             self._read_news()
             self._extents.check()
 
-    def _submit_in(
-        self, extent: FileExtent, view: memoryview, offset: int, *, write: bool, stop: threading.Event | None = None
-    ) -> Transfer:
-        end = offset + len(view)
-        if offset < 0 or end > extent.size_bytes:
-            raise SettingError(f"Bytes {offset} to {end} are not inside an extent of {extent.size_bytes} bytes.")
-        self._requests.refuse_after_fork()
-        place, use = extent._place, object()
-        ending = Ending(partial(self._news.append, (place, use)))
-        try:
-            with self._extents_lock:
-                self._read_news()
-                if place.given:
-                    raise StorageError(f"Cannot use an extent of the {self.name}: it was given back. Take a new one.")
-                place.uses |= {use}
-            return self._submit(
-                view,
-                extent.offset + offset,
-                write=write,
-                padded=end == extent.size_bytes,  # an extent ends with its own padding
-                ending=ending,
-                stop=stop,
-            )
-        except BaseException:
-            # Ctrl-C may come when the request has begun; its own end then makes the call, and the kernel uses the place
-            # until then.
-            if not ending.owed:
-                ending.call()
-            raise
-
     def _read_news(self) -> None:
         """Bring the extents up to date; the caller holds the lock. Removes an entry last, lest Ctrl-C lose it."""
         while self._news:
@@ -192,6 +170,19 @@ def create_scratch(
     except BaseException:
         reservation.release()
         raise
+
+
+def _preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
+    """Allocate ``[0, size)`` of a new file on the disk, so that a full disk is noticed now, not hours later."""
+    free = limits.disk_bytes(directory)[0]  # read first: a failed attempt may keep its space for a while
+    try:
+        if size:
+            descriptor.calls.fallocate(descriptor.number, 0, size)
+    except OSError as error:
+        numbers = f"{format_bytes(free)} were free"
+        raise storage_error(
+            f"preallocate {format_bytes(size)} for {descriptor.name}", error, numbers=numbers
+        ) from error
 
 
 def _open_unnamed(directory: Path, calls: SystemCalls) -> Descriptor:

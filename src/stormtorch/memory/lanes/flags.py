@@ -21,7 +21,7 @@ from ...core.errors import LaneError
 from ...core.sizes import round_up
 from ...core.tags import Tag
 from ...native import flag_words
-from ...native.jobs import FlagValue
+from ...native.worker.jobs import FlagValue
 from ..books.ledger import Ledger
 from ..cuda.driver import Driver, DriverError, device_index, driver
 from ..host.arena import PAGE, HostArena

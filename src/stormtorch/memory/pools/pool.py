@@ -21,19 +21,15 @@ from typing import Any, Protocol
 import torch
 
 from ...core.events import Sink, Span, What
-from ...core.sizes import MiB, round_down, round_up
-from ...core.tags import Tag, Tier
+from ...core.sizes import round_down, round_up
+from ...core.tags import Tag
 from ..books.extents import Extents
 from ..books.ledger import Ledger
-from ..host.arena import PAGE, HostArena
-from ..host.pinned import cannot_lock
-from ..host.pinning import PageLock
 from ..lanes.build import Lanes
 from ..lanes.lane import Event, Lane
 from .alias import alias
 from .device import DeviceBlock
 
-_HOST_STEP = 64 * MiB  # small pieces share an allocation
 GRAIN = 512  # the alignment of torch's CUDA allocator: kernels then choose as for its own tensors
 
 
@@ -42,7 +38,7 @@ class Piece:
 
     __slots__ = ("__weakref__", "block", "bytes", "offset", "size")
 
-    def __init__(self, block: _Block, offset: int, size: int) -> None:
+    def __init__(self, block: Block, offset: int, size: int) -> None:
         self.block, self.offset, self.size = block, offset, size
         self.bytes = block.memory.tensor()[offset : offset + size]
 
@@ -63,7 +59,7 @@ class Memory(Protocol):
         """Return it."""
 
 
-class _Block:
+class Block:
     """One allocation of the pool: its memory, its free parts, and uses of free bytes that may still run."""
 
     def __init__(self, memory: Memory, fresh: Event | None, *, single: bool = False, place: Hashable = None) -> None:
@@ -101,7 +97,7 @@ class Pool(ABC):
     def __init__(self, *, ledger: Ledger, tag: Tag, poison: Lane | None = None) -> None:
         """Empty at first; see ``grow``. ``poison`` fills every piece with NaN after its last use, for tests."""
         self._ledger, self._tag, self._poison = ledger, tag, poison
-        self._blocks: list[_Block] = []
+        self._blocks: list[Block] = []
         self._returned: deque[tuple[Piece, tuple[Event, ...]]] = deque()
 
     @abstractmethod
@@ -130,14 +126,14 @@ class Pool(ABC):
                 return piece
         return None
 
-    def _offering(self, _size: int) -> Iterable[_Block]:
+    def _offering(self, _size: int) -> Iterable[Block]:
         """The blocks that may hold a piece of that size."""
         return self._blocks
 
-    def _find(self, block: _Block, size: int) -> int | None:
+    def _find(self, block: Block, size: int) -> int | None:
         return block.extents.take(size, GRAIN)
 
-    def _hand_out(self, block: _Block, offset: int, size: int) -> Piece:
+    def _hand_out(self, block: Block, offset: int, size: int) -> Piece:
         return Piece(block, offset, size)
 
     def give(self, piece: Piece, *last_uses: Event) -> None:
@@ -233,7 +229,7 @@ class DevicePool(Pool):
         address = memory.tensor().data_ptr()
         self.span = min(low or address, address), max(high, address + size)
         # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
-        self._blocks.append(_Block(memory, self._compute.record(), single=single, place=self._compute.place()))
+        self._blocks.append(Block(memory, self._compute.record(), single=single, place=self._compute.place()))
         self._changed(start_s)
 
     def _changed(self, start_s: float) -> None:
@@ -289,16 +285,16 @@ class DevicePool(Pool):
             self._changed(start_s)
         self._out.clear()
 
-    def _offering(self, size: int) -> Iterable[_Block]:
+    def _offering(self, size: int) -> Iterable[Block]:
         whole = round_up(size, GRAIN)
         yield from (block for block in self._blocks if block.single and block.memory.size == whole)
         yield from (block for block in self._blocks if not block.single)
 
-    def _find(self, block: _Block, size: int) -> int | None:
+    def _find(self, block: Block, size: int) -> int | None:
         self._unsettled = True
         return super()._find(block, size)
 
-    def _hand_out(self, block: _Block, offset: int, size: int) -> Piece:
+    def _hand_out(self, block: Block, offset: int, size: int) -> Piece:
         piece = super()._hand_out(block, offset, size)
         if size:  # an empty piece has no place
             self._out[id(block), offset] = _Out(piece, self._dropped.append)
@@ -344,91 +340,3 @@ class DevicePool(Pool):
         piece.block.note(piece, last_uses)  # before the piece can be taken again
         del self._out[id(piece.block), piece.offset]
         piece.block.extents.give(piece.offset, piece.size)
-
-
-class HostPool(Pool):
-    """Page-locked RAM for offloaded tensors. Grows by itself, up to the budget; rounds nothing up.
-
-    Every step asks for the same sizes again, so returned pieces are put aside by size, and the pool stops growing after
-    a step or two. When other sizes are requested, these pieces are first merged into the blocks again."""
-
-    def __init__(
-        self,
-        *,
-        ledger: Ledger,
-        tag: Tag,
-        page_lock: PageLock | None,
-        pageable: bool = False,
-        poison: Lane | None = None,
-    ) -> None:
-        """``pageable``: memory that could not be page-locked is accepted."""
-        super().__init__(ledger=ledger, tag=tag, poison=poison)
-        self._page_lock, self._pageable = page_lock, pageable or page_lock is None
-        self._aside: dict[int, list[tuple[Piece, tuple[Event, ...]]]] = {}  # by size
-
-    def grow(self, size: int) -> None:
-        arena = HostArena(round_up(size, GRAIN), ledger=self._ledger, tag=self._tag, page_lock=self._page_lock)
-        if not arena.pinned and not self._pageable:
-            arena.close()
-            raise cannot_lock(arena.capacity_bytes, self._tag, self._ledger, 'use activations="recompute"')
-        self._blocks.append(_Block(_HostBlock(arena), None))
-
-    def room(self, size: int, lane: Lane) -> Piece:
-        """Take ``size`` bytes and let ``lane`` wait for their last uses; raises OutOfBudget if RAM is short."""
-        self._put_aside()
-        same = self._aside.get(size)
-        if same:
-            piece, last_uses = same.pop()
-            for event in last_uses:
-                lane.wait(event)
-            return piece
-        found = self.take(size, lane)
-        if found is None:
-            self._close_empty()
-            free = round_down(self._ledger.free_bytes(Tier.HOST), PAGE)
-            # At least ``size``, even if the budget has less: the error then names it.
-            self.grow(max(size, min(_HOST_STEP, free)))
-            found = self.take(size, lane)
-        assert found is not None
-        return found
-
-    def trim(self) -> None:
-        """Return the blocks that have no piece out. Pieces that are aside are merged into the blocks first."""
-        self._sort_in()
-        self._close_empty()
-
-    def _close_empty(self) -> None:
-        """Return unused blocks: they had no room for the request, and sizes may go on changing."""
-        for block in list(self._blocks):
-            if not block.extents.taken_bytes and all(event.done() for _, _, event in block.uses):
-                block.memory.close()
-                self._blocks.remove(block)
-
-    def _put_aside(self) -> None:
-        while self._returned:
-            piece, last_uses = self._returned.popleft()
-            self._aside.setdefault(piece.size, []).append((piece, self._poisoned(piece, last_uses)))
-
-    def _sort_in(self) -> None:
-        """Merge all pieces that are aside into the blocks, for requests of any size."""
-        super()._sort_in()
-        for pieces in self._aside.values():
-            for piece, last_uses in pieces:
-                self._melt(piece, last_uses)
-        self._aside.clear()
-
-
-class _HostBlock:
-    """A whole arena."""
-
-    def __init__(self, arena: HostArena) -> None:
-        self._arena, self.size = arena, arena.capacity_bytes
-        self._bytes: torch.Tensor | None = arena.tensor((self.size,), torch.uint8)
-
-    def tensor(self) -> torch.Tensor:
-        assert self._bytes is not None
-        return self._bytes
-
-    def close(self) -> None:
-        self._bytes = None
-        self._arena.close()

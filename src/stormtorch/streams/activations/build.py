@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...core.tags import Tag
-from ...memory.pools.pool import HostPool
+from ...memory.pools.host import HostPool
 from ..settings import Trial
 from ..units.partition import blocks_of
 from .levels import Levels

@@ -43,7 +43,8 @@ from ...memory.lanes.build import Lanes
 from ...memory.lanes.lane import Event
 from ...memory.lanes.waits import WaitMeter
 from ...memory.pools.device import bytes_for_graph, bytes_of
-from ...memory.pools.pool import HostPool, Piece
+from ...memory.pools.host import HostPool
+from ...memory.pools.pool import Piece
 from ..bridge.lock import locked
 from ..bridge.torch_private import (
     StorageReference,

@@ -1,5 +1,8 @@
 """The class of registered parameters while their model is streamed, and of views of home memory that user code holds.
 
+One file of more than 400 lines: torch calls both classes' ``__torch_function__`` for every access, it dispatches to
+functions by their names, and these make and tell apart the two classes. A split would be a cycle of imports.
+
 `HomeParameter` replaces ``nn.Parameter`` as the class of the user's own objects, so that every read and write of a
 parameter by user code passes through ``__torch_function__``:
 
@@ -19,9 +22,7 @@ so they get a copy of the old values; when one of them is assigned back, they ar
 that swaps averaged weights in and out by ``p.data`` gets the trained ones back, as in plain PyTorch.
 
 ``device`` of a streamed parameter is the device that computes with it, so that ``x.to(p.device)`` and ``model.device``
-keep their meaning.
-
-More than 400 lines: the two classes and the functions that dispatch for them refer to each other."""
+keep their meaning."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ...memory.lanes.flags import Flags
 from ...memory.lanes.lane import Lane
 from ...memory.lanes.waits import WaitMeter
 from ...native.adamw import adamw_
-from ...native.jobs import Worker
+from ...native.worker.jobs import Worker
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
 from ..gradients.home import GradHome

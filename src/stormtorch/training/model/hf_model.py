@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.folder import check_as_model
-from ...checkpoint.tensor_files import read_header
+from ...checkpoint.files.tensor_files import read_header
+from ...checkpoint.folders.manifest import check_as_model
 from ...core.errors import SettingError, StorageError, WrongModel
 from ...core.sizes import MiB
 from ...memory.disk.calls import storage_errors

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.folder import check_as_model
+from ...checkpoint.folders.manifest import check_as_model
 from ...core.errors import StorageError
 from ...core.notices import say_once
 from ...core.sizes import MiB

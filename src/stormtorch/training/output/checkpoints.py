@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.folder import read_manifest
+from ...checkpoint.folders.manifest import read_manifest
 from ...core.errors import CheckpointError, StorageError
 from ...memory.disk.calls import storage_errors
 from ...session.api import Session

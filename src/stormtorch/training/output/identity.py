@@ -11,8 +11,8 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...checkpoint import disk
-from ...checkpoint.folder import file_in, read_manifest
+from ...checkpoint.files import disk
+from ...checkpoint.folders.manifest import file_in, read_manifest
 from ...core.errors import CheckpointError, SettingError, StorageError
 from ...memory.disk.contained import parse_json, read_small
 from ..model.hf_model import fingerprint, samples, values_in_config

@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self, TextIO
+from typing import Any, BinaryIO, TextIO
 
+from ...core.endings import Closing
 from ...core.errors import StorageError
 from ...core.sizes import MiB
 from ...memory.disk.calls import storage_error, storage_errors
@@ -76,7 +76,7 @@ def open_metrics(settings: TrainSettings, folder: RunFolder, done: int) -> Metri
     return Metrics(folder.metrics, tensorboard=board, purge_step=done + 1)
 
 
-class Metrics:
+class Metrics(Closing):
     """Writes records, each with a step and a kind: load, resume, step, skip, nan, evaluation, sample, save or end."""
 
     def __init__(self, path: Path, *, tensorboard: Path | None, purge_step: int) -> None:
@@ -108,14 +108,6 @@ class Metrics:
                     self._board.add_text(f"{kind}/{name}", value, step)
             self._board.flush()
         return problem
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the write has reported it

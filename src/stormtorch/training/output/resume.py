@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.folder import all_complete, check_complete, check_sums, read_manifest, remove
+from ...checkpoint.folders.folder import all_complete, remove
+from ...checkpoint.folders.manifest import check_complete, check_sums, read_manifest
 from ...core.errors import CheckpointError, SettingError, StorageError, WrongModel
 from ...data.loader import DataLoader
 from ...memory.disk.calls import storage_errors

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ...checkpoint.folder import all_complete, not_created, remove_all, sweep
+from ...checkpoint.folders.folder import all_complete, not_created, remove_all, sweep
 from ...core.errors import SettingError, StorageError
 from ...memory.disk.calls import storage_error
 from ...memory.disk.contained import check_no_link, open_to_write

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...core.errors import SettingError, StorageError
 from ...data.formats.dtypes import INTEGERS, name_of
-from ...data.formats.packed import Index, PackedFile, is_packed, read_index
+from ...data.formats.plain.packed import Index, PackedFile, is_packed, read_index
 from ...data.formats.text_lines import Progress
 from ...data.source import Field
 from ...memory.disk.calls import storage_error

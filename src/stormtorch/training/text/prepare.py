@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError, StorageError
-from ...data.formats.packed import read_index
 from ...data.formats.paths import file_size, whole_number
+from ...data.formats.plain.packed import read_index
 from ...data.formats.text_lines import Progress
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, inside, parse_json, read_small

@@ -1,0 +1,251 @@
+"""File system calls of checkpoints, in one replaceable object, and files with checksums.
+
+Tests replace `CALLS` with an object that fails, fills up, is slow, or kills the process at a chosen call. All I/O goes
+through the page cache, because tensors in a file are neither aligned nor padded. The writer makes the kernel write each
+window of 32 MiB at once, while it copies the next one, and drops pages that are on the disk. So a save does not flood
+the cache, overlaps the disk with the processor, and does not end in one long fsync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import stat
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core.errors import CheckpointError, StorageError
+from ...core.sizes import MiB, format_bytes
+from ...memory.disk.calls import SystemCalls, storage_error, storage_errors
+
+CHUNK = 8 * MiB
+_WINDOW = 32 * MiB
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # sync_file_range
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(one: str, other: str) -> None:
+    """Swap two names in one step. Raises OSError if the system cannot."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if library.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), one)
+
+
+def _write_out(fd: int, offset: int, size: int, wait: bool) -> None:
+    """Make the kernel write a range of a file; ``wait`` until it has. Only `sync` makes the range durable."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if hasattr(library, "sync_file_range"):
+        flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER if wait else _WRITE
+        if library.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(flags)):
+            code = ctypes.get_errno()
+            if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # the kernel reports a disk error only once
+                raise OSError(code, os.strerror(code))
+
+
+def _free(directory: str) -> int:
+    usage = shutil.disk_usage(directory)
+    return usage.free if usage.total else sys.maxsize  # some FUSE file systems report 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskCalls(SystemCalls):
+    """The system calls of checkpoints: those of files, and those of folders."""
+
+    mkdir: Callable[[str], None] = os.mkdir
+    write_out: Callable[[int, int, int, bool], None] = _write_out
+    sync: Callable[[int], None] = os.fsync  # not fdatasync: it is for folders too
+    rename: Callable[[str, str], None] = os.rename
+    exchange: Callable[[str, str], None] = _exchange
+    remove: Callable[[str], None] = shutil.rmtree
+    free_bytes: Callable[[str], int] = _free
+
+
+CALLS = DiskCalls()
+
+
+@dataclass(frozen=True)
+class Record:
+    """The manifest's entry of a file."""
+
+    size: int
+    crc: int
+
+
+class Stopped(Exception):
+    """The caller cancelled the rest of the work. Never leaves the package."""
+
+
+class FileWriter:
+    """Writes a new file from the front, and computes its checksum."""
+
+    def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
+        self.path, self._stop = path, stop
+        self._size = self._crc = self._begun = self._dropped = 0
+        try:
+            self._fd = CALLS.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise storage_error(f"create {path}", error) from error
+
+    def write(self, data: memoryview | bytes) -> None:
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), CHUNK):
+            self._write_chunk(view[at : at + CHUNK])
+
+    def _write_chunk(self, chunk: memoryview) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise Stopped
+        self._crc = zlib.crc32(chunk, self._crc)
+        try:
+            while len(chunk):
+                written = CALLS.pwrite(self._fd, chunk, self._size)
+                if written <= 0:
+                    raise OSError(errno.EIO, "nothing was written")
+                self._size += written
+                chunk = chunk[written:]
+            if self._size - self._begun >= _WINDOW:
+                self._move_window()
+        except OSError as error:
+            raise self._failed("write", error) from error
+
+    def _move_window(self) -> None:
+        """Start writing the new window to the disk, and wait for the previous one."""
+        CALLS.write_out(self._fd, self._begun, self._size - self._begun, False)
+        if self._begun > self._dropped:
+            CALLS.write_out(self._fd, self._dropped, self._begun - self._dropped, True)
+            self._drop(self._begun)
+        self._begun = self._size
+
+    def _drop(self, end: int) -> None:
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._fd, self._dropped, end - self._dropped, os.POSIX_FADV_DONTNEED)
+        self._dropped = end
+
+    def finish(self) -> Record:
+        """Fsync and close."""
+        try:
+            CALLS.sync(self._fd)
+            self._drop(self._size)
+        except OSError as error:
+            raise self._failed("sync", error) from error
+        finally:
+            self.close()
+        return Record(self._size, self._crc)
+
+    def close(self) -> None:
+        """Close, complete or not. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _failed(self, what: str, error: OSError) -> StorageError:
+        with contextlib.suppress(OSError):
+            numbers = (
+                f"{format_bytes(self._size)} written, {format_bytes(CALLS.free_bytes(str(self.path.parent)))} free"
+            )
+            return storage_error(f"{what} {self.path}", error, numbers=numbers)
+        return storage_error(f"{what} {self.path}", error)
+
+
+def write_file(path: Path, data: bytes) -> Record:
+    """Write a new small file and fsync it."""
+    with contextlib.closing(FileWriter(path)) as file:
+        file.write(data)
+        return file.finish()
+
+
+def sync_file(path: Path) -> Record:
+    """Fsync a file that other code has written; returns its manifest entry."""
+    with reading(path) as fd, storage_errors(f"sync {path}"):
+        CALLS.sync(fd)
+        return _sum(fd, path)
+
+
+def sync_folder(path: Path) -> None:
+    """Fsync a folder: the names in it become durable."""
+    with storage_errors(f"sync the folder {path}"):
+        fd = CALLS.open(str(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0)
+        try:
+            CALLS.sync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot sync folders
+                raise
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """Open the plain file ``path`` for reading; yields a descriptor."""
+    try:
+        fd = CALLS.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, 0)  # NONBLOCK: opening a pipe would wait
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing. Copy it there, or use another folder.") from None
+    except OSError as error:
+        raise storage_error(f"open {path}", error) from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CheckpointError(f"{path} is not a plain file. Use another folder.")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
+    """Fill ``view`` from ``offset``; raises if the file ends before."""
+    while len(view):
+        try:
+            count = CALLS.pread(fd, view, offset)
+        except OSError as error:
+            raise storage_error(f"read {path}", error, numbers=f"{len(view)} bytes at {offset}") from error
+        if count <= 0:
+            raise CheckpointError(f"{path} is truncated: it ends at byte {offset}. Copy it again, or use another one.")
+        view, offset = view[count:], offset + count
+
+
+def read_whole(path: Path, *, limit_bytes: int) -> bytearray:
+    """Read a file of at most ``limit_bytes``: a sparse file from an untrusted source may claim any size."""
+    with reading(path) as fd:
+        size = os.fstat(fd).st_size
+        if size > limit_bytes:
+            raise CheckpointError(
+                f"{path} has {format_bytes(size)}; the limit is {format_bytes(limit_bytes)}. Copy it again, or use "
+                "another folder."
+            )
+        data = bytearray(size)
+        read_exactly(fd, memoryview(data), 0, path)
+        return data
+
+
+def sum_of(path: Path) -> Record:
+    """The manifest entry for the file's present content. Reads the whole file."""
+    with reading(path) as fd:
+        return _sum(fd, path)
+
+
+def _sum(fd: int, path: Path) -> Record:
+    size, crc = os.fstat(fd).st_size, 0
+    scratch = memoryview(bytearray(min(CHUNK, size)))
+    for at in range(0, size, CHUNK):
+        data = scratch[: min(CHUNK, size - at)]
+        read_exactly(fd, data, at, path)
+        crc = zlib.crc32(data, crc)
+    return Record(size, crc)
+
+
+def check(path: Path, found: Record, expected: Record, *, remedy: str = "Use another checkpoint.") -> None:
+    """Raise CheckpointError unless size and checksum are as in the manifest."""
+    if found != expected:
+        raise CheckpointError(
+            f"{path} is damaged: checksum {found.crc:08x} of {found.size} bytes, the manifest says {expected.crc:08x} "
+            f"of {expected.size}. {remedy}"
+        )

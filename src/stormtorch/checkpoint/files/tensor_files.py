@@ -1,0 +1,164 @@
+"""safetensors files: 8 bytes (the header's length, little endian), a JSON header, the tensors' bytes.
+
+The safetensors library needs all tensors of a file in memory to write it, and maps the file to read it. This module
+moves bytes straight from home memory to the file, and back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.errors import CheckpointError
+from ...memory.disk.buffers import bytes_of
+from ...memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
+from . import disk
+from .disk import CHUNK, Record, Stopped
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def header_for(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """The header of a file that holds these tensors, one after another."""
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors:
+        content[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a file by name, in the order of their bytes. Raises CheckpointError if it is damaged."""
+    with disk.reading(path) as fd:
+
+        def read(offset: int, count: int) -> bytearray:
+            data = bytearray(count)
+            disk.read_exactly(fd, memoryview(data), offset, path)
+            return data
+
+        try:
+            return parse_header(read, os.fstat(fd).st_size)
+        except UnknownDtype as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is not a complete safetensors file ({error}). Copy or write it again."
+            ) from None
+
+
+def _has_file_layout(tensor: torch.Tensor) -> bool:
+    """Whether its memory is laid out as in a file: contiguous, in RAM, without lazy negation or conjugation."""
+    return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A tensor of a file and its target memory; None: read it for the checksum alone."""
+
+    entry: Entry
+    target: torch.Tensor | None
+
+
+def fill(
+    path: Path, fillings: Sequence[Filling], *, expected: Record | None = None, stop: threading.Event | None = None
+) -> None:
+    """Read tensors into existing memory: directly if it is laid out as in the file, else chunk by chunk.
+
+    With ``expected`` it reads every byte of the file and verifies the checksum. Blocks."""
+    with disk.reading(path) as fd:
+        source = _Source(fd, path, stop, sums=expected is not None)
+        for filling in sorted(fillings, key=lambda filling: filling.entry.start):
+            source.skip_to(filling.entry.start)
+            source.fill(filling)
+        if expected is not None:
+            size = os.fstat(fd).st_size
+            source.skip_to(size)
+            disk.check(path, Record(size, source.crc), expected)
+
+
+class _Source:
+    """Reads a file from front to end."""
+
+    def __init__(self, fd: int, path: Path, stop: threading.Event | None, *, sums: bool) -> None:
+        self._fd, self._path, self._stop, self._sums = fd, path, stop, sums
+        self._at = self.crc = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, view: memoryview) -> None:
+        for at in range(0, len(view), CHUNK):
+            if self._stop is not None and self._stop.is_set():
+                raise Stopped
+            chunk = view[at : at + CHUNK]
+            disk.read_exactly(self._fd, chunk, self._at, self._path)
+            self._at += len(chunk)
+            if self._sums:
+                self.crc = zlib.crc32(chunk, self.crc)
+
+    def skip_to(self, at: int) -> None:
+        if not self._sums:
+            self._at = at
+        while self._at < at:
+            self.read(bytes_of(self._staging(min(CHUNK, at - self._at), torch.uint8)))
+
+    def fill(self, filling: Filling) -> None:
+        entry, target = filling.entry, filling.target
+        if target is None:
+            self.skip_to(entry.start + entry.size)
+        elif _has_file_layout(target) and target.dtype == entry.dtype:
+            self.read(bytes_of(target))
+        elif target.is_contiguous():
+            flat, step = target.view(-1), CHUNK // entry.dtype.itemsize
+            for at in range(0, flat.numel(), step):
+                part = flat[at : at + step]
+                staging = self._staging(part.numel(), entry.dtype)
+                self.read(bytes_of(staging))
+                part.copy_(staging)
+        else:
+            whole = torch.empty(entry.shape, dtype=entry.dtype)
+            self.read(bytes_of(whole))
+            target.copy_(whole)
+
+    def _staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self._scratch.numel():
+            self._scratch = torch.empty(CHUNK, dtype=torch.uint8)
+        return self._scratch[: count * dtype.itemsize].view(dtype)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of a set, and the names of its tensors."""
+
+    file: str
+    names: list[str]
+
+
+def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> list[Shard]:
+    """Divide tensors into files, in order: each takes as many as fit ``limit_bytes``, at least one."""
+    groups: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not groups or size > room:
+            groups.append([])
+            room = limit_bytes
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return [Shard(f"{stem}.safetensors", groups[0])]
+    count = len(groups)
+    return [Shard(f"{stem}-{i:05d}-of-{count:05d}.safetensors", names) for i, names in enumerate(groups, 1)]

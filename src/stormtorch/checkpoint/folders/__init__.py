@@ -1,0 +1,1 @@
+"""Folders of checkpoints: manifests, complete ones, and what dead processes left."""

@@ -1,0 +1,1 @@
+"""Loads checkpoints and plain folders of weights into a model."""

@@ -1,0 +1,1 @@
+"""Writes a checkpoint: a draft beside its final place, filled at once or in the background."""

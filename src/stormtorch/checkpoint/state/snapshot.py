@@ -1,0 +1,170 @@
+"""Keeps a snapshot of the state that a save writes, while training goes on.
+
+A save registers its *pieces*: tensors in home memory, grouped by unit. From then on, code that is about to change a
+unit calls `before_change`. That copies pieces which are not in their file yet, if the RAM budget has room, and waits
+until the writer has written the others. The writer borrows a piece with `lend`, which gives the copy if there is one.
+Neither training nor the file sees a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...core.errors import OutOfBudget
+from ...core.tags import Tag, Tier
+from ...memory.books.ledger import Ledger, Reservation
+from ...streams.bridge.handlers import undisturbed
+
+
+class Released(Exception):
+    """The save was cancelled while a thread waited for one of its pieces. Never leaves the package."""
+
+
+class Charge:
+    """RAM for the copies of several pieces, released with the last of them: a ledger is made for dozens of entries."""
+
+    def __init__(self, reservation: Reservation | None, pieces: int) -> None:
+        self._reservation, self._pieces = reservation, pieces
+
+    def release_one(self) -> None:
+        self._pieces -= 1
+        if self._pieces <= 0 and self._reservation is not None:
+            self._reservation.release()
+
+
+@dataclass(eq=False)
+class Piece:
+    """One tensor of a save. ``unit``: the index of the unit that holds it; None: it is not streamed.
+
+    ``frozen``: no optimizer step changes it."""
+
+    tensor: torch.Tensor
+    unit: int | None = None
+    frozen: bool = False
+    state: str = "waiting"  # "lent", "copying", "copied" or "done"
+    charge: Charge | None = field(default=None, repr=False)
+
+
+class Still:
+    """The pieces of the running save, if there is one. Thread-safe; takes no other lock."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        # Enter the lock, not the condition: Ctrl-C may come inside a condition's __enter__. Re-entrant: the handler of
+        # another signal may write a weight.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._pieces: dict[int | None, list[Piece]] = {}  # by unit
+        self.copied_bytes = 0  # of the last save
+
+    def hold(self, pieces: Sequence[Piece]) -> None:
+        """Protect these from changes until they are written."""
+        by_unit: dict[int | None, list[Piece]] = {}
+        for piece in pieces:
+            by_unit.setdefault(piece.unit, []).append(piece)
+        with self._lock:
+            assert not self._pieces
+            self.copied_bytes = 0
+            self._pieces = by_unit
+
+    def copy_unstreamed(self, pieces: Sequence[Piece]) -> None:
+        """Copy pieces that belong to no unit: they may change unnoticed. Raises OutOfBudget if there is no room."""
+        unstreamed = [piece for piece in pieces if piece.unit is None]
+        charge = self._reserve(unstreamed)
+        for piece in unstreamed:
+            piece.tensor, piece.charge, piece.state = _copy(piece.tensor), charge, "copied"
+
+    def before_change(self, unit: int | None, *, by_step: bool = False) -> None:
+        """Copy the unit's pieces, or wait until they are written. None: those of all units.
+
+        ``by_step``: an optimizer makes the change, so frozen pieces are safe."""
+        if not self._pieces:  # nearly always
+            return
+        for key, group in list(self._pieces.items()):
+            if unit in (None, key):
+                self._copy_or_wait([piece for piece in group if not (by_step and piece.frozen)])
+
+    def _copy_or_wait(self, group: list[Piece]) -> None:
+        waiting = [piece for piece in group if piece.state == "waiting"]
+        try:
+            charge = self._reserve(waiting)
+        except OutOfBudget:
+            waiting = []
+        for piece in waiting:
+            self._copy_piece(piece, charge)
+        with self._lock:
+            self._changed.wait_for(lambda: all(piece.state in ("copied", "done") for piece in group))
+
+    @undisturbed  # a handler that writes the same weight would wait forever for this copy
+    def _copy_piece(self, piece: Piece, charge: Charge) -> None:
+        """Copy a piece, unless another thread has begun to copy or write it."""
+        mine = False
+        try:
+            with self._lock:
+                mine = piece.state == "waiting"
+                if mine:
+                    piece.state = "copying"
+            copy = _copy(piece.tensor) if mine else None
+            with self._lock:
+                if copy is not None and piece.state == "copying":  # else the save is over
+                    piece.tensor, piece.charge, piece.state = copy, charge, "copied"
+                    self.copied_bytes += copy.nbytes
+                else:
+                    charge.release_one()
+                self._changed.notify_all()
+        except BaseException:  # out of memory, or Ctrl-C
+            with self._lock:
+                if mine and piece.state == "copying":
+                    piece.state = "waiting"
+                self._changed.notify_all()
+            raise
+
+    def _reserve(self, pieces: Sequence[Piece]) -> Charge:
+        size = sum(piece.tensor.nbytes for piece in pieces)
+        return Charge(self._ledger.reserve(Tier.HOST, Tag.CHECKPOINT, size) if size else None, len(pieces))
+
+    @contextlib.contextmanager
+    def lend(self, piece: Piece) -> Iterator[torch.Tensor]:
+        """Yield the piece, with the values that it had at ``hold``, for reading; then release its copy.
+
+        Raises Released if the save was cancelled."""
+        with self._lock:
+            self._changed.wait_for(lambda: piece.state != "copying")
+            if piece.state == "done":
+                raise Released
+            if piece.state == "waiting":
+                piece.state = "lent"
+        try:
+            yield piece.tensor
+        finally:
+            with self._lock:
+                _end(piece)
+                self._changed.notify_all()
+
+    def release(self, others: Sequence[Piece] = ()) -> None:
+        """End the save, successful or not: everything may change. ``others``: pieces that may not be held yet."""
+        with self._lock:
+            held, self._pieces = self._pieces, {}
+            for group in (*held.values(), others):
+                for piece in group:
+                    _end(piece)
+            self._changed.notify_all()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _end(piece: Piece) -> None:
+    charge, piece.charge = piece.charge, None
+    piece.state, piece.tensor = "done", _NOTHING
+    if charge is not None:
+        charge.release_one()
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)

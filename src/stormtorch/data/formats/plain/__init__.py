@@ -1,0 +1,1 @@
+"""Formats whose rows lie in files as plain bytes: arrays, safetensors, packed folders, tokens."""

@@ -1,0 +1,1 @@
+"""Tables of Arrow and Parquet, also those of Hugging Face datasets."""

@@ -1,0 +1,124 @@
+"""Parquet files. Their pages are encoded and mostly compressed, so pyarrow decodes them, a row group at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ....core.errors import SettingError, StorageError
+from ...source import DecodedSource, Field
+from ..columns import check_equal_fields
+from ..paths import file_size
+from .arrow_tables import pyarrow, rows_of, selected, tensors_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    path: Path
+    number: int  # in its file
+    first_row: int  # in its file
+
+
+class ParquetSource(DecodedSource):
+    """The row groups of one or several Parquet files, in order. Reads footers, and first rows for shapes of lists."""
+
+    def __init__(self, name: str, paths: Sequence[Path], columns: Sequence[str] | None = None) -> None:
+        self.name = name
+        self._footers: dict[Path, Any] = {}
+        self._places: list[_Group] = []
+        groups: list[int] = []
+        for path in paths:
+            with _opened(path) as file:
+                self._footers[path] = footer = file.metadata
+                if footer.num_rows == 0:
+                    continue
+                chosen = selected(str(path), file.schema_arrow, columns)
+                fields = _fields(path, file, chosen)
+            if not groups:
+                self.fields = fields
+            check_equal_fields(str(self._places[0].path if self._places else path), self.fields, str(path), fields)
+            first_row = 0
+            for number in range(footer.num_row_groups):
+                rows = footer.row_group(number).num_rows
+                if rows:
+                    _check_lengths(path, footer, number, first_row, fields)
+                    self._places.append(_Group(path=path, number=number, first_row=first_row))
+                    groups.append(rows)
+                first_row += rows
+        self.groups = groups
+        if not groups:
+            raise SettingError(f"{name} has no rows (files read: {len(paths)}). Give data with at least one row.")
+
+    def decode(self, group: int) -> Mapping[str, Tensor]:
+        place = self._places[group]
+        arrow, names = pyarrow(), [field.name for field in self.fields]
+        where = f"{place.path}, row group {place.number}"
+        try:
+            with _opened(place.path, self._footers[place.path]) as file:
+                # One thread: the loader decodes as many groups at once as it has cores for.
+                table = file.read_row_group(place.number, columns=names, use_threads=False)
+        except (arrow.ArrowException, OSError) as error:
+            raise error if isinstance(error, StorageError) else _damaged(where, error) from error
+        if table.num_rows != self.groups[group]:
+            raise StorageError(
+                f"{where} has {table.num_rows} rows, its footer says {self.groups[group]}. Write it again."
+            )
+        batch = table.combine_chunks().to_batches()[0]
+        return tensors_of(self.fields, batch, where, place.first_row)
+
+    def files(self) -> Sequence[Path]:
+        return list(dict.fromkeys(place.path for place in self._places))
+
+    def place_of(self, row: int) -> str:
+        for place, rows in zip(self._places, self.groups, strict=True):
+            if row < rows:
+                return f"row {place.first_row + row} of {place.path}"
+            row -= rows
+        return super().place_of(row)
+
+
+def _opened(path: Path, footer: Any = None) -> Any:
+    """A ParquetFile, to be closed by its ``with``."""
+    if file_size(path) == 0:
+        raise StorageError(f"{path} is empty: 0 bytes are not a Parquet file. Write it again.")
+    arrow = pyarrow()
+    try:
+        return pyarrow(".parquet").ParquetFile(path, metadata=footer)
+    except (arrow.ArrowException, OSError) as error:
+        raise _damaged(str(path), error) from error
+
+
+def _fields(path: Path, file: Any, chosen: Sequence[str]) -> tuple[Field, ...]:
+    arrow = pyarrow()
+    try:
+        first = next(iter(file.iter_batches(batch_size=1, columns=list(chosen), use_threads=False)))
+    except (arrow.ArrowException, OSError) as error:
+        raise _damaged(str(path), error) from error
+    return tuple(rows_of(name, first.column(name), str(path), 0).field for name in chosen)
+
+
+def _check_lengths(path: Path, footer: Any, number: int, first_row: int, fields: Sequence[Field]) -> None:
+    """Compare a row group's count of numbers with that of rows of equal length."""
+    group = footer.row_group(number)
+    by_name = {field.name: field for field in fields}
+    for index in range(group.num_columns):
+        column = group.column(index)
+        field = by_name.get(column.path_in_schema.split(".")[0])
+        if field is not None and column.num_values != group.num_rows * math.prod(field.shape):
+            raise SettingError(
+                f"{path}: column {field.name!r} has {column.num_values} numbers in rows {first_row} to "
+                f"{first_row + group.num_rows - 1}, and {math.prod(field.shape)} in row 0: lists of different lengths. "
+                "Leave it out (open_source(..., columns=[...])), or make tokens of it with `storm data pack`."
+            )
+
+
+def _damaged(where: str, error: Exception) -> StorageError:
+    reason = (str(error).splitlines() or ["unknown"])[0]
+    return StorageError(
+        f"{where} is not a complete Parquet file ({reason}). It is truncated or damaged: write it again."
+    )

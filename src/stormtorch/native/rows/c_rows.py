@@ -1,0 +1,156 @@
+"""Threads of csrc/rows.c."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+import weakref
+from collections import deque
+
+import numpy as np
+
+from ...core.errors import LaneError, SettingError
+from ..library import Library, library
+from .jobs import DONE, PENDING, PIECE, Pieces, RowsJob, RowsPool, check_pieces, check_process
+
+_NONE: Pieces = np.empty((0, len(PIECE)), dtype=np.int64)
+_SLICE_S = 0.1  # longest time inside C per call, so that Ctrl-C is noticed
+
+
+class _Native:
+    """The C object and what its jobs need. Separate from the pool, so that it can outlive it for its own ending.
+
+    Made without threads: the finalizer that ends them must exist before they start, as Ctrl-C may come right after.
+    """
+
+    def __init__(self, c: ctypes.CDLL) -> None:
+        self.c, self.pid, self.lock = c, os.getpid(), threading.RLock()
+        self.pointer = ctypes.c_void_p()
+        self.held: deque[RowsJob] = deque()  # jobs that may still be running, in order
+        self.inside = 0  # threads inside a C call without the lock
+        self.stopped = False
+
+    def start(self, threads: int, stage_bytes: int) -> None:
+        status = self.c.storm_rows_open(threads, stage_bytes, ctypes.byref(self.pointer))
+        if status != 0:
+            raise SettingError(
+                f"Cannot start {threads} threads to read with: {os.strerror(-status)}. "
+                "Accepted: at least one, and as many as the system allows."
+            )
+
+    def stop(self) -> None:
+        if os.getpid() != self.pid:  # the threads remained in the parent
+            return
+        gone: deque[RowsJob] = deque()
+        with self.lock:
+            if not self.stopped:
+                if self.pointer:
+                    self.c.storm_rows_stop(self.pointer)
+                self.stopped = True
+                gone, self.held = self.held, gone
+        gone.clear()  # after the lock: finalizers of what they held may call anything
+
+    def end(self) -> None:
+        """End the threads when the pool was collected, or the interpreter exits."""
+        if os.getpid() != self.pid:
+            return
+        self.stop()
+        with self.lock:
+            if self.inside == 0 and self.pointer:  # else a daemon thread waits at exit: it goes with the process
+                self.c.storm_rows_free(self.pointer)
+                self.pointer = ctypes.c_void_p()
+
+
+class NativeRows(RowsPool):
+    """The pool of csrc/rows.c."""
+
+    def __init__(self, native: Library, threads: int, stage_bytes: int = 0) -> None:
+        self.threads = threads
+        self._native = _Native(native.c)
+        self._load_state, self._submit = native.c.storm_load_flag, native.c.storm_rows_submit
+        self._finalizer = weakref.finalize(self, self._native.end)
+        self._native.start(threads, stage_bytes)
+
+    def submit(self, pieces: Pieces, keep: object) -> RowsJob:
+        native = self._native
+        check_pieces(pieces)
+        check_process(native.pid)
+        job = RowsJob(pieces, keep)
+        with native.lock:
+            if native.stopped:
+                raise LaneError("Cannot read with a pool that was closed. Open another one.")
+            native.held.append(job)  # before the call: Ctrl-C may come right after it
+            address = pieces.__array_interface__["data"][0]
+            status = self._submit(native.pointer, address, len(pieces), job.outcome)
+            if status != 0:
+                native.held.remove(job)
+                raise LaneError(f"The threads that read did not take the job: {os.strerror(-status)}.")
+        self._let_go()
+        return job
+
+    def _let_go(self) -> None:
+        """Release the memory of finished jobs, from the oldest on; the job itself keeps its outcome for its holder."""
+        held = self._native.held
+        while held and self._load_state(held[0].address) != PENDING:
+            over = held[0]
+            over.keep = None
+            if self._load_state(over.address) == DONE:
+                over.pieces = _NONE  # they are read only after a failure
+            held.popleft()
+
+    def state(self, job: RowsJob) -> int:
+        return int(self._load_state(job.address))
+
+    def wait(self, job: RowsJob, timeout_s: float | None = None, *, help: bool = False) -> int:
+        if (state := int(self._load_state(job.address))) != PENDING:
+            return state
+        native = self._native
+        check_process(native.pid)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        with native.lock:
+            if native.stopped:
+                return self.state(job)
+            native.inside += 1
+        try:
+            while True:
+                left = _SLICE_S if until is None else max(0.0, until - time.monotonic())
+                state = int(native.c.storm_rows_wait(native.pointer, job.outcome, min(left, _SLICE_S), help))
+                if state != PENDING or (until is not None and time.monotonic() >= until):
+                    return state
+        finally:
+            native.inside -= 1
+
+    def cancel(self) -> None:
+        native = self._native
+        with native.lock:
+            if native.stopped or os.getpid() != native.pid:
+                return
+            native.c.storm_rows_cancel(native.pointer)
+            running = list(native.held)
+        for job in running:
+            self.wait(job)
+
+    def close(self) -> None:
+        self._native.stop()
+
+
+def map_file(fd: int, size: int) -> int:
+    """Map the first ``size`` bytes of a file, to copy from; returns the address, or 0 if that is not possible.
+
+    An unreadable page does not crash: the piece is then read from the file. End it with ``unmap_file``.
+    """
+    native = library()
+    if native is None or size == 0:
+        return 0
+    address = ctypes.c_void_p()
+    status = native.c.storm_rows_map(fd, size, ctypes.byref(address))
+    return 0 if status != 0 else address.value or 0
+
+
+def unmap_file(address: int, size: int) -> None:
+    """Unmap it. No job may use the map any more."""
+    native = library()
+    assert native is not None
+    native.c.storm_rows_unmap(address, size)

@@ -1,0 +1,103 @@
+"""Reads pieces of files, and copies pieces of memory, to their targets, on threads that never need the GIL.
+
+A job is an array of pieces, one line of six int64 each: descriptor, source, bytes, needed, target, map (``PIECE``). A
+descriptor below 0 means that the source is an address. A target of 0 means that the bytes are only brought into the
+page cache. ``needed``: how many of the bytes must be there where the file ends. ``map``: the result of ``map_file``, or
+0. See csrc/rows.c.
+
+A job's memory and descriptors belong to the pool until the job is over. If the caller drops a job or is interrupted,
+the pool keeps them, and releases them when no thread can touch them any more.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.endings import Closing
+from ...core.errors import LaneError
+from ..library import RowsOutcome
+
+PIECE = ("fd", "source", "bytes", "needed", "target", "map")
+PENDING, DONE, FAILED, DROPPED = range(4)
+Pieces = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The piece that ended a job: its index, the errno (ENODATA: the file ended), and the bytes that were there."""
+
+    piece: int
+    error: int
+    got: int
+
+
+class RowsJob:
+    """One job. ``keep`` is kept alive until it is over."""
+
+    __slots__ = ("address", "keep", "outcome", "pieces")
+
+    def __init__(self, pieces: Pieces, keep: object) -> None:
+        self.pieces, self.keep = pieces, keep
+        # The pool sets PENDING when it takes the job: one that an interrupt kept from its pool must not be waited for.
+        self.outcome = RowsOutcome(state=DROPPED)
+        self.address = ctypes.addressof(self.outcome)
+
+    def failure(self) -> Failure:
+        """The failure of a failed job; of pieces that were read together, the piece in which the bytes ended."""
+        piece, got = int(self.outcome.piece), int(self.outcome.got)
+        sizes: Any = self.pieces[:, 2]
+        while piece + 1 < len(sizes) and got >= sizes[piece] > 0:
+            got -= int(sizes[piece])
+            piece += 1
+        return Failure(piece, int(self.outcome.error), got)
+
+
+class RowsPool(Closing, abc.ABC):
+    """Takes jobs and works on them in order of arrival. For one thread at a time, except ``close``."""
+
+    threads: int
+
+    @abc.abstractmethod
+    def submit(self, pieces: Pieces, keep: object) -> RowsJob:
+        """Queue a job; returns at once. ``pieces``: a contiguous array ``(n, 6)``, not to be changed afterwards."""
+
+    @abc.abstractmethod
+    def state(self, job: RowsJob) -> int:
+        """PENDING, DONE, FAILED or DROPPED. Does not block. The data of a job that is DONE is visible then."""
+
+    @abc.abstractmethod
+    def wait(self, job: RowsJob, timeout_s: float | None = None, *, help: bool = False) -> int:
+        """Block until the job is over or the time has passed; returns its state. Ctrl-C gets through.
+
+        With ``help`` this thread works on the queue until no piece of the job is left to take.
+        """
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Drop pieces that no thread has begun, and block until all jobs are over: then nothing is read or written."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Drop pieces that no thread has begun, wait for the rest, end the threads. Safe twice, and after a fork."""
+
+
+def check_pieces(pieces: Pieces) -> None:
+    """Assert what C does not check."""
+    assert pieces.dtype == np.int64, pieces.dtype
+    assert pieces.strides == (48, 8), "six numbers each, one after the other"
+
+
+def check_process(pid: int) -> None:
+    """Raise after a fork, which copies no threads."""
+    if os.getpid() != pid:
+        raise LaneError(
+            f"These reading threads belong to process {pid}, and do not exist after the fork into {os.getpid()}. "
+            "Iterate over the loader again there."
+        )

@@ -1,0 +1,1 @@
+"""The worker that runs AdamW beside the training, in C or in Python."""

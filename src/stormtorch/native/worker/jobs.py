@@ -1,0 +1,132 @@
+"""The interface of workers: they take updates, wait for the gradients, and signal when the updates are done."""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+from dataclasses import dataclass, field
+
+from ...core.endings import Closing
+from ...core.errors import SettingError
+from ...core.events import Sink, Span, What
+from .. import flag_words
+from ..update import AdamStep, AdamTensors
+
+
+@dataclass(frozen=True, slots=True)
+class FlagValue:
+    """The address of a 32-bit flag word, and the value it must reach.
+
+    Reached means ``(int32)(word - value) >= 0``, the cyclic rule of ``cuStreamWaitValue32`` with GEQ: counters may
+    wrap, as long as they are never 2^31 apart.
+
+    ``owner`` keeps the word's memory; a worker holds it until the job is over. Without one, the caller must keep it.
+    """
+
+    address: int
+    value: int
+    owner: object = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.address <= 0 or self.address % 4:
+            raise SettingError(
+                f"address={self.address} is not that of a 32-bit word. Accepted: a positive multiple of 4."
+            )
+
+    def reached(self) -> bool:
+        return flag_words.has_reached(flag_words.load(self.address), self.value)
+
+    def write(self) -> None:
+        """Raise the word to the value, unless it is further already."""
+        flag_words.store(self.address, self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStats:
+    """Counted since the worker was opened. ``busy_s`` adds up all threads, so its limit is threads × time."""
+
+    busy_s: float
+    elements: int
+    finished: int
+    abandoned: int
+    pending: int
+
+
+def check_job(tensors: AdamTensors, priority: int) -> None:
+    """Raise for tensors that the CPU cannot reach, and for a priority that does not fit into the queue's 32 bits."""
+    if tensors.device.type != "cpu":
+        raise SettingError(
+            f"A worker cannot update tensors on {tensors.device}. Accepted: CPU tensors; adamw_ takes those of a GPU."
+        )
+    if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
+        raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
+
+
+class Worker(Closing, abc.ABC):
+    """Updates tensors off the caller's thread, most urgent first.
+
+    A job is *waiting* until its ready flag is reached, then *ready*: it competes by (priority, order of submission),
+    lowest first, and one that becomes ready overtakes a less urgent one between two chunks. It is *over* when its done
+    flag is written, which happens for every accepted job: after it was finished, or when it was abandoned.
+
+    A job that has begun is always finished. One that has not begun is abandoned by ``close``, and when its abort flag
+    is reached, whether or not its ready flag ever is, so that ``drain`` ends after an abort. Code that aborts must
+    write the abort flag before it lets ready flags be reached without gradients; then no such gradient is ever used.
+    """
+
+    threads: int
+    cores: list[int]
+
+    @abc.abstractmethod
+    def submit(
+        self,
+        tensors: AdamTensors,
+        step: AdamStep,
+        *,
+        priority: int = 0,
+        ready: FlagValue | None = None,
+        done: FlagValue | None = None,
+        abort: FlagValue | None = None,
+    ) -> int:
+        """Queue one update and return its ticket, counted from 1. Does not block.
+
+        The memory of the tensors, ``grad_factor`` included, is read only after the ready flag was reached. The tensors
+        and the owners of the flags are kept alive until the job is over and a later call on the worker notices it.
+        Raises LaneError when the worker is closed, has failed, or belongs to the process this one was forked from.
+        Ctrl-C during the call leaves the job either queued or not; the worker remains usable.
+        """
+
+    @abc.abstractmethod
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Block until no job is left; False if the time ran out first. Ctrl-C gets through."""
+
+    @abc.abstractmethod
+    def stats(self) -> WorkerStats:
+        """Statistics so far. Readable after ``close`` too."""
+
+    @abc.abstractmethod
+    def close(self) -> int:
+        """End the threads and return how many jobs were abandoned in all. May be called again.
+
+        Jobs that have not begun are abandoned. Drain first to keep them.
+        """
+
+
+class UpdateMeter:
+    """Reports how long a worker's threads have updated. Thread-safe."""
+
+    def __init__(self, worker: Worker, sink: Sink) -> None:
+        self._worker, self._sink = worker, sink
+        self._lock = threading.RLock()
+        self._emitted = time.perf_counter(), 0.0  # when, and the worker's seconds until then
+
+    def emit(self) -> None:
+        """Report the time since the last call. Readable after the worker was closed too."""
+        with self._lock:
+            (before_s, busy_before_s), now_s = self._emitted, time.perf_counter()
+            busy_s = self._worker.stats().busy_s
+            if now_s > before_s:
+                self._emitted = now_s, busy_s
+                share = (busy_s - busy_before_s) / self._worker.threads / (now_s - before_s)
+                self._sink(Span(What.UPDATE, before_s, now_s, share=share))
