@@ -186,7 +186,9 @@ def test_states_pass_where_nobody_adds_gradients_up(
         assert session._parts.adam is not None
         passed.append(session._parts.adam.there.sets_bytes > 0)
         if number == 7 and any(accumulates):
-            assert session.report().share_reason.startswith("on the CPU: ")
+            share = session.plan.optimizer
+            assert share is not None
+            assert share.reason.startswith("on the CPU: ")
 
     with Counting() as meter:
         ours = trained(mode, micro_batches, meter, begin=begin, see=see)
@@ -292,7 +294,8 @@ def test_states_travel_when_they_are_page_locked(mode: str, refuses: bool, monke
             lock.gate.set()
             lock_is_over(session)
         if number == 8 and refuses:
-            assert "could not be page-locked" in session.report().share_reason
+            assert session.plan.optimizer is not None
+            assert "could not be page-locked" in session.plan.optimizer.reason
 
     plain = trained(mode, (1,) * 9, None)
     monkeypatch.setattr("stormtorch.session.resources.page_lock_for", lambda _device: lock)
