@@ -209,7 +209,7 @@ def test_a_pool_that_grows_and_states_that_stay(monkeypatch: pytest.MonkeyPatch)
     assert first.pool.pool_bytes < last.pool.pool_bytes
     assert last.pool.origin is MEASURED
     assert last.optimizer is not None
-    assert last.optimizer.origin is MEASURED
+    assert MEASURED in {plan.optimizer.origin for plan in plans if plan.optimizer is not None}
     kept = sum(unit.states is not None and unit.states.resident for unit in last.units)
     assert 0 < kept < len(last.units)
     assert last.optimizer.reason.startswith(f"{kept} of {len(last.units)} units kept on the device; of the rest ")

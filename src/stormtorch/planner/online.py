@@ -139,7 +139,8 @@ class Tuning:
             if self._travels:
                 self._choose_share()
             else:
-                self._measured_share("on the CPU: its states could not be page-locked")
+                reason = "on the CPU: its states could not be page-locked"
+                self._share_choice = Choice(reason=reason, origin=Origin.MEASURED)
         elif began and self._updater.there.sets_bytes:
             self._share(self._updater.there.share_now)  # without the memory that accumulation needs now
 
@@ -224,9 +225,6 @@ class Tuning:
             origin=choice.origin,
         )
 
-    def _measured_share(self, reason: str) -> None:
-        self._share_choice = Choice(reason=reason, origin=Origin.MEASURED)
-
     def _choose_share(self) -> None:
         """Choose again how much of the optimizer's work the device does."""
         assert self._worker is not None
@@ -244,21 +242,24 @@ class Tuning:
         units = self._partition.units
         count = max(1, sum(unit.state_count for unit in units))
         states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in units)
+        rates = Rates(
+            cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
+            load_bytes_per_s=min(loads, states_in) if states_in else loads,  # states share RAM with the CPU
+            cpu_busy_s=busy_s / steps,
+            step_s=(ends[-1] - ends[-1 - between]) / between,
+        )
         share, reason = device_share(
-            Rates(
-                cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
-                load_bytes_per_s=min(loads, states_in) if states_in else loads,  # states share RAM with the CPU
-                cpu_busy_s=busy_s / steps,
-                step_s=(ends[-1] - ends[-1 - between]) / between,
-            ),
+            rates,
             mode="backward" if self._mode == "backward" else "forward",
             share=there.share_now,
             weight_bytes=sum(unit.image_bytes for unit in units) / count,
             state_bytes=states / count,
         )
         self._share(share)
-        no_room = "on the CPU: the pool has no room for states in flight; otherwise "
-        self._measured_share((no_room if share and not there.share_now else "") + reason)
+        if share and not there.share_now:
+            reason = f"on the CPU: the pool has no room for states in flight; otherwise {reason}"
+        origin = Origin.MEASURED if rates.are_known else Origin.PLANNED
+        self._share_choice = Choice(reason=reason, origin=origin)
 
     def _share(self, share: float) -> None:
         there = self._updater.there
