@@ -107,7 +107,7 @@ def _measured(method: str, options: argparse.Namespace) -> dict[str, Any]:
         "RAM for activations GiB": f"{sum(host) / 2**30:.2f}",
         "ram": f"{int(ram) / 2**30:.1f} GiB" if ram != "auto" else ram,
         "GPU": str(report.gpu or ""),
-        "activations": report.activation_reason,
+        "activations": report.plan.activations.reason,
     }
 
 

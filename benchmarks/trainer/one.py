@@ -110,8 +110,8 @@ class Turns(TrainerCallback):
         if session is not None:
             gpu = gpu_time([mark for mark in (self.turn, now) if mark is not None])
             report = session.report()
-            self.gpu, self.reason = str(gpu or ""), report.activation_reason
-            self.pool = f"{report.pool_bytes / 2**30:.2f} GiB; {report.share_reason}"
+            self.gpu, self.reason = str(gpu or ""), report.plan.activations.reason
+            self.pool = f"{report.pool_bytes / 2**30:.2f} GiB; {report.plan.optimizer.reason}"
 
 
 def _wait_for_turn() -> None:

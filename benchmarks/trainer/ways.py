@@ -73,7 +73,8 @@ class Ways(TrainerCallback):
         """Note the plans, and let STORM compare no more: a comparison would fall into a turn."""
         self._host_time = HostTime()
         report, planning = self.trainer.session.report(), self._planning()
-        self.reason, self.pool = report.activation_reason, f"{report.pool_bytes / 2**30:.2f} GiB; {report.share_reason}"
+        self.reason = report.plan.activations.reason
+        self.pool = f"{report.pool_bytes / 2**30:.2f} GiB; {report.plan.optimizer.reason}"
         self._plans = {"auto": None if planning is None else planning.plan}
         if planning is not None and planning.plan is not None:
             planning.comparisons = 99

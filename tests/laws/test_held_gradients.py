@@ -352,7 +352,7 @@ def test_what_is_recomputed_is_frozen_as_it_was_in_forward(thawed: bool) -> None
 
     with Pair(activations="recompute") as pair:
         pair.steps(3)  # measured, and planned
-        assert "recomputed" in pair.session.report().activation_reason
+        assert "recomputed" in pair.session.report().plan.activations.reason
         pair.both(run, "changed in between")
         for side in (pair.plain, pair.streamed):
             side.named(FAR).requires_grad_(True)

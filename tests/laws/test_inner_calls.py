@@ -93,7 +93,7 @@ def test_a_call_of_a_part_trains_like_plain(call: Any, activations: str) -> None
 
 def test_blocks_of_a_part_are_recomputed() -> None:
     _, _, report = _trained(_inner, activations="recompute")
-    assert report.activation_reason == "recomputed; the inputs of 4 of 4 blocks stay on the device"
+    assert report.plan.activations.reason == "recomputed; the inputs of 4 of 4 blocks stay on the device"
 
 
 def test_a_part_is_one_pass() -> None:

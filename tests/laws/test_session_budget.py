@@ -72,7 +72,7 @@ def train(
                 optimizer.zero_grad()
                 peaks.append(meter.peak())
                 losses.append(loss.detach())
-            reason = session.report().activation_reason
+            reason = session.report().plan.activations.reason
     return peaks, losses, reason
 
 
@@ -112,7 +112,7 @@ def test_what_is_taken_between_two_steps(limit_mib: int, small_scale: Callable[[
                 peaks.append(f"{meter.peak() / MiB:.1f}")
                 batch = torch.zeros(MiB // 4)
                 del batch
-            reason = session.report().activation_reason
+            reason = session.report().plan.activations.reason
     assert meter.peak() <= limit_mib * MiB * 1.01, f"{', '.join(peaks)} of {limit_mib} MiB; {reason}"
 
 

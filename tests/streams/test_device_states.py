@@ -170,7 +170,7 @@ def test_a_unit_that_is_kept_no_longer_may_be_too_large_to_pass() -> None:
         if number == 0:
             session._parts.ground.pool.grow(1 << 20)
             there.keep([0], wide=False)
-        room = session._parts.ground.pool.capacity_bytes - there.kept_bytes - session.placement.least_bytes
+        room = session._parts.ground.pool.capacity_bytes - there.kept_bytes - session.plan.pool.least_bytes
         there.share(number % 3 / 2, room, early=number % 2 == 0)
 
     assert equal(topheavy(Trial(), meddle), topheavy(Trial()))
@@ -259,7 +259,7 @@ def skipping(shares: dict[int, float] | None, mode: str = "backward") -> list[to
         if session is not None and shares is not None and number in shares:
             assert session._parts.adam is not None
             there, pool = session._parts.adam.there, session._parts.ground.pool
-            room = pool.capacity_bytes - there.kept_bytes - session.placement.least_bytes
+            room = pool.capacity_bytes - there.kept_bytes - session.plan.pool.least_bytes
             there.share(shares[number], room, early=mode != "backward")
             assert there.sets_bytes == 0 or shares[number]
     if session is not None:

@@ -13,19 +13,22 @@ from torch.utils.data import TensorDataset
 
 import stormtorch as storm
 from stormtorch.core.errors import OutOfBudget, SettingError
+from stormtorch.core.plan import Origin, Placement
 from stormtorch.core.sizes import GiB, MiB, parse_bytes
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.host.arena import PAGE
 from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings
-from stormtorch.streams.units.placement import Growth, Placement, growth
+from stormtorch.streams.units.placement import Growth, growth
 
 WHOLE = 6 * GiB
 STATES = {0: 3 * GiB, 1: 2 * GiB, 2: 2 * GiB}
 
 
 def grown(*, pool: int, limit: int, peak: int, free: int = 100 * GiB, lost: int = 0) -> Growth:
-    placement = Placement(pool_bytes=pool, least_bytes=GiB, whole_bytes=WHOLE, fixed_bytes=0, reason="")
+    placement = Placement(
+        pool_bytes=pool, least_bytes=GiB, whole_bytes=WHOLE, fixed_bytes=0, reason="", origin=Origin.PLANNED
+    )
     return growth(
         placement,
         pool_bytes=pool,

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from stormtorch.core.errors import OutOfBudget, StormError
 from stormtorch.core.events import Span, What
+from stormtorch.core.plan import OptimizerShare, Origin
 from stormtorch.core.tags import Tag
 from stormtorch.memory.pools.pool import DevicePool
 from stormtorch.observe.recorder import Recorder
@@ -100,6 +101,20 @@ def test_states_come_in_as_fast_as_they_did_beside_the_cpu(
             tuning._recorder(Span(What.COPY, 0.0, 1.0, lane, Tag.OPTIMIZER, int(rate)))
     tuning._choose_share()
     assert seen == [pytest.approx(expected)]
+    share = tuning.share
+    assert share is not None
+    assert share.origin is Origin.MEASURED
+
+
+def test_a_share_without_rates_is_not_measured() -> None:
+    tuning = tuning_of("forward", 0.0)  # nothing was loaded
+    worker = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=1.0, elements=4e9))
+    tuning._worker, tuning._updater = cast(Any, worker), NoUpdater()
+    tuning._partition = cast(Any, SimpleNamespace(units=[]))
+    tuning._pool = cast(Any, SimpleNamespace(capacity_bytes=0))
+    tuning._placement = cast(Any, SimpleNamespace(least_bytes=0, adding_bytes=0))
+    tuning._choose_share()
+    assert tuning.share == OptimizerShare(device_share=0.0, reason="not measured yet", origin=Origin.PLANNED)
 
 
 class Block(nn.Module):
@@ -186,7 +201,9 @@ def test_states_pass_where_nobody_adds_gradients_up(
         assert session._parts.adam is not None
         passed.append(session._parts.adam.there.sets_bytes > 0)
         if number == 7 and any(accumulates):
-            assert session.report().share_reason.startswith("on the CPU: ")
+            share = session.plan.optimizer
+            assert share is not None
+            assert share.reason.startswith("on the CPU: ")
 
     with Counting() as meter:
         ours = trained(mode, micro_batches, meter, begin=begin, see=see)
@@ -292,7 +309,8 @@ def test_states_travel_when_they_are_page_locked(mode: str, refuses: bool, monke
             lock.gate.set()
             lock_is_over(session)
         if number == 8 and refuses:
-            assert "could not be page-locked" in session.report().share_reason
+            assert session.plan.optimizer is not None
+            assert "could not be page-locked" in session.plan.optimizer.reason
 
     plain = trained(mode, (1,) * 9, None)
     monkeypatch.setattr("stormtorch.session.resources.page_lock_for", lambda _device: lock)

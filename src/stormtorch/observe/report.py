@@ -8,11 +8,10 @@ import statistics
 from dataclasses import dataclass
 
 from ..core.events import What
+from ..core.plan import Plan
 from ..core.sizes import format_bytes
 from ..core.tags import Tier
 from ..memory.books.ledger import Balance, Ledger
-from ..streams.units.placement import Placement
-from ..streams.units.unit import Unit
 from .recorder import Mark, Totals
 
 _NOTABLE = 0.05  # of the time
@@ -67,9 +66,7 @@ class Report:
     host_peak_bytes: int
     pinned_bytes: int
     pool_bytes: int
-    placement: Placement
-    share_reason: str
-    activation_reason: str
+    plan: Plan
 
     def __str__(self) -> str:
         lines = [
@@ -92,11 +89,11 @@ class Report:
             lines.append(f"GPU: {self.gpu}")
         waits = ", ".join(f"{cause} {seconds:.4f} s" for cause, seconds in self.waits_s_per_step.items())
         lines.append(f"compute waited per step: {waits or 'nothing measured'}")
-        lines.append(f"pool {format_bytes(self.pool_bytes)} on the device: {self.placement.reason}")
-        if self.share_reason:
-            lines.append(f"optimizer: {self.share_reason}")
-        if self.activation_reason:
-            lines.append(f"activations: {self.activation_reason}")
+        lines.append(f"pool {format_bytes(self.pool_bytes)} on the device: {self.plan.pool.reason}")
+        if self.plan.optimizer is not None:
+            lines.append(f"optimizer: {self.plan.optimizer.reason}")
+        if self.plan.activations.mode != "keep":
+            lines.append(f"activations: {self.plan.activations.reason}")
         lines.append(
             f"peaks: device {format_bytes(self.device_peak_bytes)}, host {format_bytes(self.host_peak_bytes)}, "
             f"page-locked {format_bytes(self.pinned_bytes)}"
@@ -113,10 +110,7 @@ def make_report(
     totals: Totals,
     *,
     ledger: Ledger,
-    placement: Placement,
-    share_reason: str,
-    activation_reason: str,
-    units: list[Unit],
+    plan: Plan,
     samples_per_step: int | None,
     tokens_per_step: int | None,
 ) -> Report:
@@ -145,7 +139,7 @@ def make_report(
         samples_per_s=samples_per_step / step_s if samples_per_step and step_s else None,
         tokens_per_s=tokens_per_step / step_s if tokens_per_step and step_s else None,
         setup_s=totals.seconds.get(What.SETUP, 0.0),
-        units=len(units),
+        units=len(plan.units),
         loads=totals.times.get(What.LOAD, 0),
         misses=totals.times.get(What.MISS, 0),
         bytes_in_per_step=_per_step(totals, steps, "load", "aside"),
@@ -159,9 +153,7 @@ def make_report(
         host_peak_bytes=ledger.peak_bytes(Tier.HOST),
         pinned_bytes=ledger.pinned_bytes,
         pool_bytes=totals.pool_bytes,
-        placement=placement,
-        share_reason=share_reason,
-        activation_reason=activation_reason,
+        plan=plan,
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree
 
 from ..core.errors import OutOfBudget
+from ..core.plan import Choice, Origin, Placement
 from ..core.sizes import MiB, format_bytes, round_up
 from ..core.tags import Tier
 from ..memory.books.ledger import Ledger
@@ -30,7 +31,6 @@ from ..streams.bridge.lock import locked
 from ..streams.gradients.stream import GradientStream
 from ..streams.units import placement as placing
 from ..streams.units.partition import Partition
-from ..streams.units.placement import Placement
 from ..streams.weights.stream import ParameterStream
 
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many
@@ -82,7 +82,6 @@ class Inference:
         self._recent: deque[_Seen] = deque(maxlen=_RECENT)  # of the calls before
         self._begun_at = self._peak_at = 0  # bytes in use, and the peak, when the last call began
         self._is_fresh = False  # a call has begun, and none of its blocks has run
-        self.reason = ""
 
     @locked
     def begin(self, *, training: bool, whole: bool) -> None:
@@ -253,7 +252,6 @@ class Inference:
             self._restore()
             return
         self._parameters.keep(sorted(kept))
-        self._say()
 
     def _extend(self, spare: int) -> None:
         """Add blocks: activations take less than before."""
@@ -266,8 +264,6 @@ class Inference:
                     return
                 spare -= self._sizes[index]
                 self._parameters.kept |= {index}
-        if self._parameters.kept != kept:
-            self._say()
 
     def _shrink(self, size: int) -> int:
         """Give back blocks of resident units, at least ``size`` bytes if possible; returns the bytes given back."""
@@ -284,8 +280,6 @@ class Inference:
             if gone:
                 self._parameters.kept = kept - {dropped if dropped in kept else alike[-1]}
                 given += gone
-        if given:
-            self._say()
         return given
 
     def _be_small(self) -> None:
@@ -305,15 +299,22 @@ class Inference:
         missing = self._placement.pool_bytes - self._pool.capacity_bytes  # user code may hold weights
         if missing > 0:
             self._pool.grow(missing)
-        self._window_bytes, self._rest, self._gave_way, self.reason = None, 0, False, ""
+        self._window_bytes, self._rest, self._gave_way = None, 0, False
         if self._meter is not None:
             self._meter.forget_peak()  # that of the larger pool, which says nothing about later calls
 
-    def _say(self) -> None:
-        kept = sum(self._sizes[index] for index in self._parameters.kept)
-        self.reason = (
-            f"{len(self._parameters.kept)} of {len(self._sizes)} units are resident, {format_bytes(kept)} of "
-            f"{format_bytes(sum(self._sizes))}; the others are loaded in every call"
+    @property
+    def choice(self) -> Choice | None:
+        """Why the pool is as it is; None: it is the initial one."""
+        if self._window_bytes is None:
+            return None
+        kept = self._parameters.kept
+        size = sum(self._sizes[index] for index in kept)
+        return Choice(
+            reason=f"{len(kept)} of {len(self._sizes)} units are resident, {format_bytes(size)} of "
+            f"{format_bytes(sum(self._sizes))}; "
+            + ("gradients need the memory" if self._gave_way else "the others are loaded in every call"),
+            origin=Origin.MEASURED,
         )
 
 

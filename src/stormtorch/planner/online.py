@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from ..core.errors import OutOfBudget
-from ..core.sizes import round_up
+from ..core.plan import Choice, OptimizerShare, Origin, Placement
+from ..core.sizes import format_bytes, round_up
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger
 from ..memory.cuda.device_meter import DeviceMeter
@@ -20,7 +22,7 @@ from ..streams.gradients.stream import GradientStream
 from ..streams.optimizer.shares import Rates, device_share
 from ..streams.optimizer.updater import NoUpdater, Updater
 from ..streams.units.partition import Partition
-from ..streams.units.placement import Placement, growth
+from ..streams.units.placement import growth
 
 _GROW_AT = (2, 4)  # steps after which the peak of activations is known
 _INWARD = ("load", "aside")
@@ -62,7 +64,8 @@ class Tuning:
         self.peak = peak_meter_on(self.meter)
         self.foreign_bytes = 0  # other memory of the process on the device, not part of the session's budget
         self.activation_wish: Callable[[], int] = lambda: 0  # bytes of activations that want to remain on the device
-        self.share_reason = ""
+        self._is_measured = False  # the pool has been given what activations leave, or refused it
+        self._share_choice = Choice(reason="on the CPU", origin=Origin.PLANNED)
 
     @property
     def is_settled(self) -> bool:
@@ -93,7 +96,10 @@ class Tuning:
         ``can_travel``: whether lanes can copy the states; None until that is known."""
         self._updater, self._worker, self._share_is_fixed = adam, worker, fixed_share is not None
         self._can_travel = can_travel
-        self.share_reason = "on the CPU" + ("" if self.meter is None else " until rates have been measured")
+        if fixed_share is not None:
+            self._share_choice = Choice(reason=f"{fixed_share:.0%} on the device, as set", origin=Origin.FORCED)
+        elif self.meter is not None:
+            self._share_choice = replace(self._share_choice, reason="on the CPU until rates have been measured")
         if fixed_share:
             self._share(fixed_share)
 
@@ -133,14 +139,33 @@ class Tuning:
             if self._travels:
                 self._choose_share()
             else:
-                self.share_reason = "on the CPU: its states could not be page-locked"
+                reason = "on the CPU: its states could not be page-locked"
+                self._share_choice = Choice(reason=reason, origin=Origin.MEASURED)
         elif began and self._updater.there.sets_bytes:
             self._share(self._updater.there.share_now)  # without the memory that accumulation needs now
 
     # --- the pool
 
+    @property
+    def placement(self) -> Placement:
+        """The pool as it is now."""
+        there, planned = self._updater.there, self._placement
+        now = replace(
+            planned,
+            pool_bytes=self._pool.capacity_bytes,
+            kept_bytes=there.kept_bytes,
+            passing_bytes=there.sets_bytes,
+        )
+        if self._is_measured:
+            needs = f"what activations and other programs leave; the whole needs {format_bytes(planned.whole_bytes)}"
+            return replace(now, reason="all of it fits" if now.is_whole else needs, origin=Origin.MEASURED)
+        if now.pool_bytes - now.kept_bytes > planned.pool_bytes:
+            return replace(now, reason="enlarged for weights in use at once", origin=Origin.MEASURED)
+        return now
+
     def _grow(self, gradients: GradientStream, meter: DeviceMeter) -> None:
         """Give the pool the part of the budget that activations have left."""
+        self._is_measured = True
         wide = any(home.wide is not None for home in gradients.homes)
         grown = growth(
             self._placement,
@@ -182,12 +207,29 @@ class Tuning:
 
     # --- the optimizer
 
+    @property
+    def share(self) -> OptimizerShare | None:
+        """How the work of our own Adam is divided now; None if another optimizer runs."""
+        if self._worker is None:
+            return None
+        there, choice = self._updater.there, self._share_choice
+        if there.gave_way:
+            choice = Choice(
+                reason="on the CPU: states in flight to the device had no room beside the weights",
+                origin=Origin.MEASURED,
+            )
+        kept = f"{len(there.kept_units)} of {len(self._partition.units)} units kept on the device; of the rest "
+        return OptimizerShare(
+            device_share=there.share_now,
+            reason=(kept if there.kept_units else "") + choice.reason,
+            origin=choice.origin,
+        )
+
     def _choose_share(self) -> None:
         """Choose again how much of the optimizer's work the device does."""
         assert self._worker is not None
         there = self._updater.there
         if there.gave_way:
-            self.share_reason = "on the CPU: states in flight to the device had no room beside the weights"
             return
         totals, worker = self._recorder.snapshot(), self._worker.stats()
         past_totals, past_busy_s, past_elements = self._past
@@ -200,23 +242,24 @@ class Tuning:
         units = self._partition.units
         count = max(1, sum(unit.state_count for unit in units))
         states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in units)
+        rates = Rates(
+            cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
+            load_bytes_per_s=min(loads, states_in) if states_in else loads,  # states share RAM with the CPU
+            cpu_busy_s=busy_s / steps,
+            step_s=(ends[-1] - ends[-1 - between]) / between,
+        )
         share, reason = device_share(
-            Rates(
-                cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
-                load_bytes_per_s=min(loads, states_in) if states_in else loads,  # states share RAM with the CPU
-                cpu_busy_s=busy_s / steps,
-                step_s=(ends[-1] - ends[-1 - between]) / between,
-            ),
+            rates,
             mode="backward" if self._mode == "backward" else "forward",
             share=there.share_now,
             weight_bytes=sum(unit.image_bytes for unit in units) / count,
             state_bytes=states / count,
         )
-        kept = there.kept_units
-        self.share_reason = f"{kept} of {len(units)} units kept on the device; of the rest {reason}" if kept else reason
         self._share(share)
         if share and not there.share_now:
-            self.share_reason = f"on the CPU: the pool has no room for states in flight; otherwise {reason}"
+            reason = f"on the CPU: the pool has no room for states in flight; otherwise {reason}"
+        origin = Origin.MEASURED if rates.are_known else Origin.PLANNED
+        self._share_choice = Choice(reason=reason, origin=origin)
 
     def _share(self, share: float) -> None:
         there = self._updater.there

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +14,12 @@ from torch import nn
 from ..checkpoint.saver import Saver
 from ..core.errors import SettingError, StormError
 from ..core.events import Span, What
+from ..core.plan import Plan
 from ..observe.report import Report, make_report
 from ..streams.bridge.handlers import inside_step, undisturbed
 from ..streams.settings import Settings, Trial
 from .build import open_parts
+from .in_force import plan_in_force
 
 
 def stream(
@@ -76,10 +77,11 @@ class Session:
         trial: Trial = Trial(),  # noqa: B008
     ) -> None:
         started_s = time.perf_counter()
-        self._model, self._closed = model, False
+        self._model, self._settings, self._closed = model, settings, False
+        self._last_plan: Plan | None = None  # of a session that is closed
         self._parts = parts = open_parts(model, optimizer, settings, trial)
         self.device, self.ledger, self.units = parts.ground.device, parts.ground.ledger, parts.ground.units
-        self.placement, self.saving = parts.ground.placement, parts.saving
+        self.saving = parts.saving
         self._saver = Saver(model, parts.durable, lambda: 0 if parts.optimizer is None else parts.optimizer.steps)
         parts.ground.endings.before_others(self._saver.finish)  # before the model takes over home memory
         ready_s = time.perf_counter()
@@ -135,6 +137,13 @@ class Session:
         self._check_open()
         return self._saver.load(directory, also=also)
 
+    @property
+    @undisturbed
+    def plan(self) -> Plan:
+        """The plan in force now: what lies where and what runs where, with the reason for each choice. ``print`` it for
+        a page. STORM changes it while the model runs, from measurements."""
+        return self._last_plan or plan_in_force(self._parts, self._settings)
+
     @undisturbed
     def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
         """Measurements since the session began, as data; ``print`` it for a table. Does not wait."""
@@ -142,16 +151,10 @@ class Session:
         ground.waits.emit()
         if parts.updates is not None:
             parts.updates.emit()
-        placement = ground.placement
-        if parts.inference is not None and parts.inference.reason:
-            placement = dataclasses.replace(placement, reason=parts.inference.reason)
         return make_report(
             ground.recorder.snapshot(),
             ledger=ground.ledger,
-            placement=placement,
-            share_reason=parts.tuning.share_reason,
-            activation_reason=parts.saving.reason if parts.saving is not None else "",
-            units=ground.units,
+            plan=self.plan,
             samples_per_step=samples_per_step,
             tokens_per_step=tokens_per_step,
         )
@@ -161,7 +164,7 @@ class Session:
         if not self._closed:
             if self._parts.access.is_interrupted():
                 raise inside_step("close the session")
-            self._closed = True
+            self._closed, self._last_plan = True, self.plan  # the parts forget what they have decided
             self._parts.ground.endings.run()
 
     def __enter__(self) -> Self:

@@ -164,7 +164,7 @@ def _open(
     else:
         gradients.prepare()
         masters = settings.master_dtype is not None
-        mode = "forward" if settings.step == "auto" else settings.step
+        mode = settings.step_mode.mode
         if ground.homes.adam:
             updater, worker = _open_adam(ground, images, flags, tuning, parameters, gradients, trial, mode)
         else:

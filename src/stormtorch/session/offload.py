@@ -122,7 +122,10 @@ class OffloadedActivations:
         """Measurements and decisions so far, as data; ``print`` it for text. Does not wait."""
         self._waits.emit()
         return make_activation_report(
-            self.recorder.snapshot(), passes=self.saving.passes, ledger=self.ledger, reason=self.saving.reason
+            self.recorder.snapshot(),
+            passes=self.saving.passes,
+            ledger=self.ledger,
+            reason=self.saving.planning.choice.reason,
         )
 
     def __enter__(self) -> Self:

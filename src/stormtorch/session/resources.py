@@ -13,6 +13,7 @@ from torch import nn
 
 from ..core.endings import Endings
 from ..core.errors import SettingError
+from ..core.plan import Placement
 from ..core.sizes import round_up
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger, open_ledger
@@ -35,7 +36,7 @@ from ..streams.optimizer.device_states import kept_bytes
 from ..streams.optimizer.torch_step import is_separable
 from ..streams.settings import Settings, Trial
 from ..streams.units.partition import Partition, partition
-from ..streams.units.placement import Placement, least_pool_bytes, place
+from ..streams.units.placement import division, least_pool_bytes, place
 from ..streams.units.sizes import Homes, homes_for
 from ..streams.units.unit import Unit
 
@@ -201,7 +202,7 @@ def open_ground(
 def _parted(model: nn.Module, settings: Settings, limit_bytes: int) -> Partition:
     return partition(
         model,
-        unit_limit_bytes=limit_bytes // 6,
+        unit_limit_bytes=division(limit_bytes).unit_bytes,
         only=None if settings.only is None else list(settings.only),
         leave=list(settings.leave),
     )

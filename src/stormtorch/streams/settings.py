@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import SettingError
+from ..core.plan import Origin, StepMode
 from ..memory.books.limits import check_one_device
 from ..memory.cuda.device_meter import DeviceMeter
 from ..memory.lanes.lane import Delay
@@ -40,6 +41,13 @@ class Settings:
         for name, value in (("only", self.only), ("leave", self.leave)):
             if isinstance(value, str):
                 raise SettingError(f"{name}={value!r} is not valid. Accepted: a list of module names.")
+
+    @property
+    def step_mode(self) -> StepMode:
+        """When an optimizer runs, with "auto" resolved."""
+        if self.step == "auto":
+            return StepMode(mode="forward", reason="exact with clipping and accumulation", origin=Origin.PLANNED)
+        return StepMode(mode=self.step, reason=f"step={self.step!r}", origin=Origin.FORCED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from ...core.notices import say_once
+from ...core.plan import Activations, Block, Origin
 from .comparison import Comparison
 from .levels import Levels
 from .outside_blocks import Loose
@@ -52,6 +53,40 @@ class Planning:
     def age(self) -> int:
         """The number of this pass, counted from the first with inputs of the present size."""
         return self.passes - self._passes_before
+
+    @property
+    def choice(self) -> Activations:
+        """What is in force in this pass."""
+        origin = Origin.MEASURED if self.plan is not None else Origin.PLANNED
+        if self._mode in ("keep", "offload"):
+            reason = f"activations={self._mode!r}"
+        elif self.plan is not None:
+            reason = self.plan.reason
+        elif self.passes < 2 or self.known:
+            reason = "not measured yet"
+        else:
+            reason, origin = self._loose.reason or "kept: no blocks were found to arrange", Origin.MEASURED
+        return Activations(
+            mode=self._mode,
+            blocks=self._blocks(),
+            outside="offload" if self._mode == "offload" or self._loose.leaves else "keep",
+            reason=reason,
+            origin=origin if self._mode == "auto" else Origin.FORCED,
+        )
+
+    def _blocks(self) -> tuple[Block, ...]:
+        profiles = self.known.of(self._planned) if self.plan is not None else None
+        if self.plan is None or profiles is None:
+            return ()
+        return tuple(
+            Block(
+                kind=plan.kind,
+                inputs_away=plan.inputs_away,
+                device_bytes=plan.held_bytes(input_bytes=profile.input_bytes, saved_bytes=profile.saved_bytes),
+                host_bytes=plan.sent_bytes(profile),
+            )
+            for plan, profile in zip(self.plan.blocks, profiles, strict=True)
+        )
 
     def notes_levels(self) -> bool:
         """Whether to note how full the device is at each block: as long as a plan may be made from it."""

@@ -182,16 +182,6 @@ class Saving:
             at_end_of_backward(self._levels.end)
 
     @property
-    def reason(self) -> str:
-        if self.mode in ("keep", "offload"):
-            return f"activations={self.mode!r}"
-        if self.plan is not None:
-            return self.plan.reason
-        if self.passes < 2 or self.known:
-            return "not measured yet"
-        return self._loose.reason or "kept: no blocks were found to arrange"
-
-    @property
     def wish_bytes(self) -> int:
         """Bytes that were offloaded only because it is not known yet whether there is room. For blocks: what a
         checkpoint around each would keep."""

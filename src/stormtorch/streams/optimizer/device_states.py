@@ -140,8 +140,8 @@ class DeviceStates(StatesOnDevice):
         return (len(self._sets) + self._sets_out) * self._set_bytes
 
     @property
-    def kept_units(self) -> int:
-        return sum(home.kept is not None for home in self.homes)
+    def kept_units(self) -> frozenset[int]:
+        return frozenset(home.unit.index for home in self.homes if home.kept is not None)
 
     @property
     def kept_bytes(self) -> int:

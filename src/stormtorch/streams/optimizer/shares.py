@@ -16,6 +16,10 @@ class Rates:
     cpu_busy_s: float  # per step
     step_s: float
 
+    @property
+    def are_known(self) -> bool:
+        return bool(self.cpu_elements_per_s and self.load_bytes_per_s)
+
 
 def device_share(
     rates: Rates, *, mode: str, share: float, weight_bytes: float, state_bytes: float
@@ -24,7 +28,7 @@ def device_share(
 
     ``share`` is the present one. ``weight_bytes``: bytes per parameter that a unit loads for its next use.
     ``state_bytes``: bytes per parameter that it loads in addition to be updated on the device."""
-    if not rates.cpu_elements_per_s or not rates.load_bytes_per_s:
+    if not rates.are_known:
         return share, "not measured yet"
     if mode == "forward":
         # The next forward waits for both, which run in parallel: they should take equally long.

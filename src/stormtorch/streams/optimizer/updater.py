@@ -60,9 +60,9 @@ class StatesOnDevice:
     gave_way = False  # permanently
 
     @property
-    def kept_units(self) -> int:
-        """How many units' states are kept."""
-        return 0
+    def kept_units(self) -> frozenset[int]:
+        """The units whose states are kept, by index."""
+        return frozenset()
 
     @property
     def kept_bytes(self) -> int:

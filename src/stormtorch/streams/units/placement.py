@@ -1,5 +1,4 @@
-"""Decides where weights, gradients and states go, as data with its reason. A simple rule, which a planner may
-replace."""
+"""Decides how large units and the pool are, as data with its reason. A simple rule, which a planner may replace."""
 
 from __future__ import annotations
 
@@ -7,22 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...core.errors import OutOfBudget
+from ...core.plan import Division, Origin, Placement
 from ...core.sizes import GiB, KiB, MiB, as_setting, format_bytes, round_down
 from ...core.tags import Tier
 from ...memory.books.ledger import Ledger
 from .partition import Partition
 
+_UNITS_IN_BUDGET = 6  # the pool needs room for four: two with weights, and the gradients of two
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Sizes on the device. ``pool_bytes``: its share for weights, gradient buckets and states in flight."""
 
-    pool_bytes: int
-    least_bytes: int  # the smallest pool that works
-    whole_bytes: int  # the pool that would hold everything
-    fixed_bytes: int  # the part that is not for weights
-    adding_bytes: int = 0  # of that, the part that only accumulation needs
-    reason: str
+def division(limit_bytes: int, *, left_bytes: int = 0) -> Division:
+    """How large units may be under a device limit; ``left_bytes``: parameters that are not streamed."""
+    return Division(
+        unit_bytes=limit_bytes // _UNITS_IN_BUDGET,
+        left_bytes=left_bytes,
+        reason=f"1/{_UNITS_IN_BUDGET} of vram: two units and the gradients of two then leave a third of it",
+        origin=Origin.PLANNED,
+    )
 
 
 def least_pool_bytes(partition: Partition, *, training: bool) -> int:
@@ -78,7 +78,13 @@ def place(
         pool = min(whole, max(least, min(5 * largest + 3 * bucket, free // 4)))
         why = f"{format_bytes(pool)} until activations have been measured; the whole needs {format_bytes(whole)}"
     return Placement(
-        pool_bytes=pool, least_bytes=least, whole_bytes=whole, fixed_bytes=fixed, adding_bytes=adding, reason=why
+        pool_bytes=pool,
+        least_bytes=least,
+        whole_bytes=whole,
+        fixed_bytes=fixed,
+        adding_bytes=adding,
+        reason=why,
+        origin=Origin.PLANNED,
     )
 
 

@@ -44,11 +44,11 @@ def describe_placement(session: Session) -> list[str]:
     """Each tier with its budget and its present use."""
     lines = []
     budgets, ledger = session.ledger.budgets, session.ledger
-    placement = session.placement
+    plan = session.plan
     device, host = budgets[Tier.DEVICE], budgets[Tier.HOST]
     lines.append(
-        f"device     {session.device}, {_device_limit(session, device)}: {format_bytes(placement.pool_bytes)} for "
-        f"streamed weights and gradients ({placement.reason})"
+        f"device     {session.device}, {_device_limit(session, device)}: {format_bytes(plan.pool.pool_bytes)} for "
+        f"streamed weights and gradients ({plan.pool.reason})"
     )
     held = ", ".join(
         f"{line.tag.value} {format_bytes(line.used_bytes)}"
@@ -56,9 +56,8 @@ def describe_placement(session: Session) -> list[str]:
         if line.tier is Tier.HOST and line.used_bytes
     )
     lines.append(f"RAM        {_limit(host)}: {held}")
-    reason = session.saving.reason if session.saving is not None else ""
-    if reason:
-        lines.append(f"activations {reason}")
+    if plan.activations.mode != "keep":
+        lines.append(f"activations {plan.activations.reason}")
     return lines
 
 

@@ -1,0 +1,84 @@
+"""Composes the plan in force from what each part of a session has decided. Costs nothing until it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..core.plan import Activations, Limit, OptimizerShare, Origin, Part, Placement, Plan, UnitPlan
+from ..core.tags import Tier
+from ..memory.books.ledger import Ledger
+from ..streams.settings import Settings
+from ..streams.units.placement import division
+from .build import Parts
+
+
+def plan_in_force(parts: Parts, settings: Settings) -> Plan:
+    ground, pool = parts.ground, _pool(parts)
+    vram = _limit(ground.ledger, Tier.DEVICE)
+    return Plan(
+        vram=vram,
+        ram=_limit(ground.ledger, Tier.HOST),
+        pool=pool,
+        division=division(vram.limit_bytes, left_bytes=sum(left.nbytes for left in ground.partition.left)),
+        units=_units(parts, all_resident=pool.is_whole),
+        step=None if parts.optimizer is None else settings.step_mode,
+        optimizer=_optimizer(parts),
+        activations=_activations(parts, settings),
+    )
+
+
+def _limit(ledger: Ledger, tier: Tier) -> Limit:
+    budget = ledger.budgets[tier]
+    return Limit(
+        limit_bytes=budget.limit_bytes,
+        reason=f"{budget.given}: {budget.reason}" if budget.reason else budget.given,
+        origin=Origin.PLANNED if budget.reason else Origin.FORCED,
+    )
+
+
+def _pool(parts: Parts) -> Placement:
+    pool, chosen = parts.tuning.placement, parts.inference.choice if parts.inference is not None else None
+    return pool if chosen is None else replace(pool, reason=chosen.reason, origin=chosen.origin)
+
+
+def _units(parts: Parts, *, all_resident: bool) -> tuple[UnitPlan, ...]:
+    kept, weights_kept = parts.updater.there.kept_units, parts.parameters.kept
+    wide = {home.unit.index for home in parts.gradients.homes if home.wide is not None}
+    plans = []
+    for unit in parts.ground.units:
+        index, states = unit.index, 8 * unit.state_count + unit.master_bytes
+        added = unit.wide_bytes if index in wide else 0
+        plans.append(
+            UnitPlan(
+                name=unit.name,
+                weights=_part(unit.image_bytes, all_resident or index in weights_kept),
+                gradients=_part(unit.grad_bytes + added, index in kept) if unit.trained else None,
+                states=_part(states, index in kept) if unit.trained and parts.ground.homes.adam else None,
+            )
+        )
+    return tuple(plans)
+
+
+def _part(size: int, resident: bool) -> Part:
+    return Part(bytes=size, home=Tier.HOST, resident=resident)
+
+
+def _optimizer(parts: Parts) -> OptimizerShare | None:
+    if parts.optimizer is None or parts.tuning.share is not None:
+        return parts.tuning.share
+    how = "unit by unit" if parts.updater.by_unit else "on all parameters at once"
+    name = type(parts.optimizer.optimizer).__name__
+    return OptimizerShare(device_share=0.0, reason=f"{name}'s own step on the CPU, {how}", origin=Origin.PLANNED)
+
+
+def _activations(parts: Parts, settings: Settings) -> Activations:
+    if parts.saving is not None:
+        return parts.saving.planning.choice
+    forced = settings.activations != "auto"
+    return Activations(
+        mode="keep",
+        blocks=(),
+        outside="keep",
+        reason=f"activations={settings.activations!r}" if forced else "all of them: the device is RAM as well",
+        origin=Origin.FORCED if forced else Origin.PLANNED,
+    )
