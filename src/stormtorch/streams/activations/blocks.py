@@ -37,26 +37,25 @@ class Anatomy:
         self.modules = list(block.modules())
         self.looks, self._children = Looks(self.modules), self._children_now()
         self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.modules)
-        looked_at = (
-            [] if self._scripted else self.modules
-        )  # TorchScript keeps parameters elsewhere, and is not run again
+        # TorchScript keeps parameters elsewhere, and is not run again.
+        looked_at = [] if self._scripted else self.modules
         found = {id(p): (m, name) for m in reversed(looked_at) for name, p in m._parameters.items() if p is not None}
         self._places = list(found.values())
         self._own, self._has_own = [id(parameter) for parameter in self.parameters()], True
-        self.tables = Tables(self.modules)  # as `is_current` has found them
+        self.tables = Tables(looked_at)  # as `is_current` has found them
 
     def _children_now(self) -> list[nn.Module | None]:
         return [child for module in self.modules for child in module._modules.values()]
 
     def is_current(self) -> bool:
         """Whether the block still has the modules that it had. Looks at its parameters and buffers too."""
-        if self.tables.unchanged():
+        if not self._scripted and self.tables.unchanged():
             return True
         now = self._children_now()
         if len(now) != len(self._children) or not all(map(operator.is_, now, self._children)):
             return False
         self._has_own = [id(parameter) for parameter in self.parameters()] == self._own
-        self.tables = Tables(self.modules)
+        self.tables = Tables([] if self._scripted else self.modules)
         return True
 
     def parameters(self) -> list[Any]:

@@ -9,6 +9,7 @@ run says so.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -167,12 +168,23 @@ def values_in_config(path: Path) -> dict[str, Any]:
 
 
 def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The model without memory for its parameters, with real buffers. Initialises no weights."""
+    """The model without memory for its parameters, with real buffers. Initialises no weights. Where the system refuses
+    to reserve the memory of one parameter, even for the moment until it is dropped, buffers have no memory either."""
     transformers = require("transformers", extra="hf", why="This model")
     accelerate = require("accelerate", extra="hf", why="This model")
     initialization = require("transformers.initialization", extra="hf", why="This model")
-    with _build_errors(config), accelerate.init_empty_weights(include_buffers=False), initialization.no_init_weights():
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    make = functools.partial(
+        transformers.AutoModelForCausalLM.from_config, config, dtype=dtype, trust_remote_code=False
+    )
+    with _build_errors(config), initialization.no_init_weights():
+        try:
+            with accelerate.init_empty_weights(include_buffers=False):
+                model: Any = make()
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            with torch.device("meta"):
+                model = make()
     if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(model.config, "is_decoder", False):
         raise SettingError(
             f"A model of type {config.model_type!r} sees the tokens that it predicts, unless its config says "
