@@ -180,7 +180,7 @@ def test_states_pass_where_nobody_adds_gradients_up(
 
     def begin(session: Session) -> None:
         if budget_is_spent:  # then states give way in the middle of a backward
-            session._parts.parameters._enlarge = lambda _size: False
+            session._parts.parameters.residency._enlarge = lambda _size: False
 
     def see(session: Session, number: int) -> None:
         assert session._parts.adam is not None

@@ -21,6 +21,7 @@ from ..core.errors import SettingError
 from ..core.tags import Tag
 from ..memory.lanes.build import Lanes
 from ..memory.lanes.flags import Flag
+from ..memory.pools.device import bytes_for_graph
 from ..native.jobs import UpdateMeter, Worker
 from ..native.worker import open_worker
 from ..planner.inference import Inference
@@ -43,7 +44,9 @@ from ..streams.optimizer.torch_step import TorchStep, is_whole
 from ..streams.optimizer.updater import NoUpdater, Updater
 from ..streams.settings import Settings, Trial
 from ..streams.units.unit import Unit
-from ..streams.weights.stream import ParameterStream, Residence
+from ..streams.weights.graph_twins import GraphTwins
+from ..streams.weights.residency import Residence, Residency
+from ..streams.weights.stream import ParameterStream
 from .resources import Ground, open_ground, outline
 
 # Keeps what is attached to a model as long as its parameters are streamed, even if user code drops the session.
@@ -213,16 +216,14 @@ def _open(
 def _open_streams(
     ground: Ground, images: list[torch.Tensor], flags: Iterator[Flag], tuning: Tuning, *, serial: bool
 ) -> tuple[ParameterStream, GradientStream]:
-    parameters = ParameterStream(
+    residency = Residency(
         [Residence(unit, image) for unit, image in zip(ground.units, images, strict=True)],
-        lanes=ground.lanes,
         pool=ground.pool,
         ledger=ground.ledger,
-        waits=ground.waits,
-        sink=ground.recorder,
+        twins=GraphTwins(bytes_for_graph(0, ground.device)),
         enlarge=tuning.enlarge,
-        serial=serial,
     )
+    parameters = ParameterStream(residency, lanes=ground.lanes, waits=ground.waits, sink=ground.recorder, serial=serial)
     gradients = GradientStream(
         [GradHome(unit, next(flags)) for unit in ground.units],
         lanes=ground.lanes,
@@ -233,7 +234,7 @@ def _open_streams(
         serial=serial,
         poison=ground.poison,
     )
-    ground.endings.after_others(parameters.forget)
+    ground.endings.after_others(residency.forget)
     ground.endings.after_others(gradients.forget)
     return parameters, gradients
 
@@ -316,7 +317,6 @@ def _open_inference(
         foreign_bytes=lambda: tuning.foreign_bytes,
     )
     calls.witness = inference
-    parameters.give_way = inference.give_way
     return inference
 
 
@@ -356,10 +356,10 @@ def _open_adam(
     factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)
     homes = []
-    for unit in units:
+    for unit, gate in zip(units, (residence.gate for residence in parameters.residences), strict=True):
         exp_avg, exp_avg_sq = (states.tensor((unit.state_count,), torch.float32) for _ in range(2))
         masters = states.tensor((unit.master_bytes,), torch.uint8)
-        home = AdamHome(unit, exp_avg, exp_avg_sq, masters, [next(flags) for _ in unit.trained])
+        home = AdamHome(unit, exp_avg, exp_avg_sq, masters, [next(flags) for _ in unit.trained], gate)
         for item in unit.trained:
             master = home.master(item)
             if master is not None and item.dtype == torch.float16:
@@ -400,12 +400,10 @@ def _open_adam(
 def _make_known(updater: Updater, access: UserAccess, parameters: ParameterStream, gradients: GradientStream) -> None:
     """Make the other streams wait for updates from now on, and serve those on the device."""
     access.updater = updater
-    parameters.gate = gradients.gate = updater.gate
     parameters.pending = updater.pending
     parameters.before_use = updater.before_use
     parameters.prepare = updater.prepare
     parameters.prepare_early = updater.prepare_early
-    parameters.give_way = updater.there.give_way
     gradients.before_storing = updater.finish
     gradients.staying = updater.there.staying
     gradients.join_readers = updater.join
@@ -421,4 +419,4 @@ def _settle(access: UserAccess, parameters: ParameterStream, drain: Callable[[],
     """Bring everything home before the parts end."""
     access.updater.apply_factor()
     drain()
-    parameters.drop_all()
+    parameters.residency.drop_all()

@@ -54,7 +54,6 @@ class GradientStream:
         self._waits = waits
         self._make_own, self._make_wide, self._serial = make_own, make_wide, serial
         # Set when an optimizer is taken over:
-        self.gate: Callable[[Unit, Lane], None] = lambda _unit, _lane: None  # makes a lane wait for their readers
         self.consume: Callable[[GradHome], None] | None = None  # for step="backward"
         self.before_dropping: Callable[[], None] = lambda: None  # user code drops gradients that backward has used
         self.join_readers: Callable[[Unit], None] = lambda _unit: None  # block until no update reads home gradients
@@ -68,7 +67,7 @@ class GradientStream:
         self.has_added = False  # whether a gradient was added to that of an earlier pass
         self._ending: set[int] = set()  # passes at whose end gradients are to be finished
         self.lock = parameters.lock
-        self._buckets = Buckets(parameters, lanes, waits, poison=poison)
+        self._buckets = Buckets(parameters.residency, lanes, waits, poison=poison)
 
     # --- in backward
 
@@ -230,7 +229,8 @@ class GradientStream:
         target, bucket, lanes = home.wide if home.is_wide else home.own, home.there, self._lanes
         assert target is not None
         assert bucket is not None
-        self.gate(home.unit, lanes.store)  # the worker may still read the gradients of the step before
+        # The worker may still read the gradients of the step before.
+        self._parameters.residences[home.unit.index].gate.hold(lanes.store)
         assert home.ready is not None
         lanes.store.wait(home.ready)
         lanes.store.copy(target, bucket, Tag.GRADIENTS, home.unit.index)
@@ -251,7 +251,7 @@ class GradientStream:
         source = home.there if home.there is not None else home.wide if home.is_wide else home.own
         assert source is not None
         lane = lanes.compute if home.there is not None else lanes.load
-        earlier = self._parameters.room(source.nbytes, lane, Tag.GRADIENTS)
+        earlier = self._parameters.residency.room(source.nbytes, lane, Tag.GRADIENTS)
         uses = []
         if home.there is not None:
             assert home.ready is not None
@@ -270,7 +270,7 @@ class GradientStream:
             target.copy_(place.view(earlier.bytes, at, dtype))
             if index in grads:
                 target.add_(grads[index])
-        self._parameters.give(earlier, *uses, lanes.compute.record())
+        self._parameters.residency.give(earlier, *uses, lanes.compute.record())
 
     def prepare(self) -> None:
         """Take the buffers now, before the first gradient."""

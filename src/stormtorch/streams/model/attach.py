@@ -40,7 +40,7 @@ class Attachment:
         self._uses = [use for entry in entries for use in entry.uses]
         self._device, self._gradients = device, gradients
         self._moved_buffers: list[tuple[nn.Module, str]] = []
-        twins = Twins(parameters, gradients, device)
+        twins = Twins(parameters, gradients)
         self.calls = Calls(
             model,
             units,

@@ -259,7 +259,7 @@ class Calls:
     def _begin(self, module: nn.Module | None) -> None:
         if self.unwritten is not None and module is not None and self.unwritten.check(module):
             self.unwritten = None
-        order = self._parameters.order
+        order = self._parameters.residency.order
         training = torch.is_grad_enabled()
         whole = module is self._model or order.starts_with(self._inside.get(id(module), ()))
         if whole:

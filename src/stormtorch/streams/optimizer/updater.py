@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ...memory.lanes.lane import Lane
 from ..gradients.home import GradHome
 from ..home.parameter import Access
 from ..units.unit import Place, Unit
-from ..weights.stream import Stay
+from ..weights.residency import Stay
 from .param_groups import ParamGroups
 
 MASTER = "master"  # its name among the states of a parameter, in state dicts and checkpoints
@@ -122,9 +121,6 @@ class Updater:
         raise NotImplementedError
 
     # --- waiting
-
-    def gate(self, unit: Unit, lane: Lane) -> None:
-        """Make ``lane`` wait until the unit's home image and states are up to date."""
 
     def pending(self, unit: Unit) -> bool:
         """Whether an update of the unit is queued and not done."""
