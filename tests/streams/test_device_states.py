@@ -440,7 +440,7 @@ def test_an_update_without_room_for_the_weights_is_done_at_home(
             step(model, optimizer, number)
             if look and number == 2:
                 with monkeypatch.context() as full:
-                    session._parts.parameters.residency.drop_all()
+                    session._parts.schedule.residency.drop_all()
                     full.setattr(ParameterStream, "load", lambda *_: None)
                     before = [parameter.detach().clone() for parameter in model.parameters()]
                 assert all(parameter.isfinite().all() for parameter in before)
@@ -448,7 +448,7 @@ def test_an_update_without_room_for_the_weights_is_done_at_home(
         assert session._parts.adam is not None
         if kept or not look:  # or states that pass have given way for good
             assert any(home.waiting is not None for home in session._parts.adam.homes)
-        session._parts.parameters.residency.drop_all()
+        session._parts.schedule.residency.drop_all()
         monkeypatch.setattr(ParameterStream, "load", lambda *_: None)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
 
@@ -471,9 +471,9 @@ def test_states_that_were_loaded_ahead_are_not_those_after_an_update_at_home(mon
                     with monkeypatch.context() as full:
                         if streamed:
                             assert session._parts.adam is not None
-                            session._parts.parameters.load_ahead()
+                            session._parts.schedule.load_ahead()
                             assert any(home.waiting and home.staged for home in session._parts.adam.homes)
-                            session._parts.parameters.residency.drop_all()
+                            session._parts.schedule.residency.drop_all()
                             full.setattr(ParameterStream, "load", lambda *_: None)
                         optimizer.step()
                 optimizer.zero_grad()

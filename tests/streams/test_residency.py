@@ -13,7 +13,6 @@ from stormtorch.core.errors import OutOfBudget
 from stormtorch.core.tags import Tag
 from stormtorch.memory.books.ledger import Ledger
 from stormtorch.memory.lanes.build import Lanes, open_lanes
-from stormtorch.memory.lanes.waits import WaitMeter
 from stormtorch.memory.pools.pool import DevicePool, Piece
 from stormtorch.streams.units.partition import partition
 from stormtorch.streams.weights.graph_twins import GraphTwins
@@ -62,8 +61,8 @@ def world(ledger: Ledger) -> Iterator[World]:
 
     residences = [Residence(unit, torch.full((SIZE,), unit.index, dtype=torch.uint8)) for unit in units]
     residency = Residency(residences, pool=pool, ledger=ledger, twins=GraphTwins(torch.empty(0)), enlarge=enlarge)
-    waits = WaitMeter(lanes.compute, lambda _span: None)
-    weights = ParameterStream(residency, lanes=lanes, waits=waits, sink=lambda _span: None, serial=True)
+
+    weights = ParameterStream(residency, lanes=lanes, sink=lambda _span: None, serial=True)
     yield World(lanes, pool, residency, weights, enlarged)
     residency.forget()
     lanes.close()

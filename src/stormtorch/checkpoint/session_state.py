@@ -16,7 +16,6 @@ from torch import nn
 from ..core.errors import StormError
 from ..streams.bridge.handlers import inside_step, undisturbed
 from ..streams.bridge.torch_private import in_backward, without_torch_function
-from ..streams.gradients.stream import GradientStream
 from ..streams.home.parameter import plain
 from ..streams.model.access import UserAccess
 from ..streams.optimizer.stream import OptimizerStream
@@ -34,7 +33,6 @@ class Durable:
         *,
         units: list[Unit],
         parameters: ParameterStream,
-        gradients: GradientStream,
         access: UserAccess,
         optimizer: OptimizerStream | None,
         updater: Updater,
@@ -42,7 +40,7 @@ class Durable:
         drain: Callable[[], None],
     ) -> None:
         """``drain``: blocks until all requested work is done."""
-        self._units, self._parameters, self._gradients, self._drain = units, parameters, gradients, drain
+        self._units, self._parameters, self._drain = units, parameters, drain
         self._access, self._optimizer, self._updater, self.still = access, optimizer, updater, still
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         access.before_change = self._before_change
@@ -195,7 +193,7 @@ class Durable:
 
     def forget_gradients(self) -> None:
         """Drop the gradients: they belong to other weights."""
-        self._gradients.clear()
+        self._access.schedule.user_gradients.clear()
         if self._optimizer is not None:
             self._updater.forget_factor()
             self._optimizer.zero_grad()  # the session's; user code calls that of its own optimizer

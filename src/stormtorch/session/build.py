@@ -19,7 +19,6 @@ from ..checkpoint.snapshot import Still
 from ..core.endings import Endings
 from ..core.errors import SettingError
 from ..core.tags import Tag
-from ..memory.lanes.build import Lanes
 from ..memory.lanes.flags import Flag
 from ..memory.pools.device import bytes_for_graph
 from ..native.jobs import UpdateMeter, Worker
@@ -36,6 +35,7 @@ from ..streams.home.meta import Exchange, give_substance
 from ..streams.model.access import UserAccess
 from ..streams.model.attach import Attachment
 from ..streams.model.calls import Calls
+from ..streams.model.schedule import Schedule
 from ..streams.optimizer.adam import AdamStream
 from ..streams.optimizer.adam_home import AdamHome
 from ..streams.optimizer.device_states import kept_bytes
@@ -65,6 +65,7 @@ class Parts:
     access: UserAccess
     saving: Saving | None  # None: activations are kept
     optimizer: OptimizerStream | None
+    schedule: Schedule
     updater: Updater
     updates: UpdateMeter | None  # of Adam's worker
     inference: Inference | None  # None: an optimizer trains
@@ -133,13 +134,13 @@ def _open(
         look=ground.look,
     )
     parameters, gradients = _open_streams(ground, images, flags, tuning, serial=settings.step == "serial")
+    schedule = Schedule(parameters, gradients, lanes=ground.lanes, waits=ground.waits, serial=settings.step == "serial")
     attachment = Attachment(
         model,
         ground.partition.entries,
         ground.units,
         device=ground.device,
-        parameters=parameters,
-        gradients=gradients,
+        schedule=schedule,
     )
     endings.before_others(attachment.detach)
     attachment.attach()
@@ -155,8 +156,7 @@ def _open(
         trial,
         stepped=optimizer is not None,
     )
-    drain = functools.partial(_drain, access, ground.lanes)
-    endings.before_others(drain)
+    endings.before_others(schedule.drain)
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
     attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
@@ -169,34 +169,36 @@ def _open(
         masters = settings.master_dtype is not None
         mode = "forward" if settings.step == "auto" else settings.step
         if ground.homes.adam:
-            updater, worker = _open_adam(ground, images, flags, tuning, parameters, gradients, trial, mode)
+            updater, worker = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
         else:
             updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
+        schedule.updater = updater
         taken = OptimizerStream(
             optimizer,
             access=access,
             units=ground.units,
             parameters=parameters,
             gradients=gradients,
+            user_gradients=schedule.user_gradients,
+            schedule=schedule,
             updater=updater,
             masters=masters,
             mode=mode,
         )
+        schedule.optimizer = taken
         endings.before_others(taken.release)
         taken.before_update = functools.partial(tuning.before_step, gradients)
         taken.on_step = functools.partial(tuning.after_step, gradients)
-        _make_known(updater, access, parameters, gradients)
     access.durable = durable = Durable(
         units=ground.units,
         parameters=parameters,
-        gradients=gradients,
         access=access,
         optimizer=taken,
         updater=updater,
         still=Still(ground.ledger),
-        drain=drain,
+        drain=schedule.drain,
     )
-    endings.before_others(functools.partial(_settle, access, parameters, drain))
+    endings.before_others(schedule.settle)
     return Parts(
         ground=ground,
         tuning=tuning,
@@ -205,11 +207,12 @@ def _open(
         access=access,
         saving=saving,
         optimizer=taken,
+        schedule=schedule,
         updater=updater,
         updates=None if worker is None else UpdateMeter(worker, ground.recorder),
         inference=inference,
         durable=durable,
-        drain=drain,
+        drain=schedule.drain,
     )
 
 
@@ -223,11 +226,11 @@ def _open_streams(
         twins=GraphTwins(bytes_for_graph(0, ground.device)),
         enlarge=tuning.enlarge,
     )
-    parameters = ParameterStream(residency, lanes=ground.lanes, waits=ground.waits, sink=ground.recorder, serial=serial)
+    parameters = ParameterStream(residency, lanes=ground.lanes, sink=ground.recorder, serial=serial)
     gradients = GradientStream(
-        [GradHome(unit, next(flags)) for unit in ground.units],
+        [GradHome(r.unit, next(flags), ground.lanes, r.gate) for r in residency.residences],
         lanes=ground.lanes,
-        parameters=parameters,
+        residency=residency,
         waits=ground.waits,
         make_own=functools.partial(_own_grads, ground),
         make_wide=functools.partial(_wide_grads, ground),
@@ -345,8 +348,7 @@ def _open_adam(
     images: list[torch.Tensor],
     flags: Iterator[Flag],
     tuning: Tuning,
-    parameters: ParameterStream,
-    gradients: GradientStream,
+    schedule: Schedule,
     trial: Trial,
     mode: str,
 ) -> tuple[AdamStream, Worker]:
@@ -356,7 +358,7 @@ def _open_adam(
     factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)
     homes = []
-    for unit, gate in zip(units, (residence.gate for residence in parameters.residences), strict=True):
+    for unit, gate in zip(units, (residence.gate for residence in schedule.residency.residences), strict=True):
         exp_avg, exp_avg_sq = (states.tensor((unit.state_count,), torch.float32) for _ in range(2))
         masters = states.tensor((unit.master_bytes,), torch.uint8)
         home = AdamHome(unit, exp_avg, exp_avg_sq, masters, [next(flags) for _ in unit.trained], gate)
@@ -373,8 +375,9 @@ def _open_adam(
         worker=worker,
         board=ground.board,
         lanes=ground.lanes,
-        parameters=parameters,
-        gradients=gradients,
+        schedule=schedule,
+        parameters=schedule.weights,
+        gradients=schedule.gradients,
         waits=ground.waits,
         factors=factors.tensor((64, 16), torch.float32)[:, :1],
         in_backward_mode=mode == "backward",
@@ -395,28 +398,3 @@ def _open_adam(
 
     tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
     return adam, worker
-
-
-def _make_known(updater: Updater, access: UserAccess, parameters: ParameterStream, gradients: GradientStream) -> None:
-    """Make the other streams wait for updates from now on, and serve those on the device."""
-    access.updater = updater
-    parameters.pending = updater.pending
-    parameters.before_use = updater.before_use
-    parameters.prepare = updater.prepare
-    parameters.prepare_early = updater.prepare_early
-    gradients.before_storing = updater.finish
-    gradients.staying = updater.there.staying
-    gradients.join_readers = updater.join
-    gradients.settle = updater.apply_factor
-
-
-def _drain(access: UserAccess, lanes: Lanes) -> None:
-    access.updater.join_all()
-    lanes.synchronize()
-
-
-def _settle(access: UserAccess, parameters: ParameterStream, drain: Callable[[], None]) -> None:
-    """Bring everything home before the parts end."""
-    access.updater.apply_factor()
-    drain()
-    parameters.residency.drop_all()

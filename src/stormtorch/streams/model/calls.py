@@ -36,13 +36,13 @@ from ..bridge.torch_private import (
     outside_of_graphs,
     saved_tensor_hooks_active,
 )
-from ..gradients.stream import GradientStream
 from ..home.meta import Unwritten
 from ..home.parameter import HomeParameter, HomeView, joined
 from ..home.registration import take_out
 from ..units.partition import Entry
 from ..units.unit import Place, Unit
-from ..weights.stream import ParameterStream, SavedWeight
+from ..weights.stream import SavedWeight
+from .schedule import Schedule
 from .turns import Turns
 from .views import Twins
 from .write_guard import WriteGuard
@@ -122,18 +122,17 @@ class Calls:
         units: list[Unit],
         *,
         device: torch.device,
-        parameters: ParameterStream,
-        gradients: GradientStream,
+        schedule: Schedule,
         twins: Twins,
         guard: WriteGuard,
     ) -> None:
         self.closed = False  # True: calls run unwrapped
-        self.lock = parameters.lock
+        self.lock = schedule.lock
         self.saving: Saving | None = None  # decides what becomes of activations; None: autograd keeps them
         self.witness: Witness | None = None
         self.unwritten: Unwritten | None = None  # parameters from the meta device that have no values yet, if any
         self._model, self._device = model, device
-        self._parameters, self._gradients, self._twins, self._guard = parameters, gradients, twins, guard
+        self._schedule, self._weights, self._twins, self._guard = schedule, schedule.weights, twins, guard
         self._passes, self._stack = twins.passes, _Stack()
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._wrapped = WrappedCalls(self)
@@ -220,7 +219,7 @@ class Calls:
 
     @never_traced
     def _pack(self, tensor: torch.Tensor) -> Any:
-        weight = self._parameters.pack(tensor)
+        weight = self._weights.pack(tensor)
         if weight is not None:
             return weight
         return Held(tensor) if self.saving is None else self.saving.pack(tensor)
@@ -230,7 +229,7 @@ class Calls:
         if current_pass() != self._turns.backward:
             self._turns.begin_backward()
         if isinstance(saved, SavedWeight):
-            return self._parameters.unpack(saved)
+            return self._schedule.unpack(saved)
         if isinstance(saved, Held):
             if self.saving is not None:
                 self.saving.note_end()
@@ -259,11 +258,11 @@ class Calls:
     def _begin(self, module: nn.Module | None) -> None:
         if self.unwritten is not None and module is not None and self.unwritten.check(module):
             self.unwritten = None
-        order = self._parameters.residency.order
+        order = self._schedule.residency.order
         training = torch.is_grad_enabled()
         whole = module is self._model or order.starts_with(self._inside.get(id(module), ()))
         if whole:
-            self._parameters.begin_pass(training)
+            self._schedule.begin_pass(training)
         if self.witness is not None:
             self.witness.begin(training=training, whole=whole)
 
@@ -273,7 +272,7 @@ class Calls:
         while stack:
             self._uninstall(stack.pop())
         self._twins.end_pass()
-        self._gradients.abandon()
+        self._schedule.abandon()
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or isinstance(tensor, (HomeParameter, HomeView)):
@@ -285,9 +284,9 @@ class Calls:
         entry = installed.entry
         tensors: dict[int, torch.Tensor] = {}
         for unit in entry.units:
-            stay = self._parameters.use(unit)
+            stay = self._schedule.use(unit)
             installed.units.append(unit)
-            self._parameters.hold(unit)
+            self._schedule.hold(unit)
             for index, twin in self._twins.of_unit(unit, stay, in_graph).items():
                 tensors[id(unit.places[index].parameter)] = twin
         for use in entry.uses:
@@ -313,7 +312,7 @@ class Calls:
                 if any(a is b for a in outer.units for b in installed.units):
                     self._reinstall(outer)
         finally:
-            self._parameters.release(installed.units)
+            self._schedule.release(installed.units)
 
     def _reinstall(self, outer: Installed) -> None:
         for use in outer.entry.uses:

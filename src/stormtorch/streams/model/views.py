@@ -29,11 +29,10 @@ from ..bridge.torch_private import (
     outside_functorch,
     without_torch_function,
 )
-from ..gradients.stream import GradientStream
 from ..home.fetch import Fetch, Token
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
-from ..weights.stream import ParameterStream
+from .schedule import Schedule
 
 
 class Passes(threading.local):
@@ -50,11 +49,10 @@ class Passes(threading.local):
 class Twins:
     """Makes twins, and finds those of the running pass."""
 
-    def __init__(self, parameters: ParameterStream, gradients: GradientStream) -> None:
-        self._parameters, self._gradients = parameters, gradients
-        self.lock = parameters.lock
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._gradients, self.lock = schedule, schedule.gradients, schedule.lock
         self.passes = Passes()
-        self._with_graph = parameters.residency.twins
+        self._with_graph = schedule.residency.twins
 
     @outside_functorch
     def of_unit(self, unit: Unit, stay: Stay, in_graph: bool) -> dict[int, torch.Tensor]:
@@ -98,7 +96,7 @@ class Twins:
         self._gradients.homes[unit.index].expect(token)
         made = Fetch.apply(  # type: ignore[no-untyped-call]
             token,
-            self._gradients.collect,
+            self._schedule.collect,
             [views[place.index] for place in leaves],
             *(place.parameter for place in leaves),
         )
@@ -107,7 +105,7 @@ class Twins:
     @locked
     def of(self, place: Place) -> torch.Tensor:
         """One parameter's twin, lent to user code."""
-        stay = self._parameters.use(place.unit)
+        stay = self._schedule.use(place.unit)
         return self.lend(place, self.of_unit(place.unit, stay, in_backward())[place.index])
 
     def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:

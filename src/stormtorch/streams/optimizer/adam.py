@@ -39,7 +39,7 @@ from .adam_states import AdamStates
 from .device_states import DeviceStates
 from .masters import Masters
 from .param_groups import ParamGroups
-from .updater import MASTER, Updater
+from .updater import MASTER, Conductor, Updater
 
 
 class AdamStream(Updater):
@@ -56,6 +56,7 @@ class AdamStream(Updater):
         worker: Worker,
         board: Flags,
         lanes: Lanes,
+        schedule: Conductor,
         parameters: ParameterStream,
         gradients: GradientStream,
         waits: WaitMeter,
@@ -65,7 +66,7 @@ class AdamStream(Updater):
     ) -> None:
         """``factors``: fp32 words in home memory for clip factors, used in turns."""
         self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
-        self._parameters, self._gradients, self._factors = parameters, gradients, factors
+        self._schedule, self._parameters, self._gradients, self._factors = schedule, parameters, gradients, factors
         self.there = DeviceStates(homes, lanes=lanes, residency=parameters.residency, waits=waits, poison=poison)
         self._masters, self.lock = Masters(homes, self), parameters.lock
         self._factor_turn, self._in_backward_mode = 0, in_backward_mode
@@ -239,9 +240,9 @@ class AdamStream(Updater):
         home = self.homes[grads.unit.index]
         if not self.there.can_stage(home):
             return False
-        self._parameters.hold(home.unit)  # its weights must remain until they are updated
+        self._schedule.hold(home.unit)  # its weights must remain until they are updated
         try:
-            stay = self._parameters.use(home.unit)
+            stay = self._schedule.use(home.unit)
             if not self.there.can_stage(home):
                 return False  # loading the weights has evicted states
             steps = list(home.steps)
@@ -256,7 +257,7 @@ class AdamStream(Updater):
                     home.steps = steps
                 raise
         finally:
-            self._parameters.release([home.unit])
+            self._schedule.release([home.unit])
         self._parameters.residences[home.unit.index].updates += 1
         return True
 
@@ -366,7 +367,7 @@ class AdamStream(Updater):
         if home.waiting is None:
             return
         try:
-            self._parameters.use(unit)
+            self._schedule.use(unit)
         except OutOfBudget:
             if home.waiting is not None:
                 self.there.unstage(home)  # the prefetched states are about to be out of date

@@ -21,6 +21,7 @@ from ..bridge.ranks import refuse_ranks
 from ..bridge.torch_private import without_torch_function
 from ..gradients.home import GradHome
 from ..gradients.stream import GradientStream
+from ..gradients.user import UserGradients
 from ..home.parameter import Access
 from ..home.torch_grad import has_sparse_grad, real_grad
 from ..units.unit import Unit
@@ -28,7 +29,7 @@ from ..weights.stream import ParameterStream
 from .param_groups import ParamGroups
 from .patch import Takeover, users_own
 from .torch_step import Shadow, as_is
-from .updater import Updater
+from .updater import Conductor, Updater
 
 
 class OptimizerStream:
@@ -42,12 +43,15 @@ class OptimizerStream:
         units: list[Unit],
         parameters: ParameterStream,
         gradients: GradientStream,
+        user_gradients: UserGradients,
+        schedule: Conductor,
         updater: Updater,
         masters: bool,
         mode: str,
     ) -> None:
         self.optimizer, self._units = optimizer, units
         self._parameters, self._gradients, self._updater, self._mode = parameters, gradients, updater, mode
+        self._user_gradients, self._schedule = user_gradients, schedule
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._own_step, self._own_zero_grad = users_own(optimizer, "step"), users_own(optimizer, "zero_grad")
         if self._own_zero_grad is None and type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
@@ -79,18 +83,15 @@ class OptimizerStream:
         )
         try:
             self._takeover.begin()
-            self._connect()
+            self._states.take_over()
         except BaseException:
             self.release()
             raise
 
-    def _connect(self) -> None:
-        """Connect the optimizer to backward through the gradients, and take over existing states."""
-        if self._mode == "backward":
-            self._gradients.consume = self._consume
-            self._gradients.before_dropping = self.before_dropping
-            self._gradients.update_here = self._update_here
-        self._states.take_over()
+    @property
+    def in_backward(self) -> bool:
+        """Whether each unit is updated when its gradients are complete."""
+        return self._mode == "backward"
 
     # --- the step
 
@@ -150,7 +151,7 @@ class OptimizerStream:
         self._updater.check(self.optimizer, self._place)
         for home in self._gradients.homes:
             for place in home.unit.trained:
-                self._gradients.fold(place)
+                self._user_gradients.fold(place)
         self._refuse_sparse(self._units)
         self._states.heed()
         for home in self._gradients.homes:
@@ -162,8 +163,8 @@ class OptimizerStream:
             self._shadow.run([(p, p) for p in others])
         if self._mode == "serial":
             self._updater.join_all()
-        self._parameters.end_step()
-        self._parameters.load_ahead()
+        self._parameters.residency.order.end_step()
+        self._schedule.load_ahead()
 
     def _refuse_thawed(self) -> None:
         """Raise for parameters that were frozen when streaming began: they have no memory for gradients and states."""
@@ -198,7 +199,7 @@ class OptimizerStream:
         with without_torch_function():
             torch.autograd.graph.increment_version(changed)
 
-    def _consume(self, home: GradHome) -> None:
+    def update_home(self, home: GradHome) -> None:
         """For step="backward": update the unit now, from gradients that were just sent home."""
         mine = self._consumable(home)
         if mine is not None:
@@ -208,7 +209,7 @@ class OptimizerStream:
                 self._update(home, mine)
             self._consumed(home)
 
-    def _update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
+    def update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
         """For step="backward": update the unit now on the device, if it is to be updated there."""
         mine = self._consumable(home) if self._updater.is_on_device(home.unit) else None
         if mine is None:
@@ -253,7 +254,7 @@ class OptimizerStream:
         held = {id(parameter): parameter for parameter in self._groups.parameters()}
         everything = all(id(place.parameter) in held for unit in self._units for place in unit.trained)
         if everything:
-            self._gradients.clear()
+            self._user_gradients.clear()
         else:
             self._updater.apply_factor()  # parameters of other optimizers keep their gradients
         for key, parameter in held.items():
@@ -261,7 +262,7 @@ class OptimizerStream:
             if place is None:
                 parameter.grad = None
             elif not everything or (not place.trained and real_grad(place) is not None):
-                self._gradients.set_grad(place, None)
+                self._user_gradients.set_grad(place, None)
         self._updater.forget_factor()
 
     @locked
@@ -296,7 +297,7 @@ class OptimizerStream:
                 if parameter.grad is not None:
                     return None
                 continue
-            self._gradients.fold(place)
+            self._user_gradients.fold(place)
             home = self._gradients.homes[place.unit.index]
             if place.index not in home.present:
                 continue

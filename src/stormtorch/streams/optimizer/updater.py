@@ -6,8 +6,8 @@ updates behind its caller and keeps states in home memory: it overrides most of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -98,6 +98,22 @@ class StatesOnDevice:
         """The device bytes where ``size`` bytes of a kept unit's gradients remain until the update; None if not
         kept."""
         return None
+
+
+class Conductor(Protocol):
+    """The order in which streams work: model/schedule.py."""
+
+    def use(self, unit: Unit) -> Stay:
+        """The unit's weights on the device; compute waits for them."""
+
+    def hold(self, unit: Unit) -> None:
+        """Forbid eviction until ``release``."""
+
+    def release(self, units: Sequence[Unit]) -> None:
+        """Allow eviction again, once for each unit."""
+
+    def load_ahead(self) -> None:
+        """Prefetch what should be used next."""
 
 
 class Updater:
