@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,6 @@ from ..streams.gradients.stream import GradientStream
 from ..streams.home.meta import Exchange, give_substance
 from ..streams.model.access import UserAccess
 from ..streams.model.attach import Attachment
-from ..streams.model.calls import Calls
 from ..streams.model.schedule import Schedule
 from ..streams.optimizer.adam import AdamStream
 from ..streams.optimizer.adam_home import AdamHome
@@ -70,7 +69,6 @@ class Parts:
     updates: UpdateMeter | None  # of Adam's worker
     inference: Inference | None  # None: an optimizer trains
     durable: Durable
-    drain: Callable[[], None]  # blocks until all requested work is done
 
     @property
     def adam(self) -> AdamStream | None:
@@ -134,7 +132,17 @@ def _open(
         look=ground.look,
     )
     parameters, gradients = _open_streams(ground, images, flags, tuning, serial=settings.step == "serial")
-    schedule = Schedule(parameters, gradients, lanes=ground.lanes, waits=ground.waits, serial=settings.step == "serial")
+    inference = _open_inference(ground, tuning, parameters, gradients) if optimizer is None else None
+    schedule = Schedule(
+        parameters,
+        gradients,
+        lanes=ground.lanes,
+        waits=ground.waits,
+        snapshot=Still(ground.ledger),
+        tuner=tuning,
+        witness=inference,
+        serial=settings.step == "serial",
+    )
     attachment = Attachment(
         model,
         ground.partition.entries,
@@ -150,8 +158,7 @@ def _open(
         model,
         ground,
         tuning,
-        attachment.calls,
-        parameters,
+        schedule,
         settings.activations,
         trial,
         stepped=optimizer is not None,
@@ -159,12 +166,10 @@ def _open(
     endings.before_others(schedule.drain)
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
-    attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
-    worker = taken = inference = None
+    schedule.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
+    worker = taken = None
     updater: Updater = NoUpdater()
-    if optimizer is None:
-        inference = _open_inference(ground, tuning, parameters, gradients, attachment.calls)
-    else:
+    if optimizer is not None:
         gradients.prepare()
         masters = settings.master_dtype is not None
         mode = "forward" if settings.step == "auto" else settings.step
@@ -177,27 +182,14 @@ def _open(
             optimizer,
             access=access,
             units=ground.units,
-            parameters=parameters,
-            gradients=gradients,
-            user_gradients=schedule.user_gradients,
             schedule=schedule,
             updater=updater,
             masters=masters,
             mode=mode,
         )
-        schedule.optimizer = taken
         endings.before_others(taken.release)
-        taken.before_update = functools.partial(tuning.before_step, gradients)
-        taken.on_step = functools.partial(tuning.after_step, gradients)
-    access.durable = durable = Durable(
-        units=ground.units,
-        parameters=parameters,
-        access=access,
-        optimizer=taken,
-        updater=updater,
-        still=Still(ground.ledger),
-        drain=schedule.drain,
-    )
+        schedule.optimizer = taken
+        endings.after_others(schedule.forget)
     endings.before_others(schedule.settle)
     return Parts(
         ground=ground,
@@ -211,8 +203,7 @@ def _open(
         updater=updater,
         updates=None if worker is None else UpdateMeter(worker, ground.recorder),
         inference=inference,
-        durable=durable,
-        drain=schedule.drain,
+        durable=Durable(access),
     )
 
 
@@ -259,8 +250,7 @@ def _arrange(
     model: nn.Module,
     ground: Ground,
     tuning: Tuning,
-    calls: Calls,
-    parameters: ParameterStream,
+    schedule: Schedule,
     mode: str,
     trial: Trial,
     *,
@@ -277,7 +267,7 @@ def _arrange(
         ledger=ground.ledger,
         page_lock=ground.page_lock,
         waits=ground.waits,
-        lock=calls.lock,
+        lock=schedule.lock,
         rates=tuning.free_rates,
         meter=tuning.meter,
         peak=tuning.peak,
@@ -285,8 +275,8 @@ def _arrange(
         foreign_bytes=tuning.foreign_bytes,
         can_recompute=tuning.can_recompute,
         weights=ground.pool,
-        is_streamed=lambda tensor: parameters.residence_of(tensor) is not None,
-        note_of=parameters.pack,
+        is_streamed=lambda tensor: schedule.weights.residence_of(tensor) is not None,
+        note_of=schedule.weights.pack,
         steps=(lambda: tuning.steps) if stepped else None,
         is_settled=(lambda: tuning.is_settled) if stepped else (lambda: True),
     )
@@ -300,15 +290,14 @@ def _arrange(
 
     saving, end = open_saving(model, mode, around, on_device, trial)
     ground.endings.before_others(end)
-    calls.saving = saving
-    tuning.activation_wish = lambda: saving.wish_bytes
+    schedule.saving = saving
     return saving
 
 
 def _open_inference(
-    ground: Ground, tuning: Tuning, parameters: ParameterStream, gradients: GradientStream, calls: Calls
+    ground: Ground, tuning: Tuning, parameters: ParameterStream, gradients: GradientStream
 ) -> Inference:
-    inference = Inference(
+    return Inference(
         ground.device,
         ground.meter,
         ledger=ground.ledger,
@@ -319,8 +308,6 @@ def _open_inference(
         gradients=gradients,
         foreign_bytes=lambda: tuning.foreign_bytes,
     )
-    calls.witness = inference
-    return inference
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -376,8 +363,6 @@ def _open_adam(
         board=ground.board,
         lanes=ground.lanes,
         schedule=schedule,
-        parameters=schedule.weights,
-        gradients=schedule.gradients,
         waits=ground.waits,
         factors=factors.tensor((64, 16), torch.float32)[:, :1],
         in_backward_mode=mode == "backward",

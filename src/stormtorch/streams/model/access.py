@@ -6,8 +6,7 @@ device copies stale, also those that modules are computing with."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import MutableMapping
 
 import torch
 
@@ -16,7 +15,7 @@ from ..bridge import handlers
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
 from ..home.parameter import HomeView, home_view
-from ..units.unit import Place, Unit
+from ..units.unit import Place
 from .calls import Calls
 from .schedule import Schedule
 from .views import Twins
@@ -36,8 +35,6 @@ class UserAccess:
         self.device, self.twins, self.closed = device, twins, False
         self.lock = schedule.lock
         self.stepping: int | None = None
-        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # a save may still read the unit
-        self.durable: Any = None  # saves and loads the session, for load_weights
         self.schedule, self._weights, self._grads, self._calls = schedule, schedule.weights, schedule.gradients, calls
         self._passes = twins.passes
         self._held: dict[int, weakref.WeakValueDictionary[int, HomeView]] = {}
@@ -82,7 +79,7 @@ class UserAccess:
         if self.closed or kind == "past":
             return
         if kind != "grad":
-            self.before_change(place.unit)
+            self.schedule.snapshot.before_change(place.unit.index)  # a save may still read it
         if kind == "weight":
             last = self._weights.residences[place.unit.index].last_load
             if last is not None:

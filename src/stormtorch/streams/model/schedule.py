@@ -8,40 +8,100 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ...core.errors import StaleGraph
 from ...memory.lanes.build import Lanes
 from ...memory.lanes.waits import WaitMeter
+from ..activations.runner import Saving
 from ..bridge.lock import locked
 from ..bridge.torch_private import at_end_of_backward, in_backward, outside_functorch
 from ..gradients.home import GradHome
 from ..gradients.stream import GradientStream
 from ..gradients.user import UserGradients, used_up
 from ..home.fetch import Token
+from ..home.meta import Unwritten
+from ..home.torch_grad import has_sparse_grad
 from ..optimizer.stream import OptimizerStream
-from ..optimizer.updater import NoUpdater, Updater
+from ..optimizer.updater import NoUpdater, Snapshot, Updater
 from ..units.unit import Unit
 from ..weights.residency import Residence, Stay
 from ..weights.stream import ParameterStream, SavedWeight, version_of
+
+
+class Tuner(Protocol):
+    """Changes where work is done, by what steps have shown."""
+
+    def before_step(self, gradients: GradientStream) -> None:
+        """The units that have gradients are about to be updated."""
+
+    def after_step(self, gradients: GradientStream, activations: Saving | None) -> None:
+        """They were updated, or their updates are queued."""
+
+
+class Witness(Protocol):
+    """Is told of every call before the call takes memory."""
+
+    def begin(self, *, training: bool, whole: bool) -> None:
+        """User code calls the model, or one of its modules alone; ``training``: gradients may follow."""
+
+    def enter(self, given: Any) -> None:
+        """A block is about to run with the arguments ``given``."""
+
+    def end(self) -> None:
+        """The call returns to user code."""
 
 
 class Schedule:
     """The order in which a session's streams work. Used by one thread at a time."""
 
     def __init__(
-        self, weights: ParameterStream, gradients: GradientStream, *, lanes: Lanes, waits: WaitMeter, serial: bool
+        self,
+        weights: ParameterStream,
+        gradients: GradientStream,
+        *,
+        lanes: Lanes,
+        waits: WaitMeter,
+        snapshot: Snapshot,
+        tuner: Tuner,
+        witness: Witness | None,
+        serial: bool,
     ) -> None:
         self.weights, self.gradients = weights, gradients
         self.residency, self.lock = weights.residency, weights.lock
         self._residences, self._pool, self._compute = weights.residences, self.residency.pool, lanes.compute
         self._lanes, self._waits, self._serial = lanes, waits, serial
+        self.snapshot, self._tuner, self.witness = snapshot, tuner, witness
         self.user_gradients = UserGradients(gradients, self._residences, self)
         self._ending: set[int] = set()  # backward passes at whose end gradients will be complete
-        # Set once, when an optimizer is taken over: both use weights through this object.
+        # Set once. An updater and an optimizer use weights through this object; the others need the attached model.
         self.updater: Updater = NoUpdater()
         self.optimizer: OptimizerStream | None = None
+        self.saving: Saving | None = None  # decides what becomes of activations; None: autograd keeps them
+        self.unwritten: Unwritten | None = None  # parameters from the meta device that have no values yet, if any
+
+    # --- a pass begins and ends
+
+    def begin_pass(self, module: nn.Module | None, *, training: bool, whole: bool) -> None:
+        """User code calls the model, or ``module`` alone (not ``whole``); ``training``: gradients may follow."""
+        if self.unwritten is not None and module is not None and self.unwritten.check(module):
+            self.unwritten = None
+        if whole:
+            self._begin_order(training)
+        if self.witness is not None:
+            self.witness.begin(training=training, whole=whole)
+
+    @locked
+    def _begin_order(self, training: bool) -> None:
+        self.residency.order.begin(training)
+
+    def end_pass(self) -> None:
+        """That call returns to user code."""
+        if self.witness is not None:
+            self.witness.end()
 
     # --- a unit is used
 
@@ -98,11 +158,6 @@ class Schedule:
         if typed is None:
             typed = stay.typed[saved.dtype] = stay.base.view(saved.dtype)
         return typed.as_strided(saved.shape, saved.stride, saved.offset)
-
-    @locked
-    def begin_pass(self, training: bool) -> None:
-        """A new call of the model begins; ``training``: gradients may follow."""
-        self.residency.order.begin(training)
 
     @locked
     def hold(self, unit: Unit) -> None:
@@ -220,6 +275,42 @@ class Schedule:
         self._ending.clear()
         self.gradients.abandon()
 
+    # --- a step is asked for
+
+    @locked
+    def step(self) -> None:
+        """Update every unit that has gradients, or queue its update."""
+        self._tuner.before_step(self.gradients)
+        self._update_all()
+        self.end_step()
+
+    @torch.no_grad()
+    def _update_all(self) -> None:
+        optimizer, homes = self.optimizer, self.gradients.homes
+        assert optimizer is not None
+        optimizer.check()
+        for home in homes:
+            for place in home.unit.trained:
+                self.user_gradients.fold(place)
+        optimizer.refuse_sparse([home.unit for home in homes])
+        optimizer.states.heed()
+        for home in homes:
+            if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
+                optimizer.update(home)
+        optimizer.states.count()
+        optimizer.update_others()
+        if self._serial:
+            self.updater.join_all()
+        self.residency.order.end_step()
+        self.load_ahead()
+
+    @locked
+    def end_step(self) -> None:
+        """Count a step that is complete."""
+        assert self.optimizer is not None
+        self.optimizer.count()  # before the tuner's work and the user's hooks, which may save a checkpoint
+        self._tuner.after_step(self.gradients, self.saving)
+
     # --- home memory
 
     def drain(self) -> None:
@@ -232,6 +323,10 @@ class Schedule:
         self.updater.apply_factor()
         self.drain()
         self.residency.drop_all()
+
+    def forget(self) -> None:
+        """Release the optimizer: graphs that outlive the session keep this object alive."""
+        self.optimizer = None
 
     # --- user code reads or changes gradients
 

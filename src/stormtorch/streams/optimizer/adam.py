@@ -27,12 +27,10 @@ from ...native.jobs import Worker
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
 from ..gradients.home import GradHome
-from ..gradients.stream import GradientStream
 from ..home.parameter import Access
 from ..units.chunks import whole_of
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
-from ..weights.stream import ParameterStream
 from .adam_home import MOMENTS, AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
 from .adam_settings import adam_step, refuse_unknown
 from .adam_states import AdamStates
@@ -57,8 +55,6 @@ class AdamStream(Updater):
         board: Flags,
         lanes: Lanes,
         schedule: Conductor,
-        parameters: ParameterStream,
-        gradients: GradientStream,
         waits: WaitMeter,
         factors: torch.Tensor,
         in_backward_mode: bool,
@@ -66,9 +62,10 @@ class AdamStream(Updater):
     ) -> None:
         """``factors``: fp32 words in home memory for clip factors, used in turns."""
         self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
-        self._schedule, self._parameters, self._gradients, self._factors = schedule, parameters, gradients, factors
-        self.there = DeviceStates(homes, lanes=lanes, residency=parameters.residency, waits=waits, poison=poison)
-        self._masters, self.lock = Masters(homes, self), parameters.lock
+        self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
+        self._factors = factors
+        self.there = DeviceStates(homes, lanes=lanes, residency=schedule.weights.residency, waits=waits, poison=poison)
+        self._masters, self.lock = Masters(homes, self), schedule.lock
         self._factor_turn, self._in_backward_mode = 0, in_backward_mode
         self._kept: dict[int, torch.Tensor] = {}  # on the device; kept because the store lane reads them later
         self._factor: torch.Tensor | None = None

@@ -20,12 +20,9 @@ from ..bridge.lock import locked
 from ..bridge.ranks import refuse_ranks
 from ..bridge.torch_private import without_torch_function
 from ..gradients.home import GradHome
-from ..gradients.stream import GradientStream
-from ..gradients.user import UserGradients
 from ..home.parameter import Access
 from ..home.torch_grad import has_sparse_grad, real_grad
 from ..units.unit import Unit
-from ..weights.stream import ParameterStream
 from .param_groups import ParamGroups
 from .patch import Takeover, users_own
 from .torch_step import Shadow, as_is
@@ -41,17 +38,14 @@ class OptimizerStream:
         *,
         access: Access,
         units: list[Unit],
-        parameters: ParameterStream,
-        gradients: GradientStream,
-        user_gradients: UserGradients,
         schedule: Conductor,
         updater: Updater,
         masters: bool,
         mode: str,
     ) -> None:
         self.optimizer, self._units = optimizer, units
-        self._parameters, self._gradients, self._updater, self._mode = parameters, gradients, updater, mode
-        self._user_gradients, self._schedule = user_gradients, schedule
+        self._schedule, self._snapshot, self._updater, self._mode = schedule, schedule.snapshot, updater, mode
+        self._gradients, self._user_gradients = schedule.gradients, schedule.user_gradients
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._own_step, self._own_zero_grad = users_own(optimizer, "step"), users_own(optimizer, "zero_grad")
         if self._own_zero_grad is None and type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
@@ -64,26 +58,23 @@ class OptimizerStream:
         self._shadow = Shadow(optimizer)  # for parameters that are not streamed
         self._access, self.has_masters = access, masters
         self._unstepped = False  # backward has updated units since the last step()
-        self.lock = parameters.lock
+        self.lock = schedule.lock
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
-        self.before_update: Callable[[], None] = lambda: None
-        self.on_step: Callable[[], None] = lambda: None
-        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # a save may still read the unit
         self._groups = ParamGroups(optimizer)
-        self._states = updater.states(self._groups, access, self._before_replacing)
+        self.states = updater.states(self._groups, access, self._before_replacing)
         self._takeover = Takeover(
             optimizer,
             step=self.step,
             zero_grad=self._own_zero_grad or self.zero_grad,
             before_saving=updater.join_all,
-            after_saving=self._states.after_saving,
+            after_saving=self.states.after_saving,
             before_loading=self._before_loading,
             after_loading=self._after_loading,
         )
         try:
             self._takeover.begin()
-            self._states.take_over()
+            self.states.take_over()
         except BaseException:
             self.release()
             raise
@@ -108,32 +99,24 @@ class OptimizerStream:
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if not self._updater.by_unit:
-            self.before_change(None)
+            self._snapshot.before_change(None, by_step=True)
             loss = as_is(self.optimizer, self._own_step, closure)
-        else:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            if self._mode != "backward":
-                self.before_change(None)  # here Ctrl-C can end the wait
-            self._update_and_count()
+            self._schedule.end_step()
             return loss
-        self._count()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.in_backward:
+            self._snapshot.before_change(None, by_step=True)  # here Ctrl-C can end the wait
+        self._schedule.step()
         return loss
 
-    @locked
-    def _update_and_count(self) -> None:
-        self.before_update()
-        self._update_all()
+    def count(self) -> None:
+        """Count a step that is complete."""
         self._unstepped = False
-        self._count()
-
-    @locked
-    def _count(self) -> None:
         self._sort_state()
-        self.steps += 1  # before the hooks: they may save a checkpoint
-        self.on_step()
+        self.steps += 1
 
     def _sort_state(self) -> None:
         """Sort new entries of ``optimizer.state`` by parameter: units may be updated in any order."""
@@ -143,28 +126,11 @@ class OptimizerStream:
                 state[parameter] = state.pop(parameter)
                 self._states_seen.add(id(parameter))
 
-    @locked  # excludes the closure, whose backward runs on another thread
-    @torch.no_grad()
-    def _update_all(self) -> None:
+    def check(self) -> None:
+        """Raise before a step for what it cannot do."""
         refuse_ranks()
         self._refuse_thawed()
         self._updater.check(self.optimizer, self._place)
-        for home in self._gradients.homes:
-            for place in home.unit.trained:
-                self._user_gradients.fold(place)
-        self._refuse_sparse(self._units)
-        self._states.heed()
-        for home in self._gradients.homes:
-            if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
-                self._update(home, self._groups.of(home.unit))
-        self._states.count()
-        others = [p for p in self._groups.parameters() if id(p) not in self._place and p.grad is not None]
-        if others:  # left on the device, added later, or not the model's
-            self._shadow.run([(p, p) for p in others])
-        if self._mode == "serial":
-            self._updater.join_all()
-        self._parameters.residency.order.end_step()
-        self._schedule.load_ahead()
 
     def _refuse_thawed(self) -> None:
         """Raise for parameters that were frozen when streaming began: they have no memory for gradients and states."""
@@ -176,17 +142,27 @@ class OptimizerStream:
                         "storm.stream again."
                     )
 
-    def _refuse_sparse(self, units: list[Unit]) -> None:
+    def refuse_sparse(self, units: list[Unit]) -> None:
         """Raise before the first unit is updated, so that an error leaves all units unchanged."""
         for unit in [] if self._updater.takes_sparse else units:
             sparse = [place.index for place in unit.trained if has_sparse_grad(place)]
             if sparse and not self._groups.of(unit).keys().isdisjoint(sparse):
                 raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
 
+    def update(self, home: GradHome) -> None:
+        """Update a unit from its gradients, or queue that."""
+        self._update(home, self._groups.of(home.unit))
+
     def _update(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
-        self.before_change(home.unit)
+        self._snapshot.before_change(home.unit.index, by_step=True)
         self._updater.update(home, mine)
         self._note_change(home, mine)
+
+    def update_others(self) -> None:
+        """Update parameters that are not streamed: left on the device, added later, or not the model's."""
+        others = [p for p in self._groups.parameters() if id(p) not in self._place and p.grad is not None]
+        if others:
+            self._shadow.run([(p, p) for p in others])
 
     def _note_change(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
         """Tell autograd of the change: graphs outside of the model that have saved these parameters must not run any
@@ -203,8 +179,8 @@ class OptimizerStream:
         """For step="backward": update the unit now, from gradients that were just sent home."""
         mine = self._consumable(home)
         if mine is not None:
-            self._refuse_sparse([home.unit])
-            self._states.heed(home.unit)
+            self.refuse_sparse([home.unit])
+            self.states.heed(home.unit)
             with torch.no_grad():
                 self._update(home, mine)
             self._consumed(home)
@@ -214,9 +190,9 @@ class OptimizerStream:
         mine = self._consumable(home) if self._updater.is_on_device(home.unit) else None
         if mine is None:
             return False
-        self._states.heed(home.unit)
-        self.before_change(home.unit)
-        residence = self._parameters.residences[home.unit.index]
+        self.states.heed(home.unit)
+        self._snapshot.before_change(home.unit.index, by_step=True)
+        residence = self._schedule.weights.residences[home.unit.index]
         updates = residence.updates
         try:
             if not self._updater.update_here(home, bucket, mine):
@@ -271,7 +247,7 @@ class OptimizerStream:
         if not self._unstepped:
             return
         self._unstepped = False
-        self._states.count()  # the updates count, if training goes on from here
+        self.states.count()  # the updates count, if training goes on from here
         updated = sum(home.consumed for home in self._gradients.homes)
         raise StormError(
             f'step="backward" has updated {updated} of {len(self._units)} units while their gradients arrived, and '
@@ -285,7 +261,7 @@ class OptimizerStream:
         """Clip without waiting; None if that is not possible."""
         if not self._updater.defers_clipping:
             return None
-        if self._mode == "backward":
+        if self.in_backward:
             raise StormError(
                 'Cannot clip: step="backward" has used the gradients, unit by unit, before their norm was known. '
                 'Use step="forward" (the "auto" choice) to clip.'
@@ -312,16 +288,16 @@ class OptimizerStream:
     # --- the state, in torch's own format
 
     def _before_replacing(self, unit: Unit) -> None:
-        self.before_change(unit)  # an attribute that is set after construction
+        self._snapshot.before_change(unit.index, by_step=True)
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         self._updater.join_all()
-        self.before_change(None)
-        return self._states.before_loading(state_dict)
+        self._snapshot.before_change(None, by_step=True)
+        return self.states.before_loading(state_dict)
 
     def _after_loading(self) -> None:
         self._unstepped = False  # loading starts from a complete step
-        self._states.after_loading()
+        self.states.after_loading()
 
     # --- for checkpoints
 
@@ -329,7 +305,7 @@ class OptimizerStream:
     def settle(self) -> None:
         """Block until home memory has the current weights and states, including changes that user code made to the
         state."""
-        self._states.heed()
+        self.states.heed()
         self._updater.join_all()
 
     @locked
@@ -337,7 +313,7 @@ class OptimizerStream:
         """Install these states. For our own kernels, moments and masters are in home memory already."""
         self._unstepped = False
         self.optimizer.state.clear()
-        self._states.replace(states)
+        self.states.replace(states)
         for parameter, state in states.items():
             self.optimizer.state[parameter] = state
         self._states_seen.clear()
@@ -354,8 +330,8 @@ class OptimizerStream:
         """Give the optimizer back, with its state in ordinary tensors of the parameters' dtypes."""
         if self.released:
             return
-        self._states.before_release()
+        self.states.before_release()
         self._takeover.end()
         if self._unstepped:
-            self._states.count()
-        self._states.after_release()
+            self.states.count()
+        self.states.after_release()

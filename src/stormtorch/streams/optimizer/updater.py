@@ -6,15 +6,19 @@ updates behind its caller and keeps states in home memory: it overrides most of 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ..gradients.home import GradHome
+from ..gradients.stream import GradientStream
+from ..gradients.user import UserGradients
 from ..home.parameter import Access
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
+from ..weights.stream import ParameterStream
 from .param_groups import ParamGroups
 
 MASTER = "master"  # its name among the states of a parameter, in state dicts and checkpoints
@@ -100,8 +104,22 @@ class StatesOnDevice:
         return None
 
 
+class Snapshot(Protocol):
+    """The values that a save in the background still has to write."""
+
+    def before_change(self, unit: int | None, *, by_step: bool = False) -> None:
+        """Copy those of the unit (None: of all), or wait until they are written; ``by_step``: an optimizer changes
+        it."""
+
+
 class Conductor(Protocol):
     """The order in which streams work: model/schedule.py."""
+
+    lock: threading.RLock
+    weights: ParameterStream
+    gradients: GradientStream
+    user_gradients: UserGradients
+    snapshot: Snapshot
 
     def use(self, unit: Unit) -> Stay:
         """The unit's weights on the device; compute waits for them."""
@@ -112,8 +130,11 @@ class Conductor(Protocol):
     def release(self, units: Sequence[Unit]) -> None:
         """Allow eviction again, once for each unit."""
 
-    def load_ahead(self) -> None:
-        """Prefetch what should be used next."""
+    def step(self) -> None:
+        """Update every unit that has gradients, or queue its update."""
+
+    def end_step(self) -> None:
+        """Count a step that is complete."""
 
 
 class Updater:
