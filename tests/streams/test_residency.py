@@ -134,7 +134,7 @@ def test_a_borrower_gives_way_when_nothing_else_does(world: World) -> None:
             return True
 
     borrower = Holds()
-    world.residency.may_ask(borrower)
+    world.residency.borrowers.append(borrower)
     held = [world.room(), world.room(), world.room()]
     assert (borrower.asked, len(world.enlarged)) == (3, 3), "the budget is asked first"
     with pytest.raises(OutOfBudget, match="GRADIENTS"):

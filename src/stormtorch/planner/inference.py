@@ -70,7 +70,7 @@ class Inference:
         self._device, self._meter, self._ledger, self._pool = device, meter, ledger, pool
         self._placement, self._foreign = placement, foreign_bytes
         self._parameters, self._residency, self._gradients = parameters, parameters.residency, gradients
-        self._residency.may_ask(self)
+        self._residency.borrowers.append(self)
         self._entries = [[unit.index for unit in entry.units] for entry in partition.entries]
         self._sizes = [round_up(unit.image_bytes, GRAIN) for unit in partition.units]
         self._wanted = _by_worth(self._sizes)

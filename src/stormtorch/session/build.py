@@ -143,26 +143,12 @@ def _open(
         witness=inference,
         serial=settings.step == "serial",
     )
-    attachment = Attachment(
-        model,
-        ground.partition.entries,
-        ground.units,
-        device=ground.device,
-        schedule=schedule,
-    )
+    attachment = Attachment(model, ground.partition.entries, ground.units, ground.device, schedule)
     endings.before_others(attachment.detach)
     attachment.attach()
     access = attachment.access
     tuning.note_foreign_memory(model)
-    saving = _arrange(
-        model,
-        ground,
-        tuning,
-        schedule,
-        settings.activations,
-        trial,
-        stepped=optimizer is not None,
-    )
+    _arrange(model, ground, tuning, schedule, settings.activations, trial, stepped=optimizer is not None)
     endings.before_others(schedule.drain)
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
@@ -178,15 +164,7 @@ def _open(
         else:
             updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
         schedule.updater = updater
-        taken = OptimizerStream(
-            optimizer,
-            access=access,
-            units=ground.units,
-            schedule=schedule,
-            updater=updater,
-            masters=masters,
-            mode=mode,
-        )
+        taken = OptimizerStream(optimizer, access, ground.units, schedule, updater, masters=masters, mode=mode)
         endings.before_others(taken.release)
         schedule.optimizer = taken
         endings.after_others(schedule.forget)
@@ -197,7 +175,7 @@ def _open(
         parameters=parameters,
         gradients=gradients,
         access=access,
-        saving=saving,
+        saving=schedule.saving,
         optimizer=taken,
         schedule=schedule,
         updater=updater,
@@ -247,20 +225,13 @@ def _wide_grads(ground: Ground, unit: Unit) -> torch.Tensor:
 
 
 def _arrange(
-    model: nn.Module,
-    ground: Ground,
-    tuning: Tuning,
-    schedule: Schedule,
-    mode: str,
-    trial: Trial,
-    *,
-    stepped: bool,
-) -> Saving | None:
-    """Handle activations by ``mode``; None if they are kept. ``stepped``: the session has an optimizer."""
+    model: nn.Module, ground: Ground, tuning: Tuning, schedule: Schedule, mode: str, trial: Trial, *, stepped: bool
+) -> None:
+    """Handle activations by ``mode``. ``stepped``: the session has an optimizer."""
     # The device is RAM as well: "auto" would keep all.
     no_limit = ground.meter is None and trial.activation_room is None
     if mode == "keep" or (mode == "auto" and no_limit):
-        return None
+        return
     around = Surroundings(
         device=ground.device,
         lanes=ground.lanes,
@@ -288,10 +259,8 @@ def _arrange(
             if (module := reference()) is not None:
                 yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
-    saving, end = open_saving(model, mode, around, on_device, trial)
+    schedule.saving, end = open_saving(model, mode, around, on_device, trial)
     ground.endings.before_others(end)
-    schedule.saving = saving
-    return saving
 
 
 def _open_inference(

@@ -14,7 +14,7 @@ from ...memory.lanes.lane import Event
 from ..home.fetch import Token
 from ..home.parameter import HomeView, move_views
 from ..units.unit import Place, Unit
-from ..weights.gate import HomeGate
+from ..weights.residency import HomeGate
 
 Family = weakref.WeakValueDictionary[int, HomeView]  # the views of one gradient, by id
 

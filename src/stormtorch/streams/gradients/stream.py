@@ -103,11 +103,6 @@ class GradientStream:
         self.homes = []
         self._buckets.forget()
 
-    def abandon(self) -> None:
-        """Forget the partial results of backward passes that failed."""
-        for home in self.homes:
-            home.partial.clear()
-
     def prepare_sum(self, home: GradHome) -> bool:
         """Make sure of home memory for the sum of the unit's gradients and new ones; True if it will be in fp32."""
         self.ensure_own()

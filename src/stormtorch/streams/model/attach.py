@@ -30,7 +30,6 @@ class Attachment:
         model: nn.Module,
         entries: list[Entry],
         units: list[Unit],
-        *,
         device: torch.device,
         schedule: Schedule,
     ) -> None:

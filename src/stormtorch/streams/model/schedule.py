@@ -273,7 +273,8 @@ class Schedule:
     def abandon(self) -> None:
         """Forget the partial gradients of backward passes that failed."""
         self._ending.clear()
-        self.gradients.abandon()
+        for home in self.gradients.homes:
+            home.partial.clear()
 
     # --- a step is asked for
 

@@ -11,7 +11,7 @@ the next forward uses the unit; with step="backward" as soon as its gradients ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from .adam_states import AdamStates
 from .device_states import DeviceStates
 from .masters import Masters
 from .param_groups import ParamGroups
-from .updater import MASTER, Conductor, Updater
+from .updater import MASTER, Conductor, Snapshot, Updater
 
 
 class AdamStream(Updater):
@@ -71,8 +71,8 @@ class AdamStream(Updater):
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
-    def states(self, groups: ParamGroups, access: Access, before_change: Callable[[Unit], None]) -> AdamStates:
-        return AdamStates(self.homes, self, self._masters, self._gradients, groups, access, before_change)
+    def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> AdamStates:
+        return AdamStates(self.homes, self, self._masters, self._gradients, groups, access, snapshot)
 
     def check(self, optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:
         refuse_unknown(optimizer, streamed)

@@ -13,7 +13,7 @@ from ...memory.pools.pool import Piece
 from ...native.update import AdamStep, AdamTensors
 from ..units.chunks import Chunk
 from ..units.unit import Place, Unit
-from ..weights.gate import HomeGate
+from ..weights.residency import HomeGate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of these states
 _SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}

@@ -56,7 +56,7 @@ class DeviceStates(StatesOnDevice):
         self._chunks: list[list[Chunk]] = []  # of each unit
         self._updated: list[AdamHome] = []  # units whose states passed through since the last backward
         self._expected: list[AdamHome] = []  # those of the step before
-        residency.may_ask(self)
+        residency.borrowers.append(self)
 
     # --- what goes where
 

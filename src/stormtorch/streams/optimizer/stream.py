@@ -35,11 +35,11 @@ class OptimizerStream:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
         access: Access,
         units: list[Unit],
         schedule: Conductor,
         updater: Updater,
+        *,
         masters: bool,
         mode: str,
     ) -> None:
@@ -62,7 +62,7 @@ class OptimizerStream:
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
         self._groups = ParamGroups(optimizer)
-        self.states = updater.states(self._groups, access, self._before_replacing)
+        self.states = updater.states(self._groups, access, schedule.snapshot)
         self._takeover = Takeover(
             optimizer,
             step=self.step,
@@ -149,11 +149,9 @@ class OptimizerStream:
             if sparse and not self._groups.of(unit).keys().isdisjoint(sparse):
                 raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
 
-    def update(self, home: GradHome) -> None:
-        """Update a unit from its gradients, or queue that."""
-        self._update(home, self._groups.of(home.unit))
-
-    def _update(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
+    def update(self, home: GradHome, mine: dict[int, dict[str, Any]] | None = None) -> None:
+        """Update a unit from its gradients, or queue that. ``mine``: its hyperparameters, if they are known."""
+        mine = self._groups.of(home.unit) if mine is None else mine
         self._snapshot.before_change(home.unit.index, by_step=True)
         self._updater.update(home, mine)
         self._note_change(home, mine)
@@ -182,7 +180,7 @@ class OptimizerStream:
             self.refuse_sparse([home.unit])
             self.states.heed(home.unit)
             with torch.no_grad():
-                self._update(home, mine)
+                self.update(home, mine)
             self._consumed(home)
 
     def update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
@@ -286,9 +284,6 @@ class OptimizerStream:
         return self._updater.clip(norms, max_norm)
 
     # --- the state, in torch's own format
-
-    def _before_replacing(self, unit: Unit) -> None:
-        self._snapshot.before_change(unit.index, by_step=True)
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         self._updater.join_all()

@@ -7,7 +7,7 @@ updates behind its caller and keeps states in home memory: it overrides most of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -145,9 +145,8 @@ class Updater:
     defers_clipping = False  # `clip` can scale gradients at the next update
     there: StatesOnDevice = StatesOnDevice()
 
-    def states(self, groups: ParamGroups, access: Access, before_change: Callable[[Unit], None]) -> ShownStates:
-        """The states to show in the optimizer. ``before_change`` is called before they are replaced: a save may still
-        read them."""
+    def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> ShownStates:
+        """The states to show in the optimizer."""
         return ShownStates()
 
     def check(self, optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:

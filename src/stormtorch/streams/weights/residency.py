@@ -23,13 +23,13 @@ from ...core.errors import OutOfBudget
 from ...core.sizes import format_bytes
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger
+from ...memory.lanes.flags import Flag
 from ...memory.lanes.lane import Event, Lane
 from ...memory.pools.pool import DevicePool, Piece
 from ..bridge.lock import locked
 from ..bridge.torch_private import outside_functorch
 from ..units.order import Order
 from ..units.unit import Place, Unit
-from .gate import HomeGate
 from .graph_twins import GraphTwins
 
 T = TypeVar("T")
@@ -61,6 +61,31 @@ class Stay:
         self.typed: dict[torch.dtype, torch.Tensor] = {}
         self.views: dict[int, torch.Tensor] = {}
         self.idle: tuple[list[Place], dict[int, torch.Tensor]] | None = None
+
+
+@dataclass(eq=False)
+class HomeGate:
+    """What may still write the unit's weights and states at home, or read its gradients there. The updater sets it."""
+
+    runs: list[tuple[Flag, int]] = field(default_factory=list)  # of the worker; the flag's value says that one is done
+    stored: Event | None = None  # the store of weights that were updated on the device
+
+    def hold(self, lane: Lane) -> None:
+        """Make ``lane`` wait until the update is done and at home."""
+        self.runs = [(flag, value) for flag, value in self.runs if not flag.at(value).reached()]
+        for flag, value in self.runs:
+            lane.wait_flag(flag, value)
+        if self.stored is not None:
+            lane.wait(self.stored)
+
+    def join(self) -> None:
+        """Block until the update is done and at home."""
+        for flag, value in self.runs:
+            flag.wait(value)
+        self.runs = []
+        if self.stored is not None:
+            self.stored.synchronize()
+            self.stored = None
 
 
 @dataclass(eq=False)
@@ -116,11 +141,7 @@ class Residency:
         # link is the limit: each prefetch evicts the unit that was used last, which is loaded again a pass later, and
         # so every unit is loaded in every pass. With a fixed resident set, a pass loads each of the other units once.
         self.kept: frozenset[int] = frozenset()
-        self._borrowers: list[Borrower] = []
-
-    def may_ask(self, borrower: Borrower) -> None:
-        """Ask ``borrower`` to give way when nothing else makes room."""
-        self._borrowers.append(borrower)
+        self.borrowers: list[Borrower] = []  # are asked when nothing else makes room; they add themselves
 
     # --- room
 
@@ -168,7 +189,7 @@ class Residency:
             result = attempt()
         if result is None and self._enlarge(size):
             result = attempt()
-        for borrower in self._borrowers:
+        for borrower in self.borrowers:
             if result is None and borrower.give_way():
                 result = attempt()
         return result
