@@ -65,7 +65,7 @@ class AdamStream(Updater):
         self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
         self._factors = factors
         self.there = DeviceStates(homes, lanes=lanes, residency=schedule.weights.residency, waits=waits, poison=poison)
-        self._masters, self.lock = Masters(homes, self), schedule.lock
+        self._masters, self.lock = Masters(homes, self), schedule.weights.lock
         self._factor_turn, self._in_backward_mode = 0, in_backward_mode
         self._kept: dict[int, torch.Tensor] = {}  # on the device; kept because the store lane reads them later
         self._factor: torch.Tensor | None = None

@@ -109,6 +109,7 @@ class DeviceStates(StatesOnDevice):
                 self._residency.give(piece, last_use)
 
     def give_way(self) -> bool:
+        """Return the sets to the pool; False: there are none. The CPU does their updates from then on."""
         passing = [home for home in self.homes if home.kept is None]
         for home in passing:
             self.unstage(home)

@@ -58,7 +58,7 @@ class OptimizerStream:
         self._shadow = Shadow(optimizer)  # for parameters that are not streamed
         self._access, self.has_masters = access, masters
         self._unstepped = False  # backward has updated units since the last step()
-        self.lock = schedule.lock
+        self.lock = schedule.weights.lock
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
         self._groups = ParamGroups(optimizer)

@@ -6,7 +6,6 @@ updates behind its caller and keeps states in home memory: it overrides most of 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -92,12 +91,6 @@ class StatesOnDevice:
         ``room_bytes``: what the pool can spare for them. ``early``: whether states may come before the step is
         called."""
 
-    def give_way(self) -> bool:
-        """Return memory through which states pass to the pool, which needs it; False if there was none.
-
-        From then on the CPU does the updates that were to happen on the device."""
-        return False
-
     def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
         """The device bytes where ``size`` bytes of a kept unit's gradients remain until the update; None if not
         kept."""
@@ -115,7 +108,6 @@ class Snapshot(Protocol):
 class Conductor(Protocol):
     """The order in which streams work: model/schedule.py."""
 
-    lock: threading.RLock
     weights: ParameterStream
     gradients: GradientStream
     user_gradients: UserGradients
