@@ -65,7 +65,7 @@ def _storm(
 
         clock = Clock(device, options.warm, loaded)
         answer = _generate(model, device, options.prompt, options.tokens, clock)
-        resident = sum(session.units[index].image_bytes for index in parts.parameters.kept)
+        resident = sum(session.units[index].image_bytes for index in parts.parameters.residency.kept)
         print(session.report())
         return found | {
             "token_s": clock.token_s,

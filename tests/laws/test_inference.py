@@ -148,14 +148,15 @@ class Watched:
                     )
                     assert all(torch.equal(*pair) for pair in pairs), f"action {number}"
                     del result, pairs
-                    passing = [r for r in parts.parameters.residences if r.unit.index not in parts.parameters.kept]
+                    residency = parts.parameters.residency
+                    passing = [r for r in residency.residences if r.unit.index not in residency.kept]
                     self.ahead.append(not passing or passing[0].stay is not None)
                     session.synchronize()
                     totals = parts.ground.recorder.snapshot()
                     now = totals.bytes.get(("load", Tag.PARAMETERS), 0)
                     self.loaded.append(now - before)
                     before = now
-                    self.kept.append(sum(self.images[index] for index in parts.parameters.kept))
+                    self.kept.append(sum(self.images[index] for index in parts.parameters.residency.kept))
                 self.report = str(session.report())
                 parts.ground.pool.check()
         self.vram, self.total = vram, sum(self.images)

@@ -118,7 +118,7 @@ def check(session: Session) -> None:
         assert sum(sizes) <= ledger.used_bytes(Tier.HOST, tag) < sum(sizes) + PAGE * (1 + len(sizes)), tag
     resident = {number for number, unit in enumerate(plan.units) if unit.weights.resident}
     if parts.inference is not None and resident:
-        assert resident == parts.parameters.kept or len(resident) == len(plan.units)
+        assert resident == parts.parameters.residency.kept or len(resident) == len(plan.units)
     if parts.saving is not None and parts.saving.plan is not None:
         assert [(block.kind, block.inputs_away) for block in plan.activations.blocks] == [
             (block.kind, block.inputs_away) for block in parts.saving.plan.blocks
@@ -230,11 +230,11 @@ def test_a_pool_that_was_enlarged() -> None:
     with Counting() as meter, Run("none", meter=meter, vram=2_000_000, activations="keep") as run:
         planned, parts = run.plan.pool, run.session._parts
         lane = parts.ground.lanes.compute
-        piece = parts.parameters.room(planned.pool_bytes, lane, Tag.GRADIENTS)
+        piece = parts.parameters.residency.room(planned.pool_bytes, lane, Tag.GRADIENTS)
         run.step()
         assert run.plan.pool.pool_bytes > planned.pool_bytes
         assert "enlarged" in run.plan.pool.reason
-        parts.parameters.give(piece, lane.record())
+        parts.parameters.residency.give(piece, lane.record())
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -244,10 +244,10 @@ def test_units_that_stay_without_an_optimizer(counts: bool) -> None:
         assert not any(unit.weights.resident for unit in initial.units)
         for _ in range(8):
             run.step()
-        parameters, plan = run.session._parts.parameters, run.plan
+        residences, plan = run.session._parts.parameters.residences, run.plan
         resident = [number for number, unit in enumerate(plan.units) if unit.weights.resident]
         assert 0 < len(resident) < len(plan.units)
-        assert all(parameters.has(index) for index in resident)
+        assert all(residences[index].stay is not None for index in resident)
         assert plan.pool.origin is MEASURED
         assert plan.pool.reason.startswith(f"{len(resident)} of {len(plan.units)} units are resident, ")
         run.model.requires_grad_(True)

@@ -373,13 +373,13 @@ def _fill_the_pool_at_an_update(session: Session) -> None:
             return update(*args)
         for residence in parameters.residences:
             if residence.stay is not None and not residence.installed:
-                parameters._drop(residence)
+                parameters.residency.drop(residence)
         while (piece := pool.take(1024, lanes.compute)) is not None:
             taken.append(piece)
-        parameters._enlarge = lambda _size: False
+        parameters.residency._enlarge = lambda _size: False
         done = update(*args)
         for piece in taken:
-            parameters.give(piece)
+            parameters.residency.give(piece)
         return done
 
     adam.update_here = update_here  # type: ignore[assignment,method-assign]
@@ -440,16 +440,16 @@ def test_an_update_without_room_for_the_weights_is_done_at_home(
             step(model, optimizer, number)
             if look and number == 2:
                 with monkeypatch.context() as full:
-                    session._parts.parameters.drop_all()
-                    full.setattr(ParameterStream, "_load", lambda *_: None)
+                    session._parts.schedule.residency.drop_all()
+                    full.setattr(ParameterStream, "load", lambda *_: None)
                     before = [parameter.detach().clone() for parameter in model.parameters()]
                 assert all(parameter.isfinite().all() for parameter in before)
         step(model, optimizer, 5)
         assert session._parts.adam is not None
         if kept or not look:  # or states that pass have given way for good
             assert any(home.waiting is not None for home in session._parts.adam.homes)
-        session._parts.parameters.drop_all()
-        monkeypatch.setattr(ParameterStream, "_load", lambda *_: None)
+        session._parts.schedule.residency.drop_all()
+        monkeypatch.setattr(ParameterStream, "load", lambda *_: None)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
 
 
@@ -471,10 +471,10 @@ def test_states_that_were_loaded_ahead_are_not_those_after_an_update_at_home(mon
                     with monkeypatch.context() as full:
                         if streamed:
                             assert session._parts.adam is not None
-                            session._parts.parameters.load_ahead()
+                            session._parts.schedule.load_ahead()
                             assert any(home.waiting and home.staged for home in session._parts.adam.homes)
-                            session._parts.parameters.drop_all()
-                            full.setattr(ParameterStream, "_load", lambda *_: None)
+                            session._parts.schedule.residency.drop_all()
+                            full.setattr(ParameterStream, "load", lambda *_: None)
                         optimizer.step()
                 optimizer.zero_grad()
         return [parameter.detach().clone() for parameter in model.parameters()]

@@ -127,7 +127,7 @@ def test_files_fill_it(tmp_path: Path, values: str) -> None:
         with streamed(model, torch.optim.AdamW(model.parameters())) as session, torch.no_grad():
             load(model, session)
             assert torch.equal(model(TOKENS), expected)
-            assert session._parts.access._calls.unwritten is None  # the session does not ask again
+            assert session._parts.schedule.unwritten is None  # the session does not ask again
 
 
 def test_a_way_to_the_memory_that_nobody_sees() -> None:

@@ -84,11 +84,11 @@ def test_a_pool_that_is_too_small_is_enlarged_within_the_budget() -> None:
         pool, limit = session._parts.ground.pool, session.ledger.budgets[Tier.DEVICE].limit_bytes
         assert pool.capacity_bytes < MiB // 2
         lane = session._parts.ground.lanes.compute
-        held = session._parts.parameters.room(MiB // 2, lane, Tag.GRADIENTS)
+        held = session._parts.parameters.residency.room(MiB // 2, lane, Tag.GRADIENTS)
         assert session.ledger.used_bytes(Tier.DEVICE) <= limit
         with pytest.raises(OutOfBudget, match="vram"):
-            session._parts.parameters.room(MiB // 2, lane, Tag.GRADIENTS)
-        session._parts.parameters.give(held, lane.record())
+            session._parts.parameters.residency.room(MiB // 2, lane, Tag.GRADIENTS)
+        session._parts.parameters.residency.give(held, lane.record())
         assert torch.isfinite(model(torch.randn(2, 64))).all()
 
 

@@ -69,7 +69,8 @@ class Inference:
         self.lock = parameters.lock
         self._device, self._meter, self._ledger, self._pool = device, meter, ledger, pool
         self._placement, self._foreign = placement, foreign_bytes
-        self._parameters, self._gradients = parameters, gradients
+        self._parameters, self._residency, self._gradients = parameters, parameters.residency, gradients
+        self._residency.borrowers.append(self)
         self._entries = [[unit.index for unit in entry.units] for entry in partition.entries]
         self._sizes = [round_up(unit.image_bytes, GRAIN) for unit in partition.units]
         self._wanted = _by_worth(self._sizes)
@@ -120,9 +121,9 @@ class Inference:
         there was none."""
         if self._window_bytes is None:
             return False
-        self._parameters.kept = frozenset()
+        self._residency.kept = frozenset()
         for address, _ in self._pool.singles():
-            self._parameters.drop_at(address)
+            self._residency.drop_at(address)
         given = sum(self._pool.give_back(address) for address, _ in self._pool.singles())
         self._gave_way = True
         if given:
@@ -222,8 +223,8 @@ class Inference:
             if not self._rest:
                 self._arrange(self._pool.capacity_bytes + max(0, spare))
             return
-        kept = self._parameters.kept
-        self._late = self._late + 1 if any(not self._parameters.has(index) for index in kept) else 0
+        kept = self._residency.kept
+        self._late = self._late + 1 if any(not self._parameters.residences[index].is_current() for index in kept) else 0
         if self._late > _LATE:  # memory that user code held was in the way
             self._restore()
             self._rest = _REST
@@ -236,7 +237,7 @@ class Inference:
         self._rest = _REST
         if not kept:
             return
-        self._parameters.drop_all()
+        self._residency.drop_all()
         self._gradients.return_buckets()
         if self._pool.taken_bytes:  # user code holds weights
             return
@@ -251,11 +252,12 @@ class Inference:
         except OutOfBudget:  # other programs have taken the memory meanwhile
             self._restore()
             return
-        self._parameters.keep(sorted(kept))
+        self._residency.kept = frozenset(kept)
+        self._parameters.load_kept()
 
     def _extend(self, spare: int) -> None:
         """Add blocks: activations take less than before."""
-        kept = self._parameters.kept
+        kept = self._residency.kept
         for index in self._wanted:
             if index not in kept and self._sizes[index] <= spare:
                 try:
@@ -263,7 +265,7 @@ class Inference:
                 except OutOfBudget:
                     return
                 spare -= self._sizes[index]
-                self._parameters.kept |= {index}
+                self._residency.kept |= {index}
 
     def _shrink(self, size: int) -> int:
         """Give back blocks of resident units, at least ``size`` bytes if possible; returns the bytes given back."""
@@ -271,14 +273,14 @@ class Inference:
         for address, block_bytes in self._pool.singles():
             if given >= size:
                 break
-            kept = self._parameters.kept
+            kept = self._residency.kept
             alike = [index for index in self._wanted if index in kept and self._sizes[index] == block_bytes]
             if not alike or self._window_for(kept - {alike[-1]}) > (self._window_bytes or 0):
                 continue
-            dropped = self._parameters.drop_at(address)
+            dropped = self._residency.drop_at(address)
             gone = self._pool.give_back(address)
             if gone:
-                self._parameters.kept = kept - {dropped if dropped in kept else alike[-1]}
+                self._residency.kept = kept - {dropped if dropped in kept else alike[-1]}
                 given += gone
         return given
 
@@ -291,8 +293,8 @@ class Inference:
         """Restore the initial pool."""
         if self._window_bytes is None:
             return
-        self._parameters.kept = frozenset()
-        self._parameters.drop_all()
+        self._residency.kept = frozenset()
+        self._residency.drop_all()
         self._gradients.return_buckets()
         self._pool.give_back()
         return_cached(self._device)
@@ -308,7 +310,7 @@ class Inference:
         """Why the pool is as it is; None: it is the initial one."""
         if self._window_bytes is None:
             return None
-        kept = self._parameters.kept
+        kept = self._residency.kept
         size = sum(self._sizes[index] for index in kept)
         return Choice(
             reason=f"{len(kept)} of {len(self._sizes)} units are resident, {format_bytes(size)} of "

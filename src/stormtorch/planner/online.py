@@ -18,6 +18,7 @@ from ..memory.cuda.peak_meter import peak_meter_on
 from ..memory.pools.pool import GRAIN, DevicePool
 from ..native.worker.jobs import Worker
 from ..observe.recorder import Recorder, Totals, lane_rate, link_rates
+from ..streams.activations.runner import Saving
 from ..streams.gradients.stream import GradientStream
 from ..streams.optimizer.shares import Rates, device_share
 from ..streams.optimizer.updater import NoUpdater, Updater
@@ -63,7 +64,6 @@ class Tuning:
         self.meter = meter
         self.peak = peak_meter_on(self.meter)
         self.foreign_bytes = 0  # other memory of the process on the device, not part of the session's budget
-        self.activation_wish: Callable[[], int] = lambda: 0  # bytes of activations that want to remain on the device
         self._is_measured = False  # the pool has been given what activations leave, or refused it
         self._share_choice = Choice(reason="on the CPU", origin=Origin.PLANNED)
 
@@ -109,7 +109,7 @@ class Tuning:
         if self._mode != "backward":
             self._divide(gradients)
 
-    def after_step(self, gradients: GradientStream) -> None:
+    def after_step(self, gradients: GradientStream, activations: Saving | None) -> None:
         """Apply what this step's measurements have shown."""
         self._look()
         self._recorder.step()
@@ -122,9 +122,9 @@ class Tuning:
         # Not before ``can_travel`` is known: weights would take the room of states, which are copied more often. And
         # before the share is chosen, which needs that room.
         if self.meter is not None and (age in _GROW_AT or self._is_growth_due):
-            self._grow(gradients, self.meter)
+            self._grow(gradients, activations, self.meter)
             # The host may be steps ahead of a device that has not reported yet how much activations take.
-            self._is_growth_due = age >= _GROW_AT[-1] and self.activation_wish() > 0
+            self._is_growth_due = age >= _GROW_AT[-1] and _wish_bytes(activations) > 0
         if age == _GROW_AT[-1]:
             self._grown_at = self.steps
         if self._mode == "backward":
@@ -163,7 +163,7 @@ class Tuning:
             return replace(now, reason="enlarged for weights in use at once", origin=Origin.MEASURED)
         return now
 
-    def _grow(self, gradients: GradientStream, meter: DeviceMeter) -> None:
+    def _grow(self, gradients: GradientStream, activations: Saving | None, meter: DeviceMeter) -> None:
         """Give the pool the part of the budget that activations have left."""
         self._is_measured = True
         wide = any(home.wide is not None for home in gradients.homes)
@@ -171,7 +171,7 @@ class Tuning:
             self._placement,
             pool_bytes=self._pool.capacity_bytes - self._state_bytes,
             limit_bytes=self.limit_bytes,
-            peak_bytes=self.peak.bytes() - self.foreign_bytes + self.activation_wish(),
+            peak_bytes=self.peak.bytes() - self.foreign_bytes + _wish_bytes(activations),
             free_bytes=meter.free(),
             lost_bytes=meter.lost(self.limit_bytes + self.foreign_bytes),
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
@@ -302,3 +302,8 @@ class Tuning:
         states = max(0, self._state_bytes - self._idle_bytes)  # in idle memory they are not in the way
         room = self._pool.capacity_bytes - self._placement.fixed_bytes - states
         return sum(unit.image_bytes + GRAIN for unit in units) + largest <= room
+
+
+def _wish_bytes(activations: Saving | None) -> int:
+    """Bytes of activations that want to remain on the device."""
+    return 0 if activations is None else activations.wish_bytes

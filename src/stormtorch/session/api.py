@@ -107,7 +107,7 @@ class Session:
     def synchronize(self) -> None:
         """Block until all requested work is done: updates, loads, stores, a save in the background."""
         self._check_open()
-        self._parts.drain()
+        self._parts.schedule.drain()
         self._saver.finish()
 
     def save(

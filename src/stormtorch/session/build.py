@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ from ..checkpoint.state.snapshot import Still
 from ..core.endings import Endings
 from ..core.errors import SettingError
 from ..core.tags import Tag
-from ..memory.lanes.build import Lanes
 from ..memory.lanes.flags import Flag
+from ..memory.pools.device import bytes_for_graph
 from ..native.worker.jobs import UpdateMeter, Worker
 from ..native.worker.open import open_worker
 from ..planner.inference import Inference
@@ -34,7 +34,7 @@ from ..streams.gradients.stream import GradientStream
 from ..streams.home.meta import Exchange, give_substance
 from ..streams.model.access import UserAccess
 from ..streams.model.attach import Attachment
-from ..streams.model.calls import Calls
+from ..streams.model.schedule import Schedule
 from ..streams.optimizer.adam import AdamStream
 from ..streams.optimizer.adam_home import AdamHome
 from ..streams.optimizer.device_states import kept_bytes
@@ -43,7 +43,9 @@ from ..streams.optimizer.torch_step import TorchStep, is_whole
 from ..streams.optimizer.updater import NoUpdater, Updater
 from ..streams.settings import Settings, Trial
 from ..streams.units.unit import Unit
-from ..streams.weights.stream import ParameterStream, Residence
+from ..streams.weights.graph_twins import GraphTwins
+from ..streams.weights.residency import Residence, Residency
+from ..streams.weights.stream import ParameterStream
 from .resources import Ground, open_ground, outline
 
 # Keeps what is attached to a model as long as its parameters are streamed, even if user code drops the session.
@@ -62,11 +64,11 @@ class Parts:
     access: UserAccess
     saving: Saving | None  # None: activations are kept
     optimizer: OptimizerStream | None
+    schedule: Schedule
     updater: Updater
     updates: UpdateMeter | None  # of Adam's worker
     inference: Inference | None  # None: an optimizer trains
     durable: Durable
-    drain: Callable[[], None]  # blocks until all requested work is done
 
     @property
     def adam(self) -> AdamStream | None:
@@ -130,110 +132,81 @@ def _open(
         look=ground.look,
     )
     parameters, gradients = _open_streams(ground, images, flags, tuning, serial=settings.step == "serial")
-    attachment = Attachment(
-        model,
-        ground.partition.entries,
-        ground.units,
-        device=ground.device,
-        parameters=parameters,
-        gradients=gradients,
+    inference = _open_inference(ground, tuning, parameters, gradients) if optimizer is None else None
+    schedule = Schedule(
+        parameters,
+        gradients,
+        lanes=ground.lanes,
+        waits=ground.waits,
+        snapshot=Still(ground.ledger),
+        tuner=tuning,
+        witness=inference,
+        serial=settings.step == "serial",
     )
+    attachment = Attachment(model, ground.partition.entries, ground.units, ground.device, schedule)
     endings.before_others(attachment.detach)
     attachment.attach()
     access = attachment.access
     tuning.note_foreign_memory(model)
-    saving = _arrange(
-        model,
-        ground,
-        tuning,
-        attachment.calls,
-        parameters,
-        settings.activations,
-        trial,
-        stepped=optimizer is not None,
-    )
-    drain = functools.partial(_drain, access, ground.lanes)
-    endings.before_others(drain)
+    _arrange(model, ground, tuning, schedule, settings.activations, trial, stepped=optimizer is not None)
+    endings.before_others(schedule.drain)
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
-    attachment.calls.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
-    worker = taken = inference = None
+    schedule.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
+    worker = taken = None
     updater: Updater = NoUpdater()
-    if optimizer is None:
-        inference = _open_inference(ground, tuning, parameters, gradients, attachment.calls)
-    else:
+    if optimizer is not None:
         gradients.prepare()
         masters = settings.master_dtype is not None
         mode = settings.step_mode.mode
         if ground.homes.adam:
-            updater, worker = _open_adam(ground, images, flags, tuning, parameters, gradients, trial, mode)
+            updater, worker = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
         else:
             updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
-        taken = OptimizerStream(
-            optimizer,
-            access=access,
-            units=ground.units,
-            parameters=parameters,
-            gradients=gradients,
-            updater=updater,
-            masters=masters,
-            mode=mode,
-        )
+        schedule.updater = updater
+        taken = OptimizerStream(optimizer, access, ground.units, schedule, updater, masters=masters, mode=mode)
         endings.before_others(taken.release)
-        taken.before_update = functools.partial(tuning.before_step, gradients)
-        taken.on_step = functools.partial(tuning.after_step, gradients)
-        _make_known(updater, access, parameters, gradients)
-    access.durable = durable = Durable(
-        units=ground.units,
-        parameters=parameters,
-        gradients=gradients,
-        access=access,
-        optimizer=taken,
-        updater=updater,
-        still=Still(ground.ledger),
-        drain=drain,
-    )
-    endings.before_others(functools.partial(_settle, access, parameters, drain))
+        schedule.optimizer = taken
+        endings.after_others(schedule.forget)
+    endings.before_others(schedule.settle)
     return Parts(
         ground=ground,
         tuning=tuning,
         parameters=parameters,
         gradients=gradients,
         access=access,
-        saving=saving,
+        saving=schedule.saving,
         optimizer=taken,
+        schedule=schedule,
         updater=updater,
         updates=None if worker is None else UpdateMeter(worker, ground.recorder),
         inference=inference,
-        durable=durable,
-        drain=drain,
+        durable=Durable(access),
     )
 
 
 def _open_streams(
     ground: Ground, images: list[torch.Tensor], flags: Iterator[Flag], tuning: Tuning, *, serial: bool
 ) -> tuple[ParameterStream, GradientStream]:
-    parameters = ParameterStream(
+    residency = Residency(
         [Residence(unit, image) for unit, image in zip(ground.units, images, strict=True)],
-        lanes=ground.lanes,
         pool=ground.pool,
         ledger=ground.ledger,
-        waits=ground.waits,
-        sink=ground.recorder,
+        twins=GraphTwins(bytes_for_graph(0, ground.device)),
         enlarge=tuning.enlarge,
-        serial=serial,
     )
+    parameters = ParameterStream(residency, lanes=ground.lanes, sink=ground.recorder, serial=serial)
     gradients = GradientStream(
-        [GradHome(unit, next(flags)) for unit in ground.units],
+        [GradHome(r.unit, next(flags), ground.lanes, r.gate) for r in residency.residences],
         lanes=ground.lanes,
-        parameters=parameters,
+        residency=residency,
         waits=ground.waits,
         make_own=functools.partial(_own_grads, ground),
         make_wide=functools.partial(_wide_grads, ground),
         serial=serial,
         poison=ground.poison,
     )
-    ground.endings.after_others(parameters.forget)
+    ground.endings.after_others(residency.forget)
     ground.endings.after_others(gradients.forget)
     return parameters, gradients
 
@@ -252,28 +225,20 @@ def _wide_grads(ground: Ground, unit: Unit) -> torch.Tensor:
 
 
 def _arrange(
-    model: nn.Module,
-    ground: Ground,
-    tuning: Tuning,
-    calls: Calls,
-    parameters: ParameterStream,
-    mode: str,
-    trial: Trial,
-    *,
-    stepped: bool,
-) -> Saving | None:
-    """Handle activations by ``mode``; None if they are kept. ``stepped``: the session has an optimizer."""
+    model: nn.Module, ground: Ground, tuning: Tuning, schedule: Schedule, mode: str, trial: Trial, *, stepped: bool
+) -> None:
+    """Handle activations by ``mode``. ``stepped``: the session has an optimizer."""
     # The device is RAM as well: "auto" would keep all.
     no_limit = ground.meter is None and trial.activation_room is None
     if mode == "keep" or (mode == "auto" and no_limit):
-        return None
+        return
     around = Surroundings(
         device=ground.device,
         lanes=ground.lanes,
         ledger=ground.ledger,
         page_lock=ground.page_lock,
         waits=ground.waits,
-        lock=calls.lock,
+        lock=schedule.lock,
         rates=tuning.free_rates,
         meter=tuning.meter,
         peak=tuning.peak,
@@ -281,8 +246,8 @@ def _arrange(
         foreign_bytes=tuning.foreign_bytes,
         can_recompute=tuning.can_recompute,
         weights=ground.pool,
-        is_streamed=lambda tensor: parameters.residence_of(tensor) is not None,
-        note_of=parameters.pack,
+        is_streamed=lambda tensor: schedule.weights.residence_of(tensor) is not None,
+        note_of=schedule.weights.pack,
         steps=(lambda: tuning.steps) if stepped else None,
         is_settled=(lambda: tuning.is_settled) if stepped else (lambda: True),
     )
@@ -294,17 +259,14 @@ def _arrange(
             if (module := reference()) is not None:
                 yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
-    saving, end = open_saving(model, mode, around, on_device, trial)
+    schedule.saving, end = open_saving(model, mode, around, on_device, trial)
     ground.endings.before_others(end)
-    calls.saving = saving
-    tuning.activation_wish = lambda: saving.wish_bytes
-    return saving
 
 
 def _open_inference(
-    ground: Ground, tuning: Tuning, parameters: ParameterStream, gradients: GradientStream, calls: Calls
+    ground: Ground, tuning: Tuning, parameters: ParameterStream, gradients: GradientStream
 ) -> Inference:
-    inference = Inference(
+    return Inference(
         ground.device,
         ground.meter,
         ledger=ground.ledger,
@@ -315,9 +277,6 @@ def _open_inference(
         gradients=gradients,
         foreign_bytes=lambda: tuning.foreign_bytes,
     )
-    calls.witness = inference
-    parameters.give_way = inference.give_way
-    return inference
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -345,8 +304,7 @@ def _open_adam(
     images: list[torch.Tensor],
     flags: Iterator[Flag],
     tuning: Tuning,
-    parameters: ParameterStream,
-    gradients: GradientStream,
+    schedule: Schedule,
     trial: Trial,
     mode: str,
 ) -> tuple[AdamStream, Worker]:
@@ -356,10 +314,10 @@ def _open_adam(
     factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)
     homes = []
-    for unit in units:
+    for unit, gate in zip(units, (residence.gate for residence in schedule.residency.residences), strict=True):
         exp_avg, exp_avg_sq = (states.tensor((unit.state_count,), torch.float32) for _ in range(2))
         masters = states.tensor((unit.master_bytes,), torch.uint8)
-        home = AdamHome(unit, exp_avg, exp_avg_sq, masters, [next(flags) for _ in unit.trained])
+        home = AdamHome(unit, exp_avg, exp_avg_sq, masters, [next(flags) for _ in unit.trained], gate)
         for item in unit.trained:
             master = home.master(item)
             if master is not None and item.dtype == torch.float16:
@@ -373,8 +331,7 @@ def _open_adam(
         worker=worker,
         board=ground.board,
         lanes=ground.lanes,
-        parameters=parameters,
-        gradients=gradients,
+        schedule=schedule,
         waits=ground.waits,
         factors=factors.tensor((64, 16), torch.float32)[:, :1],
         in_backward_mode=mode == "backward",
@@ -395,30 +352,3 @@ def _open_adam(
 
     tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
     return adam, worker
-
-
-def _make_known(updater: Updater, access: UserAccess, parameters: ParameterStream, gradients: GradientStream) -> None:
-    """Make the other streams wait for updates from now on, and serve those on the device."""
-    access.updater = updater
-    parameters.gate = gradients.gate = updater.gate
-    parameters.pending = updater.pending
-    parameters.before_use = updater.before_use
-    parameters.prepare = updater.prepare
-    parameters.prepare_early = updater.prepare_early
-    parameters.give_way = updater.there.give_way
-    gradients.before_storing = updater.finish
-    gradients.staying = updater.there.staying
-    gradients.join_readers = updater.join
-    gradients.settle = updater.apply_factor
-
-
-def _drain(access: UserAccess, lanes: Lanes) -> None:
-    access.updater.join_all()
-    lanes.synchronize()
-
-
-def _settle(access: UserAccess, parameters: ParameterStream, drain: Callable[[], None]) -> None:
-    """Bring everything home before the parts end."""
-    access.updater.apply_factor()
-    drain()
-    parameters.drop_all()

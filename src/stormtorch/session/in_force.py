@@ -42,7 +42,7 @@ def _pool(parts: Parts) -> Placement:
 
 
 def _units(parts: Parts, *, all_resident: bool) -> tuple[UnitPlan, ...]:
-    kept, weights_kept = parts.updater.there.kept_units, parts.parameters.kept
+    kept, weights_kept = parts.updater.there.kept_units, parts.parameters.residency.kept
     wide = {home.unit.index for home in parts.gradients.homes if home.wide is not None}
     plans = []
     for unit in parts.ground.units:

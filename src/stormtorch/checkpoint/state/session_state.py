@@ -7,7 +7,7 @@ every device copy is stale."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,44 +16,23 @@ from torch import nn
 from ...core.errors import StormError
 from ...streams.bridge.handlers import inside_step, undisturbed
 from ...streams.bridge.torch_private import in_backward, without_torch_function
-from ...streams.gradients.stream import GradientStream
 from ...streams.home.parameter import plain
 from ...streams.model.access import UserAccess
-from ...streams.optimizer.stream import OptimizerStream
-from ...streams.optimizer.updater import MASTER, Updater
-from ...streams.units.unit import Place, Unit
-from ...streams.weights.stream import ParameterStream
+from ...streams.optimizer.updater import MASTER
+from ...streams.units.unit import Place
 from .snapshot import Still
 
 
 class Durable:
     """A session's home memory, for saving and loading."""
 
-    def __init__(
-        self,
-        *,
-        units: list[Unit],
-        parameters: ParameterStream,
-        gradients: GradientStream,
-        access: UserAccess,
-        optimizer: OptimizerStream | None,
-        updater: Updater,
-        still: Still,
-        drain: Callable[[], None],
-    ) -> None:
-        """``drain``: blocks until all requested work is done."""
-        self._units, self._parameters, self._gradients, self._drain = units, parameters, gradients, drain
-        self._access, self._optimizer, self._updater, self.still = access, optimizer, updater, still
-        self._place = {id(place.parameter): place for unit in units for place in unit.places}
-        access.before_change = self._before_change
-        if optimizer is not None:
-            optimizer.before_change = self._before_step
-
-    def _before_change(self, unit: Unit | None) -> None:
-        self.still.before_change(None if unit is None else unit.index)
-
-    def _before_step(self, unit: Unit | None) -> None:
-        self.still.before_change(None if unit is None else unit.index, by_step=True)
+    def __init__(self, access: UserAccess) -> None:
+        self._access, self._schedule = access, access.schedule
+        self._parameters, self._updater = self._schedule.weights, self._schedule.updater
+        assert isinstance(self._schedule.snapshot, Still)
+        self._optimizer, self.still = self._schedule.optimizer, self._schedule.snapshot
+        self._units = [residence.unit for residence in self._parameters.residences]
+        self._place = {id(place.parameter): place for unit in self._units for place in unit.places}
 
     def check_idle(self, *, loading: bool) -> None:
         """Raise if a hook or a signal handler calls inside a backward or a step; for loading, also inside a forward."""
@@ -97,7 +76,7 @@ class Durable:
         """Block until home memory is up to date, including states that are kept on the device."""
         if self._optimizer is not None:
             self._optimizer.settle()
-        self._drain()
+        self._schedule.drain()
         if self._access.device.type == "cuda":
             torch.cuda.synchronize(self._access.device)  # user code may compute unstreamed tensors on any stream
 
@@ -195,7 +174,7 @@ class Durable:
 
     def forget_gradients(self) -> None:
         """Drop the gradients: they belong to other weights."""
-        self._gradients.clear()
+        self._schedule.user_gradients.clear()
         if self._optimizer is not None:
             self._updater.forget_factor()
             self._optimizer.zero_grad()  # the session's; user code calls that of its own optimizer
@@ -206,6 +185,5 @@ def durable_of(model: nn.Module) -> Durable | None:
     for parameter in model.parameters():
         access = getattr(parameter, "_storm", (None,))[0]
         if isinstance(access, UserAccess) and not access.closed:
-            durable: Durable | None = access.durable
-            return durable
+            return Durable(access)
     return None

@@ -13,7 +13,7 @@ from ...memory.lanes.build import Lanes
 from ...memory.lanes.lane import Event, Lane
 from ...memory.lanes.waits import WaitMeter
 from ...memory.pools.pool import Piece
-from ..weights.stream import ParameterStream
+from ..weights.residency import Residency
 
 _COUNT = 2  # one being filled while the other is on its way home
 
@@ -21,8 +21,8 @@ _COUNT = 2  # one being filled while the other is on its way home
 class Buckets:
     """The device's buckets, of which one is lent at a time."""
 
-    def __init__(self, parameters: ParameterStream, lanes: Lanes, waits: WaitMeter, *, poison: Lane | None) -> None:
-        self._parameters, self._lanes, self._waits, self._poison = parameters, lanes, waits, poison
+    def __init__(self, residency: Residency, lanes: Lanes, waits: WaitMeter, *, poison: Lane | None) -> None:
+        self._residency, self._lanes, self._waits, self._poison = residency, lanes, waits, poison
         self._free: deque[tuple[Piece, Event | None]] = deque()
         self._large: Piece | None = None  # lent; returns to the pool afterwards
         self.is_lent = False
@@ -30,14 +30,14 @@ class Buckets:
     def open(self, size: int) -> None:
         """Take the memory for gradients of up to ``size`` bytes, if it has not been taken yet."""
         while len(self._free) < _COUNT:
-            self._free.append((self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS), None))
+            self._free.append((self._residency.room(size, self._lanes.compute, Tag.GRADIENTS), None))
 
     def lend(self, size: int) -> torch.Tensor:
         """Lend bytes for a unit's gradients, from the pool if they exceed a bucket; compute waits for their last
         use."""
         self._large = None
         if size > self._free[0][0].size:
-            self._large = self._parameters.room(size, self._lanes.compute, Tag.GRADIENTS)
+            self._large = self._residency.room(size, self._lanes.compute, Tag.GRADIENTS)
             self.is_lent = True
             return self._large.bytes
         self.is_lent = True
@@ -50,7 +50,7 @@ class Buckets:
         """Take the lent bytes back, free after ``last_use``."""
         self.is_lent = False
         if self._large is not None:
-            self._parameters.give(self._large, last_use)
+            self._residency.give(self._large, last_use)
             return
         piece, _ = self._free.popleft()
         if self._poison is not None:
@@ -63,7 +63,7 @@ class Buckets:
         """Return the memory to the pool, unless it is lent; ``open`` takes it again."""
         while self._free and not self.is_lent:
             piece, last_use = self._free.popleft()
-            self._parameters.give(piece, *(() if last_use is None else (last_use,)), self._lanes.compute.record())
+            self._residency.give(piece, *(() if last_use is None else (last_use,)), self._lanes.compute.record())
 
     def forget(self) -> None:
         """Let go of memory."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from ...core.tags import Tag
+from ...memory.lanes.build import Lanes
 from ...memory.lanes.flags import Flag
 from ...memory.lanes.lane import Event
 from ..home.fetch import Token
-from ..home.parameter import HomeView
+from ..home.parameter import HomeView, move_views
 from ..units.unit import Place, Unit
+from ..weights.residency import HomeGate
 
 Family = weakref.WeakValueDictionary[int, HomeView]  # the views of one gradient, by id
 
@@ -31,6 +33,8 @@ class GradHome:
 
     unit: Unit
     arrived: Flag
+    lanes: Lanes
+    gate: HomeGate  # of its unit: an update may still read the gradients at home
     own: torch.Tensor | None = None
     wide: torch.Tensor | None = None
     is_wide: bool = False
@@ -43,7 +47,6 @@ class GradHome:
     stored: Event | None = None
     there: torch.Tensor | None = None  # the gradients on the device; home memory does not have them yet
     ready: Event | None = None  # when compute has made those
-    bring: Callable[[GradHome], None] = lambda _home: None  # sends them home
     arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
     partial: dict[int, Partial] = field(default_factory=dict)  # by pass; waits for more uses of the unit
     tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
@@ -65,9 +68,20 @@ class GradHome:
         family[id(view)] = view
         return view
 
-    def is_held(self) -> bool:
-        """Whether user code holds a gradient, or a view of one."""
-        return any(self.views.values())
+    def is_held(self, index: int | None = None) -> bool:
+        """Whether user code holds a gradient, or a view of one; ``index``: of that place."""
+        return any(self.views.values()) if index is None else bool(self.views.get(index))
+
+    def let_go_of_views(self, index: int | None = None) -> None:
+        """Move views that user code holds to a copy: they keep their values when the buffer is overwritten."""
+        for number in list(self.views) if index is None else [index]:
+            family = self.views.pop(number, None)
+            if family and not self.consumed:
+                self.join()
+                place = self.unit.places[number]
+                with torch.no_grad():
+                    source = self.view(place).as_strided((place.count,), (1,))
+                    move_views(family, source, source.clone(), "past")
 
     def expect(self, token: Token) -> None:
         """Note a node of the graph that may contribute."""
@@ -80,6 +94,10 @@ class GradHome:
         self.tokens = [weakref.ref(token) for token in live]
         return live
 
+    def awaits_more(self, token: Token) -> bool:
+        """Whether the running backward will run more nodes of the unit than ``token``'s."""
+        return any(other.is_to_come() for other in self.live_tokens() if other is not token)
+
     def awaits_outer_pass(self, partial: Partial) -> bool:
         """Whether the outer pass around the one that brought ``partial`` may bring more; torch reports only the
         inner."""
@@ -87,10 +105,23 @@ class GradHome:
             return False
         return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.live_tokens())
 
+    def bring(self) -> None:
+        """Store gradients that are on the device to home memory."""
+        target, store = self.wide if self.is_wide else self.own, self.lanes.store
+        assert target is not None
+        assert self.there is not None
+        assert self.ready is not None
+        self.gate.hold(store)  # the worker may still read the gradients of the step before
+        store.wait(self.ready)
+        store.copy(target, self.there, Tag.GRADIENTS, self.unit.index)
+        self.arrivals += 1
+        store.write_flag(self.arrived, self.arrivals)
+        self.stored, self.there = store.record(), None
+
     def join(self) -> None:
         """Block until the gradients are at home."""
         if self.there is not None:
-            self.bring(self)
+            self.bring()
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None

@@ -6,8 +6,7 @@ device copies stale, also those that modules are computing with."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import MutableMapping
 
 import torch
 
@@ -15,12 +14,10 @@ from ...core.errors import StormError
 from ..bridge import handlers
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
-from ..gradients.stream import GradientStream
 from ..home.parameter import HomeView, home_view
-from ..optimizer.updater import NoUpdater, Updater
-from ..units.unit import Place, Unit
-from ..weights.stream import ParameterStream
+from ..units.unit import Place
 from .calls import Calls
+from .schedule import Schedule
 from .views import Twins
 
 
@@ -31,18 +28,14 @@ class UserAccess:
         self,
         *,
         device: torch.device,
-        parameters: ParameterStream,
-        gradients: GradientStream,
+        schedule: Schedule,
         twins: Twins,
         calls: Calls,
     ) -> None:
         self.device, self.twins, self.closed = device, twins, False
-        self.lock = parameters.lock
-        self.updater: Updater = NoUpdater()
+        self.lock = schedule.lock
         self.stepping: int | None = None
-        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # a save may still read the unit
-        self.durable: Any = None  # saves and loads the session, for load_weights
-        self._parameters, self._gradients, self._calls = parameters, gradients, calls
+        self.schedule, self._weights, self._grads, self._calls = schedule, schedule.weights, schedule.gradients, calls
         self._passes = twins.passes
         self._held: dict[int, weakref.WeakValueDictionary[int, HomeView]] = {}
 
@@ -68,8 +61,8 @@ class UserAccess:
         if self.closed or kind == "past":
             return
         if kind == "grad":
-            self.updater.apply_factor()
-            home = self._gradients.homes[place.unit.index]
+            self.schedule.updater.apply_factor()
+            home = self._grads.homes[place.unit.index]
             if place.index in home.consumed_places:
                 raise StormError(
                     f'The gradient of {place.name!r} is gone: step="backward" updates units as their gradients arrive. '
@@ -77,23 +70,23 @@ class UserAccess:
                 )
             home.join()
         elif kind == "state":
-            self.updater.join_states(place.unit)
+            self.schedule.updater.join_states(place.unit)
         else:
-            self.updater.join(place.unit)
+            self.schedule.updater.join(place.unit)
 
     @locked
     def before_write(self, place: Place, kind: str) -> None:
         if self.closed or kind == "past":
             return
         if kind != "grad":
-            self.before_change(place.unit)
+            self.schedule.snapshot.before_change(place.unit.index)  # a save may still read it
         if kind == "weight":
-            last = self._parameters.residences[place.unit.index].last_load
+            last = self._weights.residences[place.unit.index].last_load
             if last is not None:
                 last.synchronize()  # a load may still be reading
-            self.updater.before_rewrite(place)
+            self.schedule.updater.before_rewrite(place)
         elif kind == "grad":
-            self.updater.join(place.unit)  # an update may still be reading
+            self.schedule.updater.join(place.unit)  # an update may still be reading
 
     @locked
     def after_write(self, place: Place, kind: str) -> None:
@@ -101,30 +94,30 @@ class UserAccess:
             return
         if kind == "weight":
             place.written = True
-            self._parameters.changed(place.unit, by_step=False)
-            self.updater.rewritten(place)
+            self._weights.changed(place.unit, by_step=False)
+            self.schedule.updater.rewritten(place)
             self._calls.renew(place.unit)
         elif kind == "grad":
-            self._gradients.homes[place.unit.index].norms.pop(place.index, None)
+            self._grads.homes[place.unit.index].norms.pop(place.index, None)
 
     @locked
     def found_written(self, place: Place) -> None:
         """Take note that a parameter got its first values by a write that was not reported."""
         place.written = True
-        self._parameters.changed(place.unit, by_step=False)
-        self.updater.reset_master(place)
+        self._weights.changed(place.unit, by_step=False)
+        self.schedule.updater.reset_master(place)
 
     @locked
     def grad(self, place: Place) -> torch.Tensor | None:
-        return None if self.closed else self._gradients.grad(place, self._watch)
+        return None if self.closed else self.schedule.user_gradients.grad(place, self._watch)
 
     @locked
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
         if value is not None:
-            self.updater.apply_factor()
-        self._gradients.set_grad(place, value)
-        if value is None and not any(home.present for home in self._gradients.homes):
-            self.updater.forget_factor()
+            self.schedule.updater.apply_factor()
+        self.schedule.user_gradients.set_grad(place, value)
+        if value is None and not any(home.present for home in self._grads.homes):
+            self.schedule.updater.forget_factor()
 
     def held(self, place: Place) -> MutableMapping[int, HomeView]:
         return self._held.setdefault(id(place), weakref.WeakValueDictionary())

@@ -9,16 +9,15 @@ from torch import nn
 
 from ..bridge import ranks
 from ..bridge.handlers import undisturbed
-from ..gradients.stream import GradientStream
 from ..home import autograd_functions as functions
 from ..home.parameter import HomeParameter
 from ..home.registration import unwatch, watch
 from ..home.torch_grad import has_sparse_grad
 from ..units.partition import Entry, containers_of
 from ..units.unit import Unit
-from ..weights.stream import ParameterStream
 from .access import UserAccess
 from .calls import Calls
+from .schedule import Schedule
 from .views import Twins
 from .write_guard import WriteGuard
 
@@ -31,28 +30,23 @@ class Attachment:
         model: nn.Module,
         entries: list[Entry],
         units: list[Unit],
-        *,
         device: torch.device,
-        parameters: ParameterStream,
-        gradients: GradientStream,
+        schedule: Schedule,
     ) -> None:
         self._model, self._entries, self._units = model, entries, units
         self._uses = [use for entry in entries for use in entry.uses]
-        self._device, self._gradients = device, gradients
+        self._device, self._schedule = device, schedule
         self._moved_buffers: list[tuple[nn.Module, str]] = []
-        twins = Twins(parameters, gradients, device)
+        twins = Twins(schedule)
         self.calls = Calls(
             model,
             units,
             device=device,
-            parameters=parameters,
-            gradients=gradients,
+            schedule=schedule,
             twins=twins,
-            guard=WriteGuard(entries, parameters, device),
+            guard=WriteGuard(entries, schedule.weights, device),
         )
-        self.access = UserAccess(
-            device=device, parameters=parameters, gradients=gradients, twins=twins, calls=self.calls
-        )
+        self.access = UserAccess(device=device, schedule=schedule, twins=twins, calls=self.calls)
 
     def attach(self) -> None:
         """Turn every parameter, by now a view of its home image, into a `HomeParameter`, and wrap the calls."""
@@ -88,10 +82,10 @@ class Attachment:
         for unit in self._units:
             for place in unit.places:
                 grad = None
-                home = self._gradients.homes[unit.index]
+                home = self._schedule.gradients.homes[unit.index]
                 if place.trained:
                     if place.index not in home.consumed_places:
-                        self._gradients.fold(place)
+                        self._schedule.user_gradients.fold(place)
                     if place.index in home.present:
                         home.join()
                         grad = home.view(place).to(place.dtype).clone()

@@ -15,7 +15,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from torch.utils import _pytree
 
 from ...core.errors import StormError
 from ..activations.held import Held
-from ..activations.runner import Saving
 from ..bridge import handlers
 from ..bridge.lock import locked
 from ..bridge.module_calls import ModuleCall, WrappedCalls
@@ -36,13 +35,12 @@ from ..bridge.torch_private import (
     outside_of_graphs,
     saved_tensor_hooks_active,
 )
-from ..gradients.stream import GradientStream
-from ..home.meta import Unwritten
 from ..home.parameter import HomeParameter, HomeView, joined
 from ..home.registration import take_out
 from ..units.partition import Entry
 from ..units.unit import Place, Unit
-from ..weights.stream import ParameterStream, SavedWeight
+from ..weights.stream import SavedWeight
+from .schedule import Schedule
 from .turns import Turns
 from .views import Twins
 from .write_guard import WriteGuard
@@ -77,19 +75,6 @@ class _Stack(threading.local):
         self.installed: list[Installed] = []
 
 
-class Witness(Protocol):
-    """Is told of every call before the call takes memory."""
-
-    def begin(self, *, training: bool, whole: bool) -> None:
-        """User code calls the model, or one of its modules alone; ``training``: gradients may follow."""
-
-    def enter(self, given: Any) -> None:
-        """A block is about to run with the arguments ``given``."""
-
-    def end(self) -> None:
-        """The call returns to user code."""
-
-
 class Call(ModuleCall["Calls"]):
     """The wrapped call of a module that is an entry, or contains some."""
 
@@ -122,18 +107,14 @@ class Calls:
         units: list[Unit],
         *,
         device: torch.device,
-        parameters: ParameterStream,
-        gradients: GradientStream,
+        schedule: Schedule,
         twins: Twins,
         guard: WriteGuard,
     ) -> None:
         self.closed = False  # True: calls run unwrapped
-        self.lock = parameters.lock
-        self.saving: Saving | None = None  # decides what becomes of activations; None: autograd keeps them
-        self.witness: Witness | None = None
-        self.unwritten: Unwritten | None = None  # parameters from the meta device that have no values yet, if any
+        self.lock = schedule.lock
         self._model, self._device = model, device
-        self._parameters, self._gradients, self._twins, self._guard = parameters, gradients, twins, guard
+        self._schedule, self._weights, self._twins, self._guard = schedule, schedule.weights, twins, guard
         self._passes, self._stack = twins.passes, _Stack()
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._wrapped = WrappedCalls(self)
@@ -181,8 +162,8 @@ class Calls:
             passes.depth = depth + 1
             with hooks:
                 if installed is not None:
-                    if self.witness is not None:
-                        self.witness.enter((args, kwargs))
+                    if self._schedule.witness is not None:
+                        self._schedule.witness.enter((args, kwargs))
                     stack.append(installed)
                     self._install(installed, in_graph)
                 result = self._run(installed, in_graph, original, args, kwargs)
@@ -210,33 +191,35 @@ class Calls:
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
         """Route autograd's saved tensors through `_pack`: weights become notes, `Saving` handles activations."""
-        pack, unpack = self._pack, self._unpack
+        pack, unpack, saving = self._pack, self._unpack, self._schedule.saving
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            if self.saving is None or not torch.is_grad_enabled():
+            if saving is None or not torch.is_grad_enabled():
                 yield
             else:
-                with self.saving.passing(pack, unpack):
+                with saving.passing(pack, unpack):
                     yield
 
     @never_traced
     def _pack(self, tensor: torch.Tensor) -> Any:
-        weight = self._parameters.pack(tensor)
+        weight = self._weights.pack(tensor)
         if weight is not None:
             return weight
-        return Held(tensor) if self.saving is None else self.saving.pack(tensor)
+        saving = self._schedule.saving
+        return Held(tensor) if saving is None else saving.pack(tensor)
 
     @never_traced
     def _unpack(self, saved: Any) -> torch.Tensor:
         if current_pass() != self._turns.backward:
             self._turns.begin_backward()
         if isinstance(saved, SavedWeight):
-            return self._parameters.unpack(saved)
+            return self._schedule.unpack(saved)
+        saving = self._schedule.saving
         if isinstance(saved, Held):
-            if self.saving is not None:
-                self.saving.note_end()
+            if saving is not None:
+                saving.note_end()
             return saved.get()
-        assert self.saving is not None
-        return self.saving.unpack(saved)
+        assert saving is not None
+        return saving.unpack(saved)
 
     @locked
     def _end_call(self, depth: int, kept: int, ends_pass: bool) -> None:
@@ -247,8 +230,7 @@ class Calls:
         if ends_pass:
             self._twins.end_pass()
             self._turns.end_forward()
-            if self.witness is not None:
-                self.witness.end()
+            self._schedule.end_pass()
 
     @locked
     def _take_turn(self) -> None:
@@ -257,15 +239,9 @@ class Calls:
         self._turns.begin_forward()
 
     def _begin(self, module: nn.Module | None) -> None:
-        if self.unwritten is not None and module is not None and self.unwritten.check(module):
-            self.unwritten = None
-        order = self._parameters.order
-        training = torch.is_grad_enabled()
+        order = self._schedule.residency.order
         whole = module is self._model or order.starts_with(self._inside.get(id(module), ()))
-        if whole:
-            self._parameters.begin_pass(training)
-        if self.witness is not None:
-            self.witness.begin(training=training, whole=whole)
+        self._schedule.begin_pass(module, training=torch.is_grad_enabled(), whole=whole)
 
     def _clean(self) -> None:
         """Undo what an interrupted pass has left, after Ctrl-C or a backward that raised."""
@@ -273,7 +249,7 @@ class Calls:
         while stack:
             self._uninstall(stack.pop())
         self._twins.end_pass()
-        self._gradients.abandon()
+        self._schedule.abandon()
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or isinstance(tensor, (HomeParameter, HomeView)):
@@ -285,9 +261,9 @@ class Calls:
         entry = installed.entry
         tensors: dict[int, torch.Tensor] = {}
         for unit in entry.units:
-            stay = self._parameters.use(unit)
+            stay = self._schedule.use(unit)
             installed.units.append(unit)
-            self._parameters.hold(unit)
+            self._schedule.hold(unit)
             for index, twin in self._twins.of_unit(unit, stay, in_graph).items():
                 tensors[id(unit.places[index].parameter)] = twin
         for use in entry.uses:
@@ -313,7 +289,7 @@ class Calls:
                 if any(a is b for a in outer.units for b in installed.units):
                     self._reinstall(outer)
         finally:
-            self._parameters.release(installed.units)
+            self._schedule.release(installed.units)
 
     def _reinstall(self, outer: Installed) -> None:
         for use in outer.entry.uses:

@@ -21,20 +21,18 @@ from collections.abc import Mapping
 import torch
 
 from ...core.errors import StormError
-from ...memory.pools.device import bytes_for_graph
 from ..bridge.lock import locked
 from ..bridge.torch_private import (
     VersionProbe,
-    holders,
     in_backward,
     in_functorch,
     outside_functorch,
     without_torch_function,
 )
-from ..gradients.stream import GradientStream
 from ..home.fetch import Fetch, Token
 from ..units.unit import Place, Unit
-from ..weights.stream import ParameterStream, Stay
+from ..weights.residency import Stay
+from .schedule import Schedule
 
 
 class Passes(threading.local):
@@ -51,12 +49,10 @@ class Passes(threading.local):
 class Twins:
     """Makes twins, and finds those of the running pass."""
 
-    def __init__(self, parameters: ParameterStream, gradients: GradientStream, device: torch.device) -> None:
-        self._parameters, self._gradients = parameters, gradients
-        self.lock = parameters.lock
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._gradients, self.lock = schedule, schedule.gradients, schedule.lock
         self.passes = Passes()
-        self._with_graph = _GraphTwins(bytes_for_graph(0, device))
-        parameters.on_drop = self._let_go
+        self._with_graph = schedule.residency.twins
 
     @outside_functorch
     def of_unit(self, unit: Unit, stay: Stay, in_graph: bool) -> dict[int, torch.Tensor]:
@@ -100,7 +96,7 @@ class Twins:
         self._gradients.homes[unit.index].expect(token)
         made = Fetch.apply(  # type: ignore[no-untyped-call]
             token,
-            self._gradients.collect,
+            self._schedule.collect,
             [views[place.index] for place in leaves],
             *(place.parameter for place in leaves),
         )
@@ -109,7 +105,7 @@ class Twins:
     @locked
     def of(self, place: Place) -> torch.Tensor:
         """One parameter's twin, lent to user code."""
-        stay = self._parameters.use(place.unit)
+        stay = self._schedule.use(place.unit)
         return self.lend(place, self.of_unit(place.unit, stay, in_backward())[place.index])
 
     def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -141,61 +137,3 @@ class Twins:
         self._with_graph.clear()
         self.passes.lent.clear()
         self.passes.known.clear()
-
-    def _let_go(self, unit: Unit) -> None:
-        """Let go of the bytes of a device copy that ends; keep the graph node for another use in this pass."""
-        self._with_graph.let_go(unit.index)
-
-
-class _GraphTwins:
-    """The twins with a graph in the running pass: one node for each unit, as a parameter is one leaf.
-
-    Autograd adds up the gradients of a node use by use, from the last to the first. If a unit that left the device
-    between two uses had two nodes, each would add up its own, and the rounding would depend on the budget. So twins
-    outlive the device copy that they show: they let go of its memory and are pointed at the next one. A twin that user
-    code or autograd holds as well keeps its memory until they release it.
-    """
-
-    def __init__(self, nothing: torch.Tensor) -> None:
-        """``nothing``: an empty tensor on the device. Made beforehand: else it counts as an operation of a block."""
-        self._nothing = nothing
-        self._known: dict[int, dict[int, torch.Tensor]] = {}  # unit -> place -> twin
-        self._away: set[int] = set()  # units whose twins show no device copy, or a dropped one
-        self._held: list[tuple[int, int]] = []  # unit and place of twins that still show a dropped one
-
-    def clear(self) -> None:
-        """The pass has ended."""
-        self._known.clear()
-        self._away.clear()
-        self._held.clear()
-
-    def add(self, unit: int, twins: dict[int, torch.Tensor]) -> None:
-        self._known[unit] = twins
-
-    def find(self, unit: int, views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor] | None:
-        """The unit's twins, pointed at ``views``; None if it has none yet."""
-        twins = self._known.get(unit)
-        if twins is not None and unit in self._away:
-            self._away.discard(unit)
-            self._held = [held for held in self._held if held[0] != unit]
-            for place, twin in twins.items():
-                twin.data = views[place]
-        return twins
-
-    def let_go(self, unit: int) -> None:
-        """Release the bytes of the unit's device copy, which is being dropped."""
-        twins = self._known.get(unit)
-        if twins is not None and unit not in self._away:
-            self._away.add(unit)
-            self._held += [(unit, place) for place in twins]
-        self._held = [(number, place) for number, place in self._held if not self._emptied(self._known[number], place)]
-
-    def _emptied(self, twins: dict[int, torch.Tensor], place: int) -> bool:
-        if holders(twins, place) != _ALONE:
-            return False
-        with torch.inference_mode(False):
-            twins[place].data = self._nothing.view(twins[place].dtype)
-        return True
-
-
-_ALONE = holders({0: torch.empty(0)}, 0)

@@ -21,7 +21,8 @@ from ...memory.cuda.answers import Answers
 from ...memory.lanes.cuda import wait_for
 from ..bridge.torch_private import has_modes, in_functorch
 from ..units.partition import Entry
-from ..weights.stream import ParameterStream, Stay
+from ..weights.residency import Stay
+from ..weights.stream import ParameterStream
 
 _ALL = 2  # passes in which every entry is looked at
 

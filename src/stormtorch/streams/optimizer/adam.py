@@ -11,7 +11,7 @@ the next forward uses the unit; with step="backward" as soon as its gradients ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -27,18 +27,17 @@ from ...native.worker.jobs import Worker
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
 from ..gradients.home import GradHome
-from ..gradients.stream import GradientStream
 from ..home.parameter import Access
 from ..units.chunks import whole_of
 from ..units.unit import Place, Unit
-from ..weights.stream import ParameterStream, Stay
+from ..weights.residency import Stay
 from .adam_home import MOMENTS, AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
 from .adam_settings import adam_step, refuse_unknown
 from .adam_states import AdamStates
 from .device_states import DeviceStates
 from .masters import Masters
 from .param_groups import ParamGroups
-from .updater import MASTER, Updater
+from .updater import MASTER, Conductor, Snapshot, Updater
 
 
 class AdamStream(Updater):
@@ -55,8 +54,7 @@ class AdamStream(Updater):
         worker: Worker,
         board: Flags,
         lanes: Lanes,
-        parameters: ParameterStream,
-        gradients: GradientStream,
+        schedule: Conductor,
         waits: WaitMeter,
         factors: torch.Tensor,
         in_backward_mode: bool,
@@ -64,16 +62,17 @@ class AdamStream(Updater):
     ) -> None:
         """``factors``: fp32 words in home memory for clip factors, used in turns."""
         self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
-        self._parameters, self._gradients, self._factors = parameters, gradients, factors
-        self.there = DeviceStates(homes, lanes=lanes, parameters=parameters, waits=waits, gate=self.gate, poison=poison)
-        self._masters, self.lock = Masters(homes, self), parameters.lock
+        self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
+        self._factors = factors
+        self.there = DeviceStates(homes, lanes=lanes, residency=schedule.weights.residency, waits=waits, poison=poison)
+        self._masters, self.lock = Masters(homes, self), schedule.weights.lock
         self._factor_turn, self._in_backward_mode = 0, in_backward_mode
         self._kept: dict[int, torch.Tensor] = {}  # on the device; kept because the store lane reads them later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
-    def states(self, groups: ParamGroups, access: Access, before_change: Callable[[Unit], None]) -> AdamStates:
-        return AdamStates(self.homes, self, self._masters, self._gradients, groups, access, before_change)
+    def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> AdamStates:
+        return AdamStates(self.homes, self, self._masters, self._gradients, groups, access, snapshot)
 
     def check(self, optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:
         refuse_unknown(optimizer, streamed)
@@ -158,7 +157,7 @@ class AdamStream(Updater):
                 done=flag.at(value),
                 abort=self._board.aborted.at(1),
             )
-            home.pending.append((flag, value))
+            home.gate.runs.append((flag, value))
         self._parameters.changed(home.unit, by_step=True)
 
     def _runs(self, home: AdamHome, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> Iterator[Run]:
@@ -181,31 +180,19 @@ class AdamStream(Updater):
 
     # --- waiting
 
-    def gate(self, unit: Unit, lane: Lane) -> None:
-        home = self.homes[unit.index]
-        home.pending = [(flag, value) for flag, value in home.pending if not flag.at(value).reached()]
-        for flag, value in home.pending:
-            lane.wait_flag(flag, value)
-        if home.event is not None:
-            lane.wait(home.event)
-
     def pending(self, unit: Unit) -> bool:
         home = self.homes[unit.index]
         if home.waiting is not None:
             return True
-        return bool(home.pending) and any(not flag.at(value).reached() for flag, value in home.pending)
+        runs = home.gate.runs
+        return bool(runs) and any(not flag.at(value).reached() for flag, value in runs)
 
     @locked
     def join(self, unit: Unit) -> None:
         self.finish(unit)
         home = self.homes[unit.index]
         self.there.unstage(home)  # user code may change the states that were prefetched
-        for flag, value in home.pending:
-            flag.wait(value)
-        home.pending = []
-        if home.event is not None:
-            home.event.synchronize()
-            home.event = None
+        home.gate.join()
 
     @locked
     def join_states(self, unit: Unit) -> None:
@@ -250,9 +237,9 @@ class AdamStream(Updater):
         home = self.homes[grads.unit.index]
         if not self.there.can_stage(home):
             return False
-        self._parameters.hold(home.unit)  # its weights must remain until they are updated
+        self._schedule.hold(home.unit)  # its weights must remain until they are updated
         try:
-            stay = self._parameters.use(home.unit)
+            stay = self._schedule.use(home.unit)
             if not self.there.can_stage(home):
                 return False  # loading the weights has evicted states
             steps = list(home.steps)
@@ -267,7 +254,7 @@ class AdamStream(Updater):
                     home.steps = steps
                 raise
         finally:
-            self._parameters.release([home.unit])
+            self._schedule.release([home.unit])
         self._parameters.residences[home.unit.index].updates += 1
         return True
 
@@ -284,7 +271,7 @@ class AdamStream(Updater):
     def _update_at_home(self, home: AdamHome, waiting: Waiting) -> None:
         """Update on the CPU, and wait for it: the device has no room for this update."""
         residence = self._parameters.residences[home.unit.index]
-        for event in (waiting.stored, waiting.ready, residence.last_load, home.event):
+        for event in (waiting.stored, waiting.ready, residence.last_load, home.gate.stored):
             if event is not None:
                 event.synchronize()
         factor = None if waiting.factor is None else waiting.factor.to("cpu")
@@ -334,8 +321,8 @@ class AdamStream(Updater):
         lanes = self._lanes
         lanes.store.wait(lanes.compute.record())
         lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER, home.unit.index)
-        home.event = lanes.store.record()
-        stay.uses[:] = [*(event for event in stay.uses if not event.done()), home.event]
+        home.gate.stored = stored = lanes.store.record()
+        stay.uses[:] = [*(event for event in stay.uses if not event.done()), stored]
         self._parameters.updated_in_place(home.unit, stay)
 
     # --- masters and checkpoints
@@ -377,7 +364,7 @@ class AdamStream(Updater):
         if home.waiting is None:
             return
         try:
-            self._parameters.use(unit)
+            self._schedule.use(unit)
         except OutOfBudget:
             if home.waiting is not None:
                 self.there.unstage(home)  # the prefetched states are about to be out of date

@@ -13,6 +13,7 @@ from ...memory.pools.pool import Piece
 from ...native.update import AdamStep, AdamTensors
 from ..units.chunks import Chunk
 from ..units.unit import Place, Unit
+from ..weights.residency import HomeGate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of these states
 _SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
@@ -27,10 +28,9 @@ class AdamHome:
     exp_avg_sq: torch.Tensor
     masters: torch.Tensor  # bytes
     flags: list[Flag]  # one for each trained parameter: the run that begins with it is done
+    gate: HomeGate
     steps: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
-    pending: list[tuple[Flag, int]] = field(default_factory=list)
-    event: Event | None = None  # states of a device update are back home
     on_device: bool = False  # this unit is updated on the device
     waiting: Waiting | None = None  # a device update that was requested and has not begun
     staged: deque[Staged] = field(default_factory=deque)  # its first chunks on the device, or on their way there

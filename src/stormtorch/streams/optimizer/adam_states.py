@@ -9,7 +9,7 @@ the old values.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..units.unit import Place, Unit
 from .adam_home import MOMENTS, AdamHome
 from .masters import Masters
 from .param_groups import ParamGroups
-from .updater import MASTER, ShownStates, Updater
+from .updater import MASTER, ShownStates, Snapshot, Updater
 
 
 class AdamStates(ShownStates):
@@ -35,11 +35,10 @@ class AdamStates(ShownStates):
         gradients: GradientStream,
         groups: ParamGroups,
         access: Access,
-        before_change: Callable[[Unit], None],
+        snapshot: Snapshot,
     ) -> None:
-        """``before_change`` is called before states are replaced: a save may still read them."""
         self._homes, self._updater, self._masters, self._gradients = homes, updater, masters, gradients
-        self._groups, self._access, self._before_change = groups, access, before_change
+        self._groups, self._access, self._snapshot = groups, access, snapshot
         self._optimizer = groups.optimizer
         self._place = {id(place.parameter): place for home in homes for place in home.unit.places}
         self._taken: dict[int, dict[str, Any]] = {}  # kept while torch loads the other states, by number
@@ -86,7 +85,7 @@ class AdamStates(ShownStates):
                     home.steps[number] = int(state["step"])
                     continue
                 self._updater.join_states(home.unit)
-                self._before_change(home.unit)
+                self._snapshot.before_change(home.unit.index, by_step=True)  # a save may still read them
                 changed.append((place, state or {}))
         self._take(changed)
 

@@ -8,7 +8,7 @@ user code reads them or a checkpoint is saved."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -19,7 +19,7 @@ from ...memory.lanes.waits import WaitMeter
 from ...memory.pools.pool import GRAIN, Piece
 from ..units.chunks import Chunk, chunks_of, whole_of
 from ..units.unit import Unit
-from ..weights.stream import ParameterStream
+from ..weights.residency import Residency
 from .adam_home import AdamHome, Staged, Waiting, states_of
 from .updater import StatesOnDevice
 
@@ -42,14 +42,12 @@ class DeviceStates(StatesOnDevice):
         homes: list[AdamHome],
         *,
         lanes: Lanes,
-        parameters: ParameterStream,
+        residency: Residency,
         waits: WaitMeter,
-        gate: Callable[[Unit, Lane], None],
         poison: Lane | None,
     ) -> None:
-        """``gate`` makes a lane wait until a unit's states at home are up to date."""
-        self.homes, self._lanes, self._parameters, self._waits = homes, lanes, parameters, waits
-        self._gate, self._poison = gate, poison
+        self.homes, self._lanes, self._residency, self._waits = homes, lanes, residency, waits
+        self._poison = poison
         self.share_now = 0.0
         self.gave_way = False  # permanently
         self._sets: deque[tuple[list[Piece], Event]] = deque()
@@ -58,6 +56,7 @@ class DeviceStates(StatesOnDevice):
         self._chunks: list[list[Chunk]] = []  # of each unit
         self._updated: list[AdamHome] = []  # units whose states passed through since the last backward
         self._expected: list[AdamHome] = []  # those of the step before
+        residency.borrowers.append(self)
 
     # --- what goes where
 
@@ -107,9 +106,10 @@ class DeviceStates(StatesOnDevice):
         while self._sets:
             pieces, last_use = self._sets.popleft()
             for piece in pieces:
-                self._parameters.give(piece, last_use)
+                self._residency.give(piece, last_use)
 
     def give_way(self) -> bool:
+        """Return the sets to the pool; False: there are none. The CPU does their updates from then on."""
         passing = [home for home in self.homes if home.kept is None]
         for home in passing:
             self.unstage(home)
@@ -155,16 +155,16 @@ class DeviceStates(StatesOnDevice):
         if kept is not None:
             event = self._lanes.compute.record()
             for piece in kept.pieces:
-                self._parameters.give(piece, kept.loaded, event)
+                self._residency.give(piece, kept.loaded, event)
 
     def _room(self, sizes: list[int]) -> list[Piece] | None:
         lane = self._lanes.aside
-        found = [self._parameters.try_room(size, lane, 0) for size in sizes]
+        found = [self._residency.try_room(size, lane, 0) for size in sizes]
         pieces = [piece for piece in found if piece is not None]
         if len(pieces) == len(sizes):
             return pieces
         for piece in pieces:
-            self._parameters.give(piece, lane.record())
+            self._residency.give(piece, lane.record())
         return None
 
     # --- there
@@ -266,7 +266,7 @@ class DeviceStates(StatesOnDevice):
             return
         try:
             lane.wait(last_use)
-            self._gate(home.unit, lane)
+            home.gate.hold(lane)
             if waiting is not None and waiting.stored is not None:
                 lane.wait(waiting.stored)
             for target, source in copies:

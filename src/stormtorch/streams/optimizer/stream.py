@@ -20,15 +20,13 @@ from ..bridge.lock import locked
 from ..bridge.ranks import refuse_ranks
 from ..bridge.torch_private import without_torch_function
 from ..gradients.home import GradHome
-from ..gradients.stream import GradientStream
 from ..home.parameter import Access
 from ..home.torch_grad import has_sparse_grad, real_grad
 from ..units.unit import Unit
-from ..weights.stream import ParameterStream
 from .param_groups import ParamGroups
 from .patch import Takeover, users_own
 from .torch_step import Shadow, as_is
-from .updater import Updater
+from .updater import Conductor, Updater
 
 
 class OptimizerStream:
@@ -37,17 +35,17 @@ class OptimizerStream:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
         access: Access,
         units: list[Unit],
-        parameters: ParameterStream,
-        gradients: GradientStream,
+        schedule: Conductor,
         updater: Updater,
+        *,
         masters: bool,
         mode: str,
     ) -> None:
         self.optimizer, self._units = optimizer, units
-        self._parameters, self._gradients, self._updater, self._mode = parameters, gradients, updater, mode
+        self._schedule, self._snapshot, self._updater, self._mode = schedule, schedule.snapshot, updater, mode
+        self._gradients, self._user_gradients = schedule.gradients, schedule.user_gradients
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._own_step, self._own_zero_grad = users_own(optimizer, "step"), users_own(optimizer, "zero_grad")
         if self._own_zero_grad is None and type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
@@ -60,37 +58,31 @@ class OptimizerStream:
         self._shadow = Shadow(optimizer)  # for parameters that are not streamed
         self._access, self.has_masters = access, masters
         self._unstepped = False  # backward has updated units since the last step()
-        self.lock = parameters.lock
+        self.lock = schedule.weights.lock
         self._states_seen = {id(p) for p in optimizer.state}
         self.steps = 0
-        self.before_update: Callable[[], None] = lambda: None
-        self.on_step: Callable[[], None] = lambda: None
-        self.before_change: Callable[[Unit | None], None] = lambda _unit: None  # a save may still read the unit
         self._groups = ParamGroups(optimizer)
-        self._states = updater.states(self._groups, access, self._before_replacing)
+        self.states = updater.states(self._groups, access, schedule.snapshot)
         self._takeover = Takeover(
             optimizer,
             step=self.step,
             zero_grad=self._own_zero_grad or self.zero_grad,
             before_saving=updater.join_all,
-            after_saving=self._states.after_saving,
+            after_saving=self.states.after_saving,
             before_loading=self._before_loading,
             after_loading=self._after_loading,
         )
         try:
             self._takeover.begin()
-            self._connect()
+            self.states.take_over()
         except BaseException:
             self.release()
             raise
 
-    def _connect(self) -> None:
-        """Connect the optimizer to backward through the gradients, and take over existing states."""
-        if self._mode == "backward":
-            self._gradients.consume = self._consume
-            self._gradients.before_dropping = self.before_dropping
-            self._gradients.update_here = self._update_here
-        self._states.take_over()
+    @property
+    def in_backward(self) -> bool:
+        """Whether each unit is updated when its gradients are complete."""
+        return self._mode == "backward"
 
     # --- the step
 
@@ -107,32 +99,24 @@ class OptimizerStream:
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if not self._updater.by_unit:
-            self.before_change(None)
+            self._snapshot.before_change(None, by_step=True)
             loss = as_is(self.optimizer, self._own_step, closure)
-        else:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            if self._mode != "backward":
-                self.before_change(None)  # here Ctrl-C can end the wait
-            self._update_and_count()
+            self._schedule.end_step()
             return loss
-        self._count()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.in_backward:
+            self._snapshot.before_change(None, by_step=True)  # here Ctrl-C can end the wait
+        self._schedule.step()
         return loss
 
-    @locked
-    def _update_and_count(self) -> None:
-        self.before_update()
-        self._update_all()
+    def count(self) -> None:
+        """Count a step that is complete."""
         self._unstepped = False
-        self._count()
-
-    @locked
-    def _count(self) -> None:
         self._sort_state()
-        self.steps += 1  # before the hooks: they may save a checkpoint
-        self.on_step()
+        self.steps += 1
 
     def _sort_state(self) -> None:
         """Sort new entries of ``optimizer.state`` by parameter: units may be updated in any order."""
@@ -142,28 +126,11 @@ class OptimizerStream:
                 state[parameter] = state.pop(parameter)
                 self._states_seen.add(id(parameter))
 
-    @locked  # excludes the closure, whose backward runs on another thread
-    @torch.no_grad()
-    def _update_all(self) -> None:
+    def check(self) -> None:
+        """Raise before a step for what it cannot do."""
         refuse_ranks()
         self._refuse_thawed()
         self._updater.check(self.optimizer, self._place)
-        for home in self._gradients.homes:
-            for place in home.unit.trained:
-                self._gradients.fold(place)
-        self._refuse_sparse(self._units)
-        self._states.heed()
-        for home in self._gradients.homes:
-            if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
-                self._update(home, self._groups.of(home.unit))
-        self._states.count()
-        others = [p for p in self._groups.parameters() if id(p) not in self._place and p.grad is not None]
-        if others:  # left on the device, added later, or not the model's
-            self._shadow.run([(p, p) for p in others])
-        if self._mode == "serial":
-            self._updater.join_all()
-        self._parameters.end_step()
-        self._parameters.load_ahead()
 
     def _refuse_thawed(self) -> None:
         """Raise for parameters that were frozen when streaming began: they have no memory for gradients and states."""
@@ -175,17 +142,25 @@ class OptimizerStream:
                         "storm.stream again."
                     )
 
-    def _refuse_sparse(self, units: list[Unit]) -> None:
+    def refuse_sparse(self, units: list[Unit]) -> None:
         """Raise before the first unit is updated, so that an error leaves all units unchanged."""
         for unit in [] if self._updater.takes_sparse else units:
             sparse = [place.index for place in unit.trained if has_sparse_grad(place)]
             if sparse and not self._groups.of(unit).keys().isdisjoint(sparse):
                 raise StormError("Adam does not support sparse gradients. Use SparseAdam, SGD or Adagrad.")
 
-    def _update(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
-        self.before_change(home.unit)
+    def update(self, home: GradHome, mine: dict[int, dict[str, Any]] | None = None) -> None:
+        """Update a unit from its gradients, or queue that. ``mine``: its hyperparameters, if they are known."""
+        mine = self._groups.of(home.unit) if mine is None else mine
+        self._snapshot.before_change(home.unit.index, by_step=True)
         self._updater.update(home, mine)
         self._note_change(home, mine)
+
+    def update_others(self) -> None:
+        """Update parameters that are not streamed: left on the device, added later, or not the model's."""
+        others = [p for p in self._groups.parameters() if id(p) not in self._place and p.grad is not None]
+        if others:
+            self._shadow.run([(p, p) for p in others])
 
     def _note_change(self, home: GradHome, mine: dict[int, dict[str, Any]]) -> None:
         """Tell autograd of the change: graphs outside of the model that have saved these parameters must not run any
@@ -198,24 +173,24 @@ class OptimizerStream:
         with without_torch_function():
             torch.autograd.graph.increment_version(changed)
 
-    def _consume(self, home: GradHome) -> None:
+    def update_home(self, home: GradHome) -> None:
         """For step="backward": update the unit now, from gradients that were just sent home."""
         mine = self._consumable(home)
         if mine is not None:
-            self._refuse_sparse([home.unit])
-            self._states.heed(home.unit)
+            self.refuse_sparse([home.unit])
+            self.states.heed(home.unit)
             with torch.no_grad():
-                self._update(home, mine)
+                self.update(home, mine)
             self._consumed(home)
 
-    def _update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
+    def update_here(self, home: GradHome, bucket: torch.Tensor) -> bool:
         """For step="backward": update the unit now on the device, if it is to be updated there."""
         mine = self._consumable(home) if self._updater.is_on_device(home.unit) else None
         if mine is None:
             return False
-        self._states.heed(home.unit)
-        self.before_change(home.unit)
-        residence = self._parameters.residences[home.unit.index]
+        self.states.heed(home.unit)
+        self._snapshot.before_change(home.unit.index, by_step=True)
+        residence = self._schedule.weights.residences[home.unit.index]
         updates = residence.updates
         try:
             if not self._updater.update_here(home, bucket, mine):
@@ -253,7 +228,7 @@ class OptimizerStream:
         held = {id(parameter): parameter for parameter in self._groups.parameters()}
         everything = all(id(place.parameter) in held for unit in self._units for place in unit.trained)
         if everything:
-            self._gradients.clear()
+            self._user_gradients.clear()
         else:
             self._updater.apply_factor()  # parameters of other optimizers keep their gradients
         for key, parameter in held.items():
@@ -261,7 +236,7 @@ class OptimizerStream:
             if place is None:
                 parameter.grad = None
             elif not everything or (not place.trained and real_grad(place) is not None):
-                self._gradients.set_grad(place, None)
+                self._user_gradients.set_grad(place, None)
         self._updater.forget_factor()
 
     @locked
@@ -270,7 +245,7 @@ class OptimizerStream:
         if not self._unstepped:
             return
         self._unstepped = False
-        self._states.count()  # the updates count, if training goes on from here
+        self.states.count()  # the updates count, if training goes on from here
         updated = sum(home.consumed for home in self._gradients.homes)
         raise StormError(
             f'step="backward" has updated {updated} of {len(self._units)} units while their gradients arrived, and '
@@ -284,7 +259,7 @@ class OptimizerStream:
         """Clip without waiting; None if that is not possible."""
         if not self._updater.defers_clipping:
             return None
-        if self._mode == "backward":
+        if self.in_backward:
             raise StormError(
                 'Cannot clip: step="backward" has used the gradients, unit by unit, before their norm was known. '
                 'Use step="forward" (the "auto" choice) to clip.'
@@ -296,7 +271,7 @@ class OptimizerStream:
                 if parameter.grad is not None:
                     return None
                 continue
-            self._gradients.fold(place)
+            self._user_gradients.fold(place)
             home = self._gradients.homes[place.unit.index]
             if place.index not in home.present:
                 continue
@@ -310,17 +285,14 @@ class OptimizerStream:
 
     # --- the state, in torch's own format
 
-    def _before_replacing(self, unit: Unit) -> None:
-        self.before_change(unit)  # an attribute that is set after construction
-
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         self._updater.join_all()
-        self.before_change(None)
-        return self._states.before_loading(state_dict)
+        self._snapshot.before_change(None, by_step=True)
+        return self.states.before_loading(state_dict)
 
     def _after_loading(self) -> None:
         self._unstepped = False  # loading starts from a complete step
-        self._states.after_loading()
+        self.states.after_loading()
 
     # --- for checkpoints
 
@@ -328,7 +300,7 @@ class OptimizerStream:
     def settle(self) -> None:
         """Block until home memory has the current weights and states, including changes that user code made to the
         state."""
-        self._states.heed()
+        self.states.heed()
         self._updater.join_all()
 
     @locked
@@ -336,7 +308,7 @@ class OptimizerStream:
         """Install these states. For our own kernels, moments and masters are in home memory already."""
         self._unstepped = False
         self.optimizer.state.clear()
-        self._states.replace(states)
+        self.states.replace(states)
         for parameter, state in states.items():
             self.optimizer.state[parameter] = state
         self._states_seen.clear()
@@ -353,8 +325,8 @@ class OptimizerStream:
         """Give the optimizer back, with its state in ordinary tensors of the parameters' dtypes."""
         if self.released:
             return
-        self._states.before_release()
+        self.states.before_release()
         self._takeover.end()
         if self._unstepped:
-            self._states.count()
-        self._states.after_release()
+            self.states.count()
+        self.states.after_release()

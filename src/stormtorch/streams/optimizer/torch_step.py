@@ -27,7 +27,7 @@ from ..weights.stream import ParameterStream
 from .master_states import MasterStates
 from .param_groups import ParamGroups
 from .patch import PUT_ON, users_own, without_hooks
-from .updater import MASTER, ShownStates, Updater
+from .updater import MASTER, ShownStates, Snapshot, Updater
 
 _WHEN = ("pre", "post")
 
@@ -88,7 +88,7 @@ class TorchStep(Updater):
         self._stand_ins: dict[int, nn.Parameter] = {}
         self.by_unit = is_separable(optimizer)
 
-    def states(self, groups: ParamGroups, _access: Access, _before_change: Callable[[Unit], None]) -> ShownStates:
+    def states(self, groups: ParamGroups, _access: Access, _snapshot: Snapshot) -> ShownStates:
         return MasterStates(self, groups, self._units) if self._masters else ShownStates()
 
     def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:

@@ -6,16 +6,18 @@ updates behind its caller and keeps states in home memory: it overrides most of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from typing import Any
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from ...memory.lanes.lane import Lane
 from ..gradients.home import GradHome
+from ..gradients.stream import GradientStream
+from ..gradients.user import UserGradients
 from ..home.parameter import Access
 from ..units.unit import Place, Unit
-from ..weights.stream import Stay
+from ..weights.residency import Stay
+from ..weights.stream import ParameterStream
 from .param_groups import ParamGroups
 
 MASTER = "master"  # its name among the states of a parameter, in state dicts and checkpoints
@@ -89,16 +91,42 @@ class StatesOnDevice:
         ``room_bytes``: what the pool can spare for them. ``early``: whether states may come before the step is
         called."""
 
-    def give_way(self) -> bool:
-        """Return memory through which states pass to the pool, which needs it; False if there was none.
-
-        From then on the CPU does the updates that were to happen on the device."""
-        return False
-
     def staying(self, unit: Unit, size: int) -> torch.Tensor | None:
         """The device bytes where ``size`` bytes of a kept unit's gradients remain until the update; None if not
         kept."""
         return None
+
+
+class Snapshot(Protocol):
+    """The values that a save in the background still has to write."""
+
+    def before_change(self, unit: int | None, *, by_step: bool = False) -> None:
+        """Copy those of the unit (None: of all), or wait until they are written; ``by_step``: an optimizer changes
+        it."""
+
+
+class Conductor(Protocol):
+    """The order in which streams work: model/schedule.py."""
+
+    weights: ParameterStream
+    gradients: GradientStream
+    user_gradients: UserGradients
+    snapshot: Snapshot
+
+    def use(self, unit: Unit) -> Stay:
+        """The unit's weights on the device; compute waits for them."""
+
+    def hold(self, unit: Unit) -> None:
+        """Forbid eviction until ``release``."""
+
+    def release(self, units: Sequence[Unit]) -> None:
+        """Allow eviction again, once for each unit."""
+
+    def step(self) -> None:
+        """Update every unit that has gradients, or queue its update."""
+
+    def end_step(self) -> None:
+        """Count a step that is complete."""
 
 
 class Updater:
@@ -109,9 +137,8 @@ class Updater:
     defers_clipping = False  # `clip` can scale gradients at the next update
     there: StatesOnDevice = StatesOnDevice()
 
-    def states(self, groups: ParamGroups, access: Access, before_change: Callable[[Unit], None]) -> ShownStates:
-        """The states to show in the optimizer. ``before_change`` is called before they are replaced: a save may still
-        read them."""
+    def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> ShownStates:
+        """The states to show in the optimizer."""
         return ShownStates()
 
     def check(self, optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:
@@ -122,9 +149,6 @@ class Updater:
         raise NotImplementedError
 
     # --- waiting
-
-    def gate(self, unit: Unit, lane: Lane) -> None:
-        """Make ``lane`` wait until the unit's home image and states are up to date."""
 
     def pending(self, unit: Unit) -> bool:
         """Whether an update of the unit is queued and not done."""

@@ -27,6 +27,7 @@ class Order:
         self._present: list[int] = []
         self._latest: tuple[int, bool] | None = None
         self._at = -1
+        self._passes, self._passes_per_step = 0, 1
         self._follow(self._remembered[True])
 
     def begin(self, training: bool) -> None:
@@ -34,7 +35,17 @@ class Order:
         if self._present:
             self._remembered[self._training] = self._present
         self._training, self._present, self._latest = training, [], None
+        self._passes += training
         self._follow(self._remembered[training])
+
+    def end_step(self) -> None:
+        """The optimizer step was called: count its passes."""
+        self._passes_per_step, self._passes = max(1, self._passes), 0
+
+    @property
+    def step_comes(self) -> bool:
+        """Whether a step should follow this pass, by the last step's count of passes."""
+        return self._passes >= self._passes_per_step
 
     def starts_with(self, units: Collection[int]) -> bool:
         """Whether the remembered pass began with one of ``units``, and this pass is past its first use."""

@@ -1,0 +1,211 @@
+"""What user code does with ``p.grad``: it reads, replaces, adds to and clears gradients in home memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ...core.errors import StormError
+from ..bridge.lock import locked
+from ..bridge.torch_private import without_torch_function
+from ..home.parameter import HomeView, joined, plain
+from ..home.torch_grad import has_sparse_grad, real_grad, set_real_grad
+from ..units.unit import Place, Unit
+from ..weights.residency import Residence
+from .home import GradHome
+from .stream import GradientStream
+
+
+class Readers(Protocol):
+    """What may still use gradients at home."""
+
+    def apply_factor(self) -> None:
+        """Clip now, on the host, where that was deferred."""
+
+    def join(self, unit: Unit) -> None:
+        """Block until no update reads the unit's gradients at home."""
+
+    def before_dropping(self) -> None:
+        """Raise if gradients are dropped that backward has used without a step."""
+
+
+class UserGradients:
+    """Gradients as user code sees them."""
+
+    def __init__(self, gradients: GradientStream, residences: list[Residence], readers: Readers) -> None:
+        self._gradients, self._residences, self._readers = gradients, residences, readers
+        self.lock = gradients.lock
+
+    @locked
+    def grad(self, place: Place, watch: Callable[[torch.Tensor, Place, str], HomeView]) -> torch.Tensor | None:
+        """``p.grad``; does not wait for its values."""
+        home = self._gradients.homes[place.unit.index]
+        if not place.trained or self._is_sparse(place):
+            return real_grad(place)
+        real = real_grad(place)
+        if real is not None and real.requires_grad:
+            return self._with_graph(home, place, real)
+        self.fold(place)
+        if place.index in home.consumed_places:
+            return watch(self._consumed_view(home, place), place, "grad")
+        if place.index not in home.present:
+            return None
+        return home.watch(place, watch(home.view(place), place, "grad"))
+
+    def _is_sparse(self, place: Place) -> bool:
+        """Whether the gradient is only sparse; where there is a dense one too, the sparse one is added to it."""
+        return has_sparse_grad(place) and place.index not in self._gradients.homes[place.unit.index].present
+
+    def _with_graph(self, home: GradHome, place: Place, real: torch.Tensor) -> torch.Tensor:
+        """Keep a gradient made with ``create_graph=True`` in the parameter's own slot until a step asks for it, with
+        the earlier gradient added."""
+        if place.index not in home.present:
+            return real
+        self._readers.apply_factor()
+        home.join()
+        with torch.enable_grad():
+            real = (home.view(place).clone() + real).to(place.dtype)
+        self.set_grad(place, None)
+        set_real_grad(place, real)
+        return real
+
+    def _let_go_of_views(self, home: GradHome, index: int | None = None) -> None:
+        if home.is_held(index) and not home.consumed:
+            self._readers.apply_factor()
+        home.let_go_of_views(index)
+
+    @locked
+    def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
+        """``p.grad = value``."""
+        home = self._gradients.homes[place.unit.index]
+        if not place.trained:
+            set_real_grad(place, value)
+            return
+        if value is not None:
+            _refuse_unlike(value, place)  # before anything is dropped
+        if value is None or value.layout is not torch.strided:
+            self._drop(home, place)
+            set_real_grad(place, None if value is None else value.to("cpu"))
+            return
+        set_real_grad(place, None)
+        if place.index in home.present - home.consumed_places and _is_same(value, home.view(place)):
+            value._storm_whole = True  # type: ignore[attr-defined]
+            return  # p.grad = p.grad, which is how p.grad *= 2 ends: existing views remain valid
+        joined(value)
+        self._let_go_of_views(home, place.index)
+        self._write(home, place, plain(value).detach().to("cpu"), add=False)
+
+    def _drop(self, home: GradHome, place: Place) -> None:
+        """Forget the gradient in home memory."""
+        if place.index in home.consumed_places:
+            self._readers.before_dropping()
+        self._let_go_of_views(home, place.index)
+        home.present.discard(place.index)
+        home.shared.discard(place.index)
+        home.consumed_places.discard(place.index)
+        home.norms.pop(place.index, None)
+        if not home.present:
+            home.there = None
+            home.is_wide = False
+            home.consumed = False
+            self._residences[place.unit.index].outdated = False
+
+    @locked
+    def fold(self, place: Place) -> None:
+        """Add the gradient in the parameter's own slot: torch puts those of hooked parameters and regularisers
+        there."""
+        real = real_grad(place)
+        if real is None or not place.trained or self._is_sparse(place):
+            return
+        set_real_grad(place, None)
+        home = self._gradients.homes[place.unit.index]
+        if place.index in home.consumed_places:
+            raise used_up(place.name)
+        self._readers.apply_factor()
+        self._write(home, place, real.detach(), add=place.index in home.present)
+
+    @locked
+    def clear(self) -> None:
+        """``zero_grad(set_to_none=True)`` of all gradients. Does not wait: a store that ends later leaves garbage."""
+        for home in self._gradients.homes:
+            for place in home.unit.trained:
+                if real_grad(place) is not None:
+                    set_real_grad(place, None)
+            if home.is_held():
+                self._let_go_of_views(home)
+            home.present.clear()
+            home.norms.clear()
+            home.shared.clear()
+            home.consumed_places.clear()
+            home.there = None
+            home.is_wide = home.consumed = False
+            self._residences[home.unit.index].outdated = False
+
+    def _write(self, home: GradHome, place: Place, value: torch.Tensor, *, add: bool) -> None:
+        """Write ``value`` to home memory from the host."""
+        self._gradients.ensure_own()
+        home.join()
+        self._readers.join(home.unit)
+        with torch.no_grad():
+            if add and home.unit.has_wide_form and not home.is_wide:
+                self._widen(home)
+            target = home.view(place)
+            if add and value.layout is not torch.strided:  # torch's add_ of these counts a view's offset twice
+                target.copy_(target.clone().add_(value.to(target.dtype)))
+            elif add:
+                target.add_(value)
+            else:
+                target.copy_(value)
+        home.present.add(place.index)
+        home.norms.pop(place.index, None)
+        self._residences[home.unit.index].outdated = True
+
+    def _widen(self, home: GradHome) -> None:
+        """Convert own gradients to wide ones, on the host."""
+        self._gradients.ensure_wide(home)
+        self._let_go_of_views(home)
+        old = {index: home.view(home.unit.places[index]) for index in home.present}
+        home.is_wide = True
+        for index, tensor in old.items():
+            home.view(home.unit.places[index]).copy_(tensor)
+
+    def _consumed_view(self, home: GradHome, place: Place) -> torch.Tensor:
+        assert home.own is not None
+        return place.view(home.own, place.grad_at, place.dtype)
+
+
+def _refuse_unlike(value: torch.Tensor, place: Place) -> None:
+    """Raise for values that torch refuses as a gradient. A gradient in fp32 may be assigned as such."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
+    if value.shape != place.shape:
+        raise RuntimeError(
+            f"assigned grad has data of a different size: {tuple(value.shape)} for the parameter {place.name!r} of "
+            f"shape {tuple(place.shape)}"
+        )
+    if value.dtype not in (place.dtype, place.wide_dtype):
+        raise RuntimeError(
+            f"assigned grad has data of a different type: {value.dtype} for the parameter {place.name!r} of "
+            f"{place.dtype}"
+        )
+
+
+def _is_same(value: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether ``value`` is the whole gradient in home memory, not a part or a converted view of it."""
+    if not isinstance(value, HomeView):
+        return False
+    with without_torch_function():
+        own = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        return own == (view.data_ptr(), view.dtype, view.shape, view.stride())
+
+
+def used_up(name: str) -> StormError:
+    """The error where gradients come for a parameter whose gradients an update in backward has used."""
+    return StormError(
+        f"The gradients of {name!r} were used up in backward, or came from a backward inside of it (reentrant "
+        "checkpointing), or belong to no optimizer and were not set to None, and there is more to add to them. "
+        'step="backward" updates each unit as its gradients arrive: call optimizer.step() and zero_grad() after each '
+        'backward, freeze what is not trained (requires_grad_(False)), or use step="forward" to accumulate.'
+    )

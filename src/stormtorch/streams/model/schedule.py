@@ -1,0 +1,345 @@
+"""The schedule: calls weights, gradients and updater in order. The streams do not know each other's order.
+
+A unit is *used* when a module with its parameters is entered, when backward asks for a saved weight, and when user code
+computes with a parameter: `use`. Its gradients are *complete* when all its nodes in autograd's graph have run:
+`collect`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ...core.errors import StaleGraph
+from ...memory.lanes.build import Lanes
+from ...memory.lanes.waits import WaitMeter
+from ..activations.runner import Saving
+from ..bridge.lock import locked
+from ..bridge.torch_private import at_end_of_backward, in_backward, outside_functorch
+from ..gradients.home import GradHome
+from ..gradients.stream import GradientStream
+from ..gradients.user import UserGradients, used_up
+from ..home.fetch import Token
+from ..home.meta import Unwritten
+from ..home.torch_grad import has_sparse_grad
+from ..optimizer.stream import OptimizerStream
+from ..optimizer.updater import NoUpdater, Snapshot, Updater
+from ..units.unit import Unit
+from ..weights.residency import Residence, Stay
+from ..weights.stream import ParameterStream, SavedWeight, version_of
+
+
+class Tuner(Protocol):
+    """Changes where work is done, by what steps have shown."""
+
+    def before_step(self, gradients: GradientStream) -> None:
+        """The units that have gradients are about to be updated."""
+
+    def after_step(self, gradients: GradientStream, activations: Saving | None) -> None:
+        """They were updated, or their updates are queued."""
+
+
+class Witness(Protocol):
+    """Is told of every call before the call takes memory."""
+
+    def begin(self, *, training: bool, whole: bool) -> None:
+        """User code calls the model, or one of its modules alone; ``training``: gradients may follow."""
+
+    def enter(self, given: Any) -> None:
+        """A block is about to run with the arguments ``given``."""
+
+    def end(self) -> None:
+        """The call returns to user code."""
+
+
+class Schedule:
+    """The order in which a session's streams work. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        weights: ParameterStream,
+        gradients: GradientStream,
+        *,
+        lanes: Lanes,
+        waits: WaitMeter,
+        snapshot: Snapshot,
+        tuner: Tuner,
+        witness: Witness | None,
+        serial: bool,
+    ) -> None:
+        self.weights, self.gradients = weights, gradients
+        self.residency, self.lock = weights.residency, weights.lock
+        self._residences, self._pool, self._compute = weights.residences, self.residency.pool, lanes.compute
+        self._lanes, self._waits, self._serial = lanes, waits, serial
+        self.snapshot, self._tuner, self.witness = snapshot, tuner, witness
+        self.user_gradients = UserGradients(gradients, self._residences, self)
+        self._ending: set[int] = set()  # backward passes at whose end gradients will be complete
+        # Set once. An updater and an optimizer use weights through this object; the others need the attached model.
+        self.updater: Updater = NoUpdater()
+        self.optimizer: OptimizerStream | None = None
+        self.saving: Saving | None = None  # decides what becomes of activations; None: autograd keeps them
+        self.unwritten: Unwritten | None = None  # parameters from the meta device that have no values yet, if any
+
+    # --- a pass begins and ends
+
+    def begin_pass(self, module: nn.Module | None, *, training: bool, whole: bool) -> None:
+        """User code calls the model, or ``module`` alone (not ``whole``); ``training``: gradients may follow."""
+        if self.unwritten is not None and module is not None and self.unwritten.check(module):
+            self.unwritten = None
+        if whole:
+            self._begin_order(training)
+        if self.witness is not None:
+            self.witness.begin(training=training, whole=whole)
+
+    @locked
+    def _begin_order(self, training: bool) -> None:
+        self.residency.order.begin(training)
+
+    def end_pass(self) -> None:
+        """That call returns to user code."""
+        if self.witness is not None:
+            self.witness.end()
+
+    # --- a unit is used
+
+    @locked
+    @outside_functorch
+    def use(self, unit: Unit) -> Stay:
+        """The unit's weights on the device; compute waits for them. Prefetches what comes next."""
+        residency, residence = self.residency, self._residences[unit.index]
+        residency.order.visit(unit.index, backward=in_backward())
+        residency.current = residence
+        cause = "updates" if self.updater.pending(unit) else "weights"
+        stay = self.weights.present(residence)
+        self._waits.wait(stay.loaded, cause, unit.index)
+        stay.places.add(self._compute.place())
+        if not self.updater.before_use(unit, stay):  # the weights were updated at home, and the copy is stale
+            stay = self.weights.present(residence)
+            self._waits.wait(stay.loaded, "weights", unit.index)
+            stay.places.add(self._compute.place())
+        self.load_ahead()
+        residency.last_use = stay, stay.loaded, in_backward(), self._pool.returns
+        return stay
+
+    def _is_in_use(self, residence: Residence) -> bool:
+        """Whether ``use`` of this unit would do nothing. Backward asks for each weight of a unit by itself."""
+        stay, last = residence.stay, self.residency.last_use
+        return (
+            residence is self.residency.current
+            and stay is not None
+            and last is not None
+            and last[0] is stay
+            and last[1] is stay.loaded
+            and last[2] == in_backward()
+            and last[3] == self._pool.returns  # else prefetch may have room
+            and stay.version == residence.version
+            and self._compute.place() in stay.places
+            and not self.updater.pending(residence.unit)
+        )
+
+    def unpack(self, saved: SavedWeight) -> torch.Tensor:
+        """The weight that autograd has saved, wherever its unit lies now."""
+        if not self._residences:
+            raise StaleGraph("Cannot run backward: the session that this forward ran in was closed.")
+        place = saved.place
+        residence = self._residences[place.unit.index]
+        if (place.trained and saved.updates != residence.updates) or saved.version != version_of(place):
+            raise StaleGraph(
+                f"Cannot run backward: {place.name!r} has been modified by an optimizer step or an in-place operation "
+                "after this forward. Call backward before step, or run the forward again."
+            )
+        stay = residence.stay  # without the lock: backward asks for every weight of a unit by itself
+        if stay is None or not self._is_in_use(residence):
+            stay = self.use(residence.unit)
+        typed = stay.typed.get(saved.dtype)
+        if typed is None:
+            typed = stay.typed[saved.dtype] = stay.base.view(saved.dtype)
+        return typed.as_strided(saved.shape, saved.stride, saved.offset)
+
+    @locked
+    def hold(self, unit: Unit) -> None:
+        """Forbid eviction until ``release``."""
+        self._residences[unit.index].installed += 1
+
+    @locked
+    def release(self, units: Sequence[Unit]) -> None:
+        """Allow eviction again, once for each unit."""
+        for unit in units:
+            self._residences[unit.index].installed -= 1
+        for unit in units:
+            self._leave(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        """Stop treating the unit as the one in use: its room may serve the next."""
+        if self.residency.current is self._residences[unit.index]:
+            self.residency.current = None
+        self.load_ahead()
+
+    @locked
+    @outside_functorch
+    def load_ahead(self) -> None:
+        """Prefetch the units that should be used next, into room that nothing used sooner needs."""
+        if self._serial:
+            return
+        self._load_units_ahead()
+        if in_backward():
+            self.updater.prepare_early()  # for the step that follows
+
+    def _load_units_ahead(self) -> None:
+        order = self.residency.order
+        for index, distance, in_pass in order.upcoming():
+            residence = self._residences[index]
+            if residence.outdated and order.step_comes:
+                continue  # the step will change the weights first
+            if not in_pass and in_backward() and self.updater.pending(residence.unit):
+                return  # the load lane would wait for the worker here, and all later loads with it
+            if not residence.is_current():
+                if residence.stay is not None:
+                    if residence.installed:
+                        continue
+                    self.residency.drop(residence)
+                if self.weights.load(residence, distance) is None:
+                    return
+            if not self.updater.prepare(residence.unit, in_pass):
+                return
+
+    # --- a unit's gradients are complete
+
+    @locked
+    def collect(
+        self, token: Token, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Take the gradients of one use of a unit; return those that torch itself has to deliver, on the CPU.
+
+        ``wanted``: the gradients that the running backward accumulates."""
+        returned = self.gradients.collect(token, grads, wanted, self.user_gradients.fold)
+        del grads
+        home, now = self.gradients.homes[token.unit.index], token.passed
+        if not home.awaits_more(token):
+            self._complete(home, now)
+        elif now not in self._ending:
+            self._ending.add(now)
+            at_end_of_backward(functools.partial(self._end_backward, now))
+        return returned
+
+    @locked
+    def _end_backward(self, number: int) -> None:
+        self._ending.discard(number)
+        for home in self.gradients.homes:
+            if number in home.partial:
+                self._complete(home, number)
+
+    def _complete(self, home: GradHome, number: int) -> None:
+        """Store the gradients of backward pass ``number``, or update the unit with them at once."""
+        partial = home.partial.pop(number, None)
+        if partial is not None and partial.grads:
+            optimizer = self.optimizer if self.optimizer is not None and self.optimizer.in_backward else None
+            if set(partial.grads) & (home.consumed_places | (home.present if optimizer is not None else set())):
+                raise used_up(home.unit.name)
+            self.updater.finish(home.unit)  # the last update reads the gradients that lie there
+            if home.awaits_outer_pass(partial):
+                # The outer pass updates the unit when it brings the rest, or step() does if there is none.
+                optimizer = None
+            with torch.no_grad():
+                used = self._gather(home, partial.grads, optimizer)
+            if not used and optimizer is not None:
+                optimizer.update_home(home)
+            elif not used:
+                self._residences[home.unit.index].outdated = True
+        self._leave(home.unit)
+
+    def _gather(self, home: GradHome, grads: dict[int, torch.Tensor], optimizer: OptimizerStream | None) -> bool:
+        """Fill the unit's bucket and send it home; True if ``optimizer`` has used it up on the device instead."""
+        gradients, unit = self.gradients, home.unit
+        self.updater.apply_factor()  # of the earlier gradients, to which these are added
+        to_wide = gradients.prepare_sum(home)
+        size = unit.wide_bytes if to_wide else unit.grad_bytes
+        staying = self.updater.there.staying(unit, size)
+        bucket = gradients.lend(size) if staying is None else staying
+        before = set(home.present), home.is_wide
+        try:
+            gradients.fill(home, grads, bucket, to_wide=to_wide)
+            used = optimizer is not None and optimizer.update_here(home, bucket)
+            gradients.end_sum(home, used=used, stays=staying is not None)
+        except BaseException:
+            gradients.undo(home, bucket, before)
+            raise
+        return used
+
+    @locked
+    def abandon(self) -> None:
+        """Forget the partial gradients of backward passes that failed."""
+        self._ending.clear()
+        for home in self.gradients.homes:
+            home.partial.clear()
+
+    # --- a step is asked for
+
+    @locked
+    def step(self) -> None:
+        """Update every unit that has gradients, or queue its update."""
+        self._tuner.before_step(self.gradients)
+        self._update_all()
+        self.end_step()
+
+    @torch.no_grad()
+    def _update_all(self) -> None:
+        optimizer, homes = self.optimizer, self.gradients.homes
+        assert optimizer is not None
+        optimizer.check()
+        for home in homes:
+            for place in home.unit.trained:
+                self.user_gradients.fold(place)
+        optimizer.refuse_sparse([home.unit for home in homes])
+        optimizer.states.heed()
+        for home in homes:
+            if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
+                optimizer.update(home)
+        optimizer.states.count()
+        optimizer.update_others()
+        if self._serial:
+            self.updater.join_all()
+        self.residency.order.end_step()
+        self.load_ahead()
+
+    @locked
+    def end_step(self) -> None:
+        """Count a step that is complete."""
+        assert self.optimizer is not None
+        self.optimizer.count()  # before the tuner's work and the user's hooks, which may save a checkpoint
+        self._tuner.after_step(self.gradients, self.saving)
+
+    # --- home memory
+
+    def drain(self) -> None:
+        """Block until all requested work is done."""
+        self.updater.join_all()
+        self._lanes.synchronize()
+
+    def settle(self) -> None:
+        """Bring everything home, before the streams end."""
+        self.updater.apply_factor()
+        self.drain()
+        self.residency.drop_all()
+
+    def forget(self) -> None:
+        """Release the optimizer: graphs that outlive the session keep this object alive."""
+        self.optimizer = None
+
+    # --- user code reads or changes gradients
+
+    def apply_factor(self) -> None:
+        """Clip now, on the host, where that was deferred."""
+        self.updater.apply_factor()
+
+    def join(self, unit: Unit) -> None:
+        """Block until no update reads the unit's gradients at home."""
+        self.updater.join(unit)
+
+    def before_dropping(self) -> None:
+        """Raise if gradients are dropped that backward has used without a step."""
+        if self.optimizer is not None:
+            self.optimizer.before_dropping()

@@ -1,0 +1,254 @@
+"""Residency: which units have a copy on the device, and which copy ends when something else needs the room.
+
+All of the device's share for parameters is one pool. A unit's copy remains there until another unit that will be used
+sooner needs the bytes: the farthest next use is evicted first. That single rule gives all that a larger budget should
+give: the last units of forward remain for backward, the first units of backward remain for the next forward, and when
+all fit, nothing is loaded twice.
+
+A device copy (`Stay`) ends in two steps. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*:
+nothing refers to its bytes any more, and they return to the pool after the last use. In between, views that autograd or
+checkpointing hold remain valid (pools/alias.py)."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+
+from ...core.errors import OutOfBudget
+from ...core.sizes import format_bytes
+from ...core.tags import Tag, Tier
+from ...memory.books.ledger import Ledger
+from ...memory.lanes.flags import Flag
+from ...memory.lanes.lane import Event, Lane
+from ...memory.pools.pool import DevicePool, Piece
+from ..bridge.lock import locked
+from ..bridge.torch_private import outside_functorch
+from ..units.order import Order
+from ..units.unit import Place, Unit
+from .graph_twins import GraphTwins
+
+T = TypeVar("T")
+
+
+class Stay:
+    """A unit's copy on the device.
+
+    ``loaded``: the event after which its bytes are there. ``uses``: events before which the bytes must not be
+    overwritten. ``places``: the streams that have computed with them. ``memory``: the same bytes as ``base``, for
+    lanes, which must not keep the copy alive. ``typed``: ``base`` in other dtypes. ``views`` and ``idle``: the tensors
+    that model/views.py has made over the bytes, by place; ``idle`` are those made without a graph, with the parameters
+    that required a gradient then.
+    """
+
+    __slots__ = ("base", "idle", "loaded", "memory", "places", "typed", "uses", "version", "views")
+
+    def __init__(
+        self,
+        base: torch.Tensor,
+        memory: torch.Tensor,
+        uses: list[Event],
+        places: set[Hashable],
+        loaded: Event,
+        version: int,
+    ) -> None:
+        self.base, self.memory, self.uses, self.places = base, memory, uses, places
+        self.loaded, self.version = loaded, version
+        self.typed: dict[torch.dtype, torch.Tensor] = {}
+        self.views: dict[int, torch.Tensor] = {}
+        self.idle: tuple[list[Place], dict[int, torch.Tensor]] | None = None
+
+
+@dataclass(eq=False)
+class HomeGate:
+    """What may still write the unit's weights and states at home, or read its gradients there. The updater sets it."""
+
+    runs: list[tuple[Flag, int]] = field(default_factory=list)  # of the worker; the flag's value says that one is done
+    stored: Event | None = None  # the store of weights that were updated on the device
+
+    def hold(self, lane: Lane) -> None:
+        """Make ``lane`` wait until the update is done and at home."""
+        self.runs = [(flag, value) for flag, value in self.runs if not flag.at(value).reached()]
+        for flag, value in self.runs:
+            lane.wait_flag(flag, value)
+        if self.stored is not None:
+            lane.wait(self.stored)
+
+    def join(self) -> None:
+        """Block until the update is done and at home."""
+        for flag, value in self.runs:
+            flag.wait(value)
+        self.runs = []
+        if self.stored is not None:
+            self.stored.synchronize()
+            self.stored = None
+
+
+@dataclass(eq=False)
+class Residence:
+    """One unit: its home image, its device copy and their versions."""
+
+    unit: Unit
+    image: torch.Tensor  # home
+    gate: HomeGate = field(default_factory=HomeGate)
+    stay: Stay | None = None
+    version: int = 0  # of the home image; a device copy of an older version is stale
+    updates: int = 0  # optimizer steps, which a graph made before must not span
+    installed: int = 0  # modules that are computing with it right now
+    outdated: bool = False  # its gradients wait for a step, which will make the device copy stale
+    last_load: Event | None = None
+    loads: int = 0
+
+    def is_current(self) -> bool:
+        """Whether the weights are on the device, or on their way there."""
+        return self.stay is not None and self.stay.version == self.version
+
+
+class Borrower(Protocol):
+    """Holds bytes of the pool that it can do without."""
+
+    def give_way(self) -> bool:
+        """Return them to the pool; False: there are none."""
+
+
+class Residency:
+    """Hands out the pool's room, and evicts units for it. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        residences: list[Residence],
+        *,
+        pool: DevicePool,
+        ledger: Ledger,
+        twins: GraphTwins,
+        enlarge: Callable[[int], bool],
+    ) -> None:
+        """``twins`` let go of each copy that is dropped. ``enlarge`` adds to the pool if the budget has as much
+        left."""
+        self.residences, self.pool, self._ledger, self.twins = residences, pool, ledger, twins
+        self._enlarge = enlarge
+        self.lock = threading.RLock()
+        self.order = Order(len(residences))
+        self.by_storage: dict[int, Residence] = {}  # device copies, by the address of their storage
+        self.current: Residence | None = None  # the unit in use: dropped only where nothing else is left
+        # The last use: its copy, load, direction, and the pool's state.
+        self.last_use: tuple[Stay, Event, bool, int] | None = None
+        # Units that no prefetch evicts. Farthest next use first is not enough where passes repeat one order and the
+        # link is the limit: each prefetch evicts the unit that was used last, which is loaded again a pass later, and
+        # so every unit is loaded in every pass. With a fixed resident set, a pass loads each of the other units once.
+        self.kept: frozenset[int] = frozenset()
+        self.borrowers: list[Borrower] = []  # are asked when nothing else makes room; they add themselves
+
+    # --- room
+
+    @locked
+    @outside_functorch
+    def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
+        """Take ``size`` bytes of the pool for something other than weights; evicts units if it must."""
+        piece = self.insist(lambda: self.take(size, lane, 0), size)
+        if piece is None:
+            raise self.no_room(size, tag)
+        return piece
+
+    @locked
+    @outside_functorch
+    def try_room(self, size: int, lane: Lane, distance: float) -> Piece | None:
+        """Like ``room``, but evicts only units whose next use is farther than ``distance``."""
+        return self.take(size, lane, distance)
+
+    def give(self, piece: Piece, *last_uses: Event) -> None:
+        """Return what ``room`` gave, free after its last uses."""
+        self.pool.give(piece, *last_uses)
+
+    def take(self, size: int, lane: Lane, distance: float) -> Piece | None:
+        """Take ``size`` bytes; evicts copies whose next use is farther than ``distance`` if it must."""
+        while (piece := self.pool.take(size, lane)) is None:
+            victims = [
+                (not self._keeps(residence), self._distance(residence), residence.unit.index)
+                for residence in self.residences
+                if residence.stay is not None and not residence.installed and residence is not self.current
+            ]
+            victims = [victim for victim in victims if victim[1] > distance and (victim[0] or distance == 0)]
+            if not victims:
+                if distance == 0 and self.current is not None and self.current.stay and not self.current.installed:
+                    self.drop(self.current)
+                    continue
+                return None
+            self.drop(self.residences[max(victims)[2]])
+        return piece
+
+    def insist(self, attempt: Callable[[], T | None], size: int) -> T | None:
+        """Try ``attempt`` again after garbage collection, freeing and enlarging, until it finds its ``size`` bytes."""
+        result = attempt()
+        if result is None:
+            gc.collect()  # graphs and tracebacks in reference cycles, e.g. after an exception, keep copies alive
+            result = attempt()
+        if result is None and self._enlarge(size):
+            result = attempt()
+        for borrower in self.borrowers:
+            if result is None and borrower.give_way():
+                result = attempt()
+        return result
+
+    def _distance(self, residence: Residence) -> float:
+        if (residence.outdated and self.order.step_comes) or not residence.is_current():
+            return float("inf")
+        return self.order.distance(residence.unit.index)
+
+    def _keeps(self, residence: Residence) -> bool:
+        return residence.unit.index in self.kept and residence.is_current()
+
+    def no_room(self, size: int, tag: Tag) -> OutOfBudget:
+        """The error where the pool has no room for ``size`` bytes."""
+        budget = self._ledger.budgets[Tier.DEVICE]
+        held = sum(r.unit.image_bytes for r in self.residences if r.stay is not None and r.installed)
+        return OutOfBudget(
+            f"Cannot find {format_bytes(size)} on the device for {tag.name}",
+            f"{format_bytes(self.pool.taken_bytes)} of the pool's {format_bytes(self.pool.capacity_bytes)} in use, "
+            f"{format_bytes(held)} of them by modules that are computing",
+            f"The limit is {budget.given}.",
+            "Raise it, or do not accumulate: one backward for each step needs less."
+            if tag is Tag.GRADIENTS
+            else "Raise it. If a checkpoint of yours spans several blocks, make it one for each block.",
+        )
+
+    # --- copies
+
+    def drop(self, residence: Residence) -> None:
+        """Forget a unit's copy on the device."""
+        stay, residence.stay = residence.stay, None
+        assert stay is not None
+        self.by_storage.pop(stay.base.data_ptr(), None)
+        if self.last_use is not None and self.last_use[0] is stay:
+            self.last_use = None  # it would keep the copy
+        self.twins.let_go(residence.unit.index)
+        stay.typed.clear()
+        stay.views.clear()
+        stay.idle = None
+        del stay
+
+    @locked
+    def drop_at(self, address: int) -> int | None:
+        """Drop the copy at device ``address`` and return its unit's index; None if there is none or modules use it."""
+        for residence in self.residences:
+            if residence.stay is not None and residence.stay.memory.data_ptr() == address and not residence.installed:
+                self.drop(residence)
+                return residence.unit.index
+        return None
+
+    @locked
+    def drop_all(self) -> None:
+        """Forget every copy on the device."""
+        self.current = self.last_use = None
+        for residence in self.residences:
+            if residence.stay is not None:
+                self.drop(residence)
+
+    def forget(self) -> None:
+        """Release home memory: graphs that outlive the session keep this object alive."""
+        self.drop_all()
+        self.residences.clear()
