@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from stormtorch.streams.activations.plan import ActivationPlan, recompute
+from stormtorch.streams.activations.plans.plan import ActivationPlan, recompute
 
 from .host_time import HostTime, per_step
 from .one import between, mark

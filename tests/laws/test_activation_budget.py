@@ -22,7 +22,7 @@ from stormtorch.memory.cuda.device_meter import CudaMeter, DeviceMeter
 from stormtorch.memory.lanes.thread import CpuEvent
 from stormtorch.session import offload
 from stormtorch.session.offload import OffloadedActivations
-from stormtorch.streams.activations.plan import KEEP
+from stormtorch.streams.activations.plans.plan import KEEP
 from stormtorch.streams.settings import Trial
 
 from .counting import Counting

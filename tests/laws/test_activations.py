@@ -21,7 +21,7 @@ from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.session.offload import OffloadedActivations
 from stormtorch.streams.activations import planning
-from stormtorch.streams.activations.plan import KEEP, RECOMPUTE_FROM_RAM, ActivationPlan, BlockProfile, Means
+from stormtorch.streams.activations.plans.plan import KEEP, RECOMPUTE_FROM_RAM, ActivationPlan, BlockProfile, Means
 from stormtorch.streams.bridge.torch_private import StorageReference
 from stormtorch.streams.settings import Trial
 

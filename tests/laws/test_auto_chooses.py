@@ -10,7 +10,7 @@ import torch
 from stormtorch.core.sizes import GiB
 from stormtorch.session.offload import OffloadedActivations
 from stormtorch.streams.activations import planning
-from stormtorch.streams.activations.plan import KEEP, RECOMPUTE
+from stormtorch.streams.activations.plans.plan import KEEP, RECOMPUTE
 from stormtorch.streams.settings import Trial
 
 from .counting import Counting

@@ -13,7 +13,7 @@ from stormtorch.core.sizes import GiB, MiB
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.session.api import Session
 from stormtorch.session.offload import OffloadedActivations
-from stormtorch.streams.activations.plan import OFFLOAD, RECOMPUTE
+from stormtorch.streams.activations.plans.plan import OFFLOAD, RECOMPUTE
 from stormtorch.streams.settings import Settings, Trial
 
 from .counting import Counting

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from stormtorch.core.errors import StaleGraph
 from stormtorch.core.sizes import MiB
 from stormtorch.session.offload import OffloadedActivations
-from stormtorch.streams.activations.profiles import ROUNDS
+from stormtorch.streams.activations.plans.profiles import ROUNDS
 from stormtorch.streams.settings import Trial
 
 from .models import Case, Pair, one_thread, same, sgd  # noqa: F401  # a fixture

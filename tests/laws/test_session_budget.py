@@ -16,7 +16,7 @@ import torch
 from stormtorch.core.sizes import MiB, format_bytes
 from stormtorch.planner import online as tuning
 from stormtorch.session.api import Session
-from stormtorch.streams.activations import profiles
+from stormtorch.streams.activations.plans import profiles
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.units import placement
 

@@ -16,7 +16,7 @@ import torch
 
 from stormtorch.core.sizes import MiB
 from stormtorch.session.offload import OffloadedActivations
-from stormtorch.streams.activations.offloaded import Note, Offloaded
+from stormtorch.streams.activations.offloading.offloaded import Note, Offloaded
 from stormtorch.streams.settings import Trial
 
 SIZE, COUNT = 1 << 20, 12

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from stormtorch.core.sizes import GiB, MiB
-from stormtorch.streams.activations.comparison import TURN, Comparison
-from stormtorch.streams.activations.levels import Rises
-from stormtorch.streams.activations.plan import (
+from stormtorch.streams.activations.plans.comparison import TURN, Comparison
+from stormtorch.streams.activations.plans.levels import Rises
+from stormtorch.streams.activations.plans.plan import (
     KEEP,
     OFFLOAD,
     RECOMPUTE,

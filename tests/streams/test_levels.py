@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stormtorch.streams.activations.levels import Levels, Rises, Way
+from stormtorch.streams.activations.plans.levels import Levels, Rises, Way
 
 WEIGHTS, GRADIENT, SAVED, WORK, LOSS = 1000, 50, 200, 70, 30
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stormtorch.streams.activations import random_numbers
-from stormtorch.streams.activations.random_numbers import RandomNumbers, numpy_state
+from stormtorch.streams.activations.recomputing import random_numbers
+from stormtorch.streams.activations.recomputing.random_numbers import RandomNumbers, numpy_state
 
 CPU = torch.device("cpu")
 

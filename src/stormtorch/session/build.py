@@ -26,7 +26,7 @@ from ..native.worker.open import open_worker
 from ..planner.inference import Inference
 from ..planner.online import Tuning
 from ..streams.activations.build import open_saving
-from ..streams.activations.room import Surroundings
+from ..streams.activations.plans.room import Surroundings
 from ..streams.activations.runner import Saving
 from ..streams.bridge.ranks import refuse_ranks, refuse_wrapped
 from ..streams.gradients.home import GradHome

@@ -24,7 +24,7 @@ from ..memory.lanes.waits import WaitMeter
 from ..observe.recorder import Recorder, link_rates
 from ..observe.report import ActivationReport, make_activation_report
 from ..streams.activations.build import open_saving
-from ..streams.activations.room import Surroundings
+from ..streams.activations.plans.room import Surroundings
 from ..streams.bridge import handlers
 from ..streams.settings import ACTIVATIONS, Trial
 

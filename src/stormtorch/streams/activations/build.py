@@ -11,10 +11,10 @@ from ...core.tags import Tag
 from ...memory.pools.host import HostPool
 from ..settings import Trial
 from ..units.partition import blocks_of
-from .levels import Levels
-from .room import WAY, Gauge, Surroundings
+from .offloading.stream import SMALL_BYTES, ActivationStream
+from .plans.levels import Levels
+from .plans.room import WAY, Gauge, Surroundings
 from .runner import Saving
-from .stream import SMALL_BYTES, ActivationStream
 
 
 def open_saving(

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 
 from ...core.sizes import format_bytes
-from .held import Held
-from .offloaded import Note, Undecided, span_of
-from .plan import ActivationPlan
-from .room import Gauge
-from .stream import ActivationStream
+from .offloading.held import Held
+from .offloading.offloaded import Note, Undecided, span_of
+from .offloading.stream import ActivationStream
+from .plans.plan import ActivationPlan
+from .plans.room import Gauge
 
 
 class Loose:

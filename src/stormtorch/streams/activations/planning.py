@@ -12,13 +12,13 @@ from typing import Any
 
 from ...core.notices import say_once
 from ...core.plan import Activations, Block, Origin
-from .comparison import Comparison
-from .levels import Levels
+from .offloading.stream import ActivationStream
 from .outside_blocks import Loose
-from .plan import KEEP, ActivationPlan, BlockPlan, choose, cost_s, recompute, with_reason
-from .profiles import ROUNDS, Profiles
-from .room import Gauge, Surroundings
-from .stream import ActivationStream
+from .plans.comparison import Comparison
+from .plans.levels import Levels
+from .plans.plan import KEEP, ActivationPlan, BlockPlan, choose, cost_s, recompute, with_reason
+from .plans.profiles import ROUNDS, Profiles
+from .plans.room import Gauge, Surroundings
 
 REPLAN_AT = (4, 8)  # passes after which the plan is made again from the peak
 _NOTED = 64  # passes to wait for a comparison to begin: noting levels costs queries of the device

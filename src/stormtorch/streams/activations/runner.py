@@ -39,18 +39,18 @@ from ..bridge.torch_private import (
     never_traced,
 )
 from .block_call import BlockCall, Call
-from .blocks import Anatomy, leaves_of, object_in, shape_of, tensors_in
-from .held import Held
-from .levels import UNCOUNTED, Levels
+from .offloading.held import Held
+from .offloading.stream import ActivationStream
 from .outside_blocks import Loose
-from .plan import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_FROM_RAM, ActivationPlan, BlockPlan
 from .planning import REPLAN_AT, Planning
-from .profiles import ROUNDS, Profiles
-from .recompute import BlockRun, Saved
-from .room import Gauge, Surroundings
-from .samples import Doubts
-from .settled import SettledRun
-from .stream import ActivationStream
+from .plans.levels import UNCOUNTED, Levels
+from .plans.plan import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_FROM_RAM, ActivationPlan, BlockPlan
+from .plans.profiles import ROUNDS, Profiles
+from .plans.room import Gauge, Surroundings
+from .recomputing.blocks import Anatomy, leaves_of, object_in, shape_of, tensors_in
+from .recomputing.recompute import BlockRun, Saved
+from .recomputing.samples import Doubts
+from .recomputing.settled import SettledRun
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # for saved tensors: pack and unpack
 SETTLED_AT = REPLAN_AT[-1]  # passes after which blocks are taken to go on as they did

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from ...core.sizes import round_down
-from ...memory.lanes.lane import Event
-from ...memory.pools.pool import GRAIN, Piece
-from ..bridge.torch_private import VersionProbe
+from ....core.sizes import round_down
+from ....memory.lanes.lane import Event
+from ....memory.pools.pool import GRAIN, Piece
+from ...bridge.torch_private import VersionProbe
 from .held import Held
 
 

@@ -35,18 +35,18 @@ from typing import Any
 
 import torch
 
-from ...core.errors import OutOfBudget, StaleGraph
-from ...core.sizes import KiB
-from ...core.tags import Tag
-from ...memory.cuda.allocator import streams_with_memory
-from ...memory.lanes.build import Lanes
-from ...memory.lanes.lane import Event
-from ...memory.lanes.waits import WaitMeter
-from ...memory.pools.device import bytes_for_graph, bytes_of
-from ...memory.pools.host import HostPool
-from ...memory.pools.pool import Piece
-from ..bridge.lock import locked
-from ..bridge.torch_private import (
+from ....core.errors import OutOfBudget, StaleGraph
+from ....core.sizes import KiB
+from ....core.tags import Tag
+from ....memory.cuda.allocator import streams_with_memory
+from ....memory.lanes.build import Lanes
+from ....memory.lanes.lane import Event
+from ....memory.lanes.waits import WaitMeter
+from ....memory.pools.device import bytes_for_graph, bytes_of
+from ....memory.pools.host import HostPool
+from ....memory.pools.pool import Piece
+from ...bridge.lock import locked
+from ...bridge.torch_private import (
     StorageReference,
     has_plain_storage,
     is_made_from_weights,

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...core.errors import StaleGraph
-from ...memory.cuda.stopwatch import Reading, timed
-from ..bridge.torch_private import (
+from ....core.errors import StaleGraph
+from ....memory.cuda.stopwatch import Reading, timed
+from ...bridge.torch_private import (
     VersionProbe,
     at_end_of_backward,
     has_plain_storage,
@@ -39,13 +39,13 @@ from ..bridge.torch_private import (
     never_traced,
     sequence_number,
 )
+from ..offloading.held import Held, stale
+from ..offloading.offloaded import Note
+from ..offloading.stream import ActivationStream
+from ..plans.room import Surroundings
 from .blocks import Anatomy, filled, leaves_of, tensors_in
 from .conditions import Conditions
-from .held import Held, stale
-from .offloaded import Note
-from .room import Surroundings
 from .samples import results_differ, sample_of, saved_differ
-from .stream import ActivationStream
 
 
 class Saved:

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...core.sizes import KiB
-from ..bridge.torch_private import has_plain_storage, without_torch_function
+from ....core.sizes import KiB
+from ...bridge.torch_private import has_plain_storage, without_torch_function
 
 _COPIED_BYTES = 64 * KiB  # tensors and arrays up to this size are copied
 _ITEMS, _DEPTH = 256, 4  # of containers: those that are looked into

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..bridge.torch_private import backend_flags, default_device, without_torch_function
+from ...bridge.torch_private import backend_flags, default_device, without_torch_function
 from .attributes import Attributes
 from .blocks import Anatomy
 from .random_numbers import RandomNumbers, numpy_state

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...core.sizes import format_bytes
+from ....core.sizes import format_bytes
 from .levels import Rises, Way
 
 _HIDDEN = 0.9  # of compute time that transfers may take

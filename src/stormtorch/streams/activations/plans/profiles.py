@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...memory.cuda.stopwatch import Reading
+from ....memory.cuda.stopwatch import Reading
 from .plan import BlockProfile
 
 ROUNDS = 2  # passes in which a kind is measured; the first one is cold

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...core.errors import StaleGraph
+from ....core.errors import StaleGraph
 
 
 class Held:

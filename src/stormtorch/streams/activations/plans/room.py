@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...core.sizes import MiB, format_bytes
-from ...core.tags import Tag, Tier
-from ...memory.books.ledger import Ledger
-from ...memory.cuda.device_meter import DeviceMeter
-from ...memory.cuda.peak_meter import PeakMeter
-from ...memory.host.pinning import PageLock
-from ...memory.lanes.build import Lanes
-from ...memory.lanes.waits import WaitMeter
+from ....core.sizes import MiB, format_bytes
+from ....core.tags import Tag, Tier
+from ....memory.books.ledger import Ledger
+from ....memory.cuda.device_meter import DeviceMeter
+from ....memory.cuda.peak_meter import PeakMeter
+from ....memory.host.pinning import PageLock
+from ....memory.lanes.build import Lanes
+from ....memory.lanes.waits import WaitMeter
 from .levels import UNCOUNTED, Levels, Rises
 from .plan import BlockProfile, Means
 

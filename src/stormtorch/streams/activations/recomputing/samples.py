@@ -16,7 +16,7 @@ from collections import deque
 
 import torch
 
-from ...memory.cuda.answers import Answers
+from ....memory.cuda.answers import Answers
 
 _VALUES = 64
 _NOTED = 64  # differences that the host has not looked at

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..bridge.torch_private import VersionProbe, has_plain_storage, never_traced
+from ...bridge.torch_private import VersionProbe, has_plain_storage, never_traced
 from .blocks import leaves_of
 from .recompute import BlockRun, Saved
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..bridge.torch_private import has_global_hooks, has_user_modes, without_torch_function
+from ...bridge.torch_private import has_global_hooks, has_user_modes, without_torch_function
 from .attributes import Looks
 from .contents import Tables
 

@@ -1,0 +1,1 @@
+"""Sends saved tensors to RAM and brings them back ahead of backward."""

@@ -1,0 +1,1 @@
+"""What becomes of each block, as data, and the measurements and the room that it is chosen from."""

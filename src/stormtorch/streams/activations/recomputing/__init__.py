@@ -1,0 +1,1 @@
+"""Runs a block a second time in backward, so that it computes the same."""
