@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -70,7 +71,10 @@ class Ways(TrainerCallback):
         return planning is None or (planning.comparisons > 0 and planning._comparison is None)
 
     def _begin(self) -> None:
-        """Note the plans, and let STORM compare no more: a comparison would fall into a turn."""
+        """Note the plans, and let STORM compare no more: a comparison would fall into a turn. Objects that exist now are
+        taken out of garbage collections, which would otherwise make one step in thirty twice as long."""
+        gc.collect()
+        gc.freeze()
         self._host_time = HostTime()
         report, planning = self.trainer.session.report(), self._planning()
         self.reason = report.plan.activations.reason
@@ -103,6 +107,7 @@ class Ways(TrainerCallback):
             else:
                 self._host_time.close()
                 self._host_time = None
+                gc.unfreeze()
         self._ends_at = step + (self._steps if self._turns else self.profiled_steps)
         if not self._turns and torch.cuda.is_available():
             self._profile = Profile(self.trainer.session)
