@@ -295,7 +295,10 @@ class Tuning:
         return out_rate, in_rate
 
     def can_recompute(self, block: nn.Module) -> bool:
-        """Whether the pool has room to recompute ``block``: for all its weights at once, and the next unit's."""
+        """Whether the pool has room to recompute ``block``: for all its weights at once, and the next unit's. Or for all
+        weights, which may be fewer."""
+        if self.placement.is_whole:
+            return True
         inside = {id(module) for module in block.modules()}
         units = {unit for entry in self._partition.entries if id(entry.module) in inside for unit in entry.units}
         largest = max(unit.image_bytes for unit in self._partition.units)
