@@ -71,8 +71,8 @@ class Ways(TrainerCallback):
         return planning is None or (planning.comparisons > 0 and planning._comparison is None)
 
     def _begin(self) -> None:
-        """Note the plans, and let STORM compare no more: a comparison would fall into a turn. Objects that exist now are
-        taken out of garbage collections, which would otherwise make one step in thirty twice as long."""
+        """Note the plans, and let STORM compare no more: a comparison would fall into a turn. Take the objects that
+        exist now out of garbage collections, which would make one step in thirty twice as long."""
         gc.collect()
         gc.freeze()
         self._host_time = HostTime()

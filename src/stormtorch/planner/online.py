@@ -295,8 +295,8 @@ class Tuning:
         return out_rate, in_rate
 
     def can_recompute(self, block: nn.Module) -> bool:
-        """Whether the pool has room to recompute ``block``: for all its weights at once, and the next unit's. Or for all
-        weights, which may be fewer."""
+        """Whether the pool has room to recompute ``block``: for all its weights at once and the next unit's, or for all
+        weights of the model."""
         if self.placement.is_whole:
             return True
         inside = {id(module) for module in block.modules()}

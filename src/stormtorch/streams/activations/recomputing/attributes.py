@@ -9,7 +9,6 @@ The copy is shallow; contents.py is about what the values contain."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import weakref
@@ -204,32 +203,28 @@ class Attributes:
         """Set the attributes of the first run, and what they contained. Returns a call that restores the present ones,
         whatever the second run has set meanwhile: it is cut short, before it would have undone that itself."""
         copies = self.contents.copies()
-        if not copies and self._is_as_before():
-            return self._undo
-        before = list(self._before)
-        now = [None if look.is_there() and not copies else _own(look.module) for look in before]
-        for look, own in zip(before, now, strict=True):
-            if own is not None:
-                _put(look.module, look.found, own, copies)
-        return functools.partial(self._set_back, before, now, self.contents.restore(copies))
-
-    def _is_as_before(self) -> bool:
-        return self._before.is_there() and self.contents.is_same()
-
-    def _undo(self) -> None:
-        """Undo what the second run has changed, where there was nothing to restore."""
-        if not self._is_as_before():
+        before: list[Look | Same] | None = None
+        now: list[dict[str, Any] | None] = []  # None: those of the first run
+        if copies or not self._before.is_there():
             before = list(self._before)
-            self._set_back(before, [None] * len(before), self.contents.undo)
+            now = [None if look.is_there() and not copies else _own(look.module) for look in before]
+            for look, own in zip(before, now, strict=True):
+                if own is not None:
+                    _put(look.module, look.found, own, copies)
+        contents = self.contents.restore(copies)
 
-    def _set_back(
-        self, before: list[Look | Same], now: list[dict[str, Any] | None], contents: Callable[[], None]
-    ) -> None:
-        """``now``: attributes before the second run; None: those of the first run."""
-        contents()
-        for look, own in zip(before, now, strict=True):
-            if own is not None or not look.is_there():
-                _put(look.module, look.found if own is None else own, _own(look.module), {})
+        def set_back() -> None:
+            contents()
+            looks = before
+            if looks is None:
+                if self._before.is_there():
+                    return
+                looks = list(self._before)
+            for look, own in itertools.zip_longest(looks, now):
+                if own is not None or not look.is_there():
+                    _put(look.module, look.found if own is None else own, _own(look.module), {})
+
+        return set_back
 
 
 def _own(module: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from ...bridge.torch_private import backend_flags, default_device, without_torch_function
 from .attributes import Attributes
 from .blocks import Anatomy
-from .random_numbers import RandomNumbers, numpy_state
+from .random_numbers import RandomNumbers, numpy_replayed, numpy_state
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _BACKENDS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -41,6 +41,7 @@ class Conditions:
         "_device",
         "_numpy",
         "_random",
+        "_replay",
         "_trained",
     )
 
@@ -50,6 +51,7 @@ class Conditions:
         self._attributes = Attributes(anatomy.looks, anatomy.tables)
         self._random = RandomNumbers(device)
         self._numpy, self._default = numpy_state(), default_device()
+        self._replay: bytes | None = None
         self._backends = [ask() for ask, _ in _BACKENDS]
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
@@ -63,6 +65,14 @@ class Conditions:
     def has_drawn(self) -> bool:
         """Whether numbers of numpy's were drawn since."""
         return self._numpy != numpy_state()
+
+    def replay_numpy(self) -> None:
+        """Let the second run draw the same numbers, if the block, and not another thread, has drawn them."""
+        self._replay = numpy_state()
+
+    def tensors_changed(self) -> bool:
+        """Whether a buffer, or a tensor in an attribute, was changed in place."""
+        return self._attributes.contents.tensors_changed()
 
     def is_hooked(self) -> bool:
         """Whether user code would notice a second run now, or change it."""
@@ -84,24 +94,23 @@ class Conditions:
                     continue
                 cached = torch.is_autocast_cache_enabled()
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-            undo = self._attributes.restore()
-            stack.callback(undo)
-            trained = self._anatomy.trained()
-            if trained != self._trained:
-                stack.callback(self._set_trained, trained)
-                self._set_trained(self._trained)
-            backends = [ask() for ask, _ in _BACKENDS]
-            if backends != self._backends:
-                stack.callback(_set_backends, backends)
-                _set_backends(self._backends)
-            # Also for a block that has left them as they were: it may draw inside of ``fork_rng``.
-            if not self._random.same(now := RandomNumbers(self._device)):
-                stack.callback(now.restore)
-                self._random.restore()
+            stack.callback(self._attributes.restore())
+            # The run is cut short: it may leave behind what it would have set back itself.
+            stack.callback(self._set_trained, self._anatomy.trained())
+            self._set_trained(self._trained)
+            stack.callback(_set_backends, [ask() for ask, _ in _BACKENDS])
+            _set_backends(self._backends)
+            now = RandomNumbers(self._device)
+            stack.callback(now.restore_if_changed)
+            self._random.restore_if_other(now)
+            if self._replay is not None:
+                stack.enter_context(numpy_replayed(self._numpy, self._replay))
             yield
 
     def _set_trained(self, trained: tuple[bool, ...]) -> None:
         """Set which parameters are trained."""
+        if self._anatomy.trained() == trained:
+            return
         with without_torch_function():
             for parameter, is_trained in zip(self._anatomy.parameters(), trained, strict=True):
                 if parameter is not None and parameter.requires_grad != is_trained:

@@ -12,14 +12,13 @@ are."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +89,8 @@ def given_back(kept: Any, copies: dict[int, torch.Tensor]) -> Any:
         kept = kept.get()
     if isinstance(kept, _Items):
         return tuple([given_back(item, copies) for item in kept.items])
+    if copies and type(kept) is tuple:
+        return tuple([given_back(item, copies) for item in kept])
     return copies.get(id(kept), kept) if copies else kept
 
 
@@ -103,46 +104,71 @@ def is_kept(value: Any, kept: Any) -> bool:
 
 
 class Tables:
-    """Parameters, buffers and children of modules at one moment. A block has dozens of these dicts: comparing them one
-    by one would take longer than a small block."""
+    """Parameters, buffers and children of modules. A block has dozens of these dicts: comparing them one by one would
+    take longer than a small block. Kept from call to call, so it holds their values weakly."""
 
-    __slots__ = ("_filled", "_names", "_sizes", "_tables", "_values", "_weights")
+    __slots__ = ("_filled", "_modules", "_names", "_references", "_sizes", "_tables")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._tables = [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
+        self._modules, self._tables = modules, _tables_of(modules)
         self._sizes, self._filled = list(map(len, self._tables)), [table for table in self._tables if table]
-        self._names, self._values = list(_chained(self._filled)), list(_chained(map(_values_of, self._filled)))
-        weights = _chained([m._parameters.values() for m in modules if m._parameters])
-        with without_torch_function():
-            self._weights = [p for p in weights if p is not None and not p.is_inference()]
+        self._names = list(_chained(self._filled))
+        self._references = [_nothing if value is None else weakref.ref(value) for value in self.values()]
+
+    def values(self) -> list[Any]:
+        """What they contain now."""
+        return list(_chained(map(_values_of, self._filled)))
 
     def unchanged(self) -> bool:
         # With the same sizes, they are equally long one after the other.
         return (
-            list(map(len, self._tables)) == self._sizes
+            all(map(operator.is_, _tables_of(self._modules), self._tables))
+            and list(map(len, self._tables)) == self._sizes
             and all(map(operator.is_, self._names, _chained(self._filled)))
-            and all(map(operator.is_, self._values, _chained(map(_values_of, self._filled))))
+            and all(map(operator.is_, map(operator.call, self._references), _chained(map(_values_of, self._filled))))
         )
 
-    def versions(self) -> list[int]:
-        """Of the parameters."""
-        with without_torch_function():
-            return [weight._version for weight in self._weights]
+    def fill(self, values: Sequence[Any]) -> Callable[[], None]:
+        """Make the modules' tables these again, with ``values``. Returns a call that undoes it."""
+        now = [(module, name, module.__dict__[name]) for module in self._modules for name in _TABLES]
+        before = [(table, dict(table)) for table in {id(t): t for t in (*self._tables, *(e[2] for e in now))}.values()]
+        entries = zip(self._names, values, strict=True)
+        for (module, name, there), table, size in zip(now, self._tables, self._sizes, strict=True):
+            if there is not table:
+                module.__dict__[name] = table
+            _fill(table, dict(itertools.islice(entries, size)), {})
 
-    def each(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Each dict, and what it contained."""
-        entries = zip(self._names, self._values, strict=True)
-        for table, size in zip(self._tables, self._sizes, strict=True):
-            yield table, dict(itertools.islice(entries, size))
+        def undo() -> None:
+            for module, name, there in now:
+                if module.__dict__[name] is not there:
+                    module.__dict__[name] = there
+            for table, content in before:
+                _fill(table, content, {})
+
+        return undo
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _tables_of(modules: Sequence[nn.Module]) -> list[Any]:
+    return [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
+
+
+def _nothing() -> None:
+    """In place of a weak reference to None."""
 
 
 class Contents:
     """Of all objects of a block, at one moment."""
 
-    __slots__ = ("_containers", "_modules", "_objects", "_tables", "_tensors", "_versions")
+    __slots__ = ("_containers", "_modules", "_objects", "_tables", "_tensors", "_values", "_weights")
 
     def __init__(self, modules: Sequence[nn.Module], tables: Tables) -> None:
-        self._modules, self._tables, self._versions = modules, tables, tables.versions()
+        self._modules, self._tables, self._values = modules, tables, tables.values()
+        with without_torch_function():
+            weights = [v for v in self._values if isinstance(v, nn.Parameter) and not v.is_inference()]
+            self._weights = [(weight, weight._version) for weight in weights]
         self._containers: list[tuple[Any, Any]] = []
         # Attributes of objects, by the object's id: a config belongs to many modules.
         self._objects: dict[int, tuple[Any, Any]] = {}
@@ -186,7 +212,7 @@ class Contents:
         """Whether all of it is as it was, besides what ``written_to`` tells. ``look_inside``: compare small tensors
         too, for which the host waits: a write through ``.data`` does not count as one."""
         return (
-            not any((t := reference()) is not None and t._version != at for reference, at, _ in self._tensors)
+            not self.tensors_changed()
             and self._tables.unchanged()
             and all(itertools.starmap(_is_same, self._containers))
             and not (look_inside and any(map(_differs, self._tensors)))
@@ -194,7 +220,10 @@ class Contents:
 
     def written_to(self) -> bool:
         """Whether a tensor of which there is no copy was changed in place."""
-        return self._tables.versions() != self._versions or any(
+        with without_torch_function():
+            if any(weight._version != at for weight, at in self._weights):
+                return True
+        return any(
             copy is None and (tensor := reference()) is not None and tensor._version != at
             for reference, at, copy in self._tensors
         )
@@ -204,47 +233,35 @@ class Contents:
         found: dict[int, torch.Tensor] = {}
         for reference, at, copy in self._tensors:
             if copy is not None and (tensor := reference()) is not None and tensor._version != at:
-                found[id(tensor)] = copy
+                found[id(tensor)] = copy.clone()  # the second run may write to it, and there may be a third
         return found
 
-    def is_same(self) -> bool:
-        """Whether containers, objects and tables contain what they did."""
-        return (
-            all(itertools.starmap(_is_same, self._containers))
-            and all(itertools.starmap(_is_same, self._objects.values()))
-            and self._tables.unchanged()
-        )
+    def tensors_changed(self) -> bool:
+        """Whether a tensor that is neither parameter nor argument was changed in place."""
+        return any((tensor := reference()) is not None and tensor._version != at for reference, at, _ in self._tensors)
 
     def restore(self, copies: dict[int, torch.Tensor]) -> Callable[[], None]:
         """Restore what was there. Returns a call that restores what is there now, also where only the second run has
         changed it."""
         found = [*self._containers, *self._objects.values()]
-        now = [(value, _content(value)) for value, before in found if copies or not _is_same(value, before)]
-        changed = {id(value) for value, _ in now}
+        now = [(value, _content(value, strongly=True)) for value, _ in found]  # the second run may drop what it finds
         for value, before in found:
-            if id(value) in changed:
+            if copies or not _is_same(value, before):
                 _fill(value, before, copies)
-        tables: list[tuple[Any, Any]] | None = None
+        undo = None
         if copies or not self._tables.unchanged():
-            tables = [(table, _content(table)) for table, _ in self._tables.each()]
-            for table, before in self._tables.each():
-                _fill(table, before, copies)
-        return functools.partial(self._set_back, now, tables)
+            undo = self._tables.fill([given_back(value, copies) for value in self._values])
 
-    def undo(self) -> None:
-        """Restore what was there, after a second run that found it so."""
-        self._set_back([], None)
+        def set_back() -> None:
+            for value, present in now:
+                if not _is_same(value, present):
+                    _fill(value, present, {})
+            if undo is not None:
+                undo()
+            elif not self._tables.unchanged():
+                self._tables.fill(self._values)
 
-    def _set_back(self, now: list[tuple[Any, Any]], tables: list[tuple[Any, Any]] | None) -> None:
-        changed = {id(value) for value, _ in now}
-        found = [*self._containers, *self._objects.values()]
-        now = now + [e for e in found if id(e[0]) not in changed and not _is_same(*e)]
-        if tables is not None:
-            now += tables
-        elif not self._tables.unchanged():
-            now += self._tables.each()
-        for value, present in now:
-            _fill(value, present, {})
+        return set_back
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -263,19 +280,21 @@ def _differs(entry: tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]) 
         return not torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, copy)))
 
 
-def _content(value: Any) -> Any:
-    """A copy that keeps no graph. Not by the object's own ``copy``: a subclass may do anything there."""
+def _content(value: Any, *, strongly: bool = False) -> Any:
+    """A copy that keeps no graph, unless ``strongly``. Not by the object's own ``copy``: a subclass may do anything
+    there."""
     if isinstance(value, _GENERATORS):
         return _state_of(value)
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
         kept = dict(value)
-        if _may_have_graphs(kept.values()):
+        if not strongly and _may_have_graphs(kept.values()):
             return {name: without_graph(item) for name, item in kept.items()}
         return kept
     kept_items = list(value)
-    return [without_graph(item) for item in kept_items] if _may_have_graphs(kept_items) else kept_items
+    may_have = not strongly and _may_have_graphs(kept_items)
+    return [without_graph(item) for item in kept_items] if may_have else kept_items
 
 
 def _may_have_graphs(values: Iterable[Any]) -> bool:

@@ -10,13 +10,17 @@ used where it is elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+from ....core.errors import StaleGraph
 
 _WORDS = 624
 _TWISTER_BYTES = 4 * (_WORDS + 1)
@@ -27,9 +31,10 @@ _PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
 class RandomNumbers:
     """States of torch's and Python's generators, from which a second run draws the same numbers."""
 
-    __slots__ = ("_cuda", "_python", "_torch")
+    __slots__ = ("_cuda", "_device", "_python", "_torch")
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._torch = torch.get_rng_state()
         self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
         self._python = _python_state()
@@ -40,6 +45,15 @@ class RandomNumbers:
             and torch.equal(self._torch, other._torch)
             and (self._cuda is None or other._cuda is None or torch.equal(self._cuda[1], other._cuda[1]))
         )
+
+    def restore_if_changed(self) -> None:
+        """Restore these states, unless they are the present ones."""
+        self.restore_if_other(RandomNumbers(self._device))
+
+    def restore_if_other(self, now: RandomNumbers) -> None:
+        """The same, with the present ones."""
+        if not self.same(now):
+            self.restore()
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
@@ -75,3 +89,23 @@ def numpy_state() -> bytes:
     if _numpy_seen[0] is not generator:
         _numpy_seen[:] = generator, generator.ctypes.state_address
     return ctypes.string_at(_numpy_seen[1], _TWISTER_BYTES)
+
+
+@contextlib.contextmanager
+def numpy_replayed(before: bytes, after: bytes) -> Iterator[None]:
+    """Draw again from the state ``before``, then restore the present one. Raises unless nothing was drawn, or what led
+    to the state ``after``. It is not known whether numpy held back a normal number then: it holds none now."""
+    state: Any = np.random.get_state(legacy=False)
+    if len(before) != _TWISTER_BYTES or state["bit_generator"] != "MT19937":
+        raise StaleGraph("Cannot recompute a block that draws random numbers from a generator given to numpy.")
+    words, position = np.frombuffer(before, np.uint32, _WORDS), int(np.frombuffer(before, np.int32)[-1])
+    np.random.set_state({**state, "state": {"key": words, "pos": position}, "has_gauss": 0, "gauss": 0.0})
+    try:
+        yield
+        if numpy_state() not in (before, after):
+            raise StaleGraph(
+                "Cannot recompute a block that draws random numbers from numpy, for the first time. Set "
+                'activations="offload".'
+            )
+    finally:
+        np.random.set_state(state)

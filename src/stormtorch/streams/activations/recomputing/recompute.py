@@ -120,6 +120,7 @@ class BlockRun:
         self.tell_time: Callable[[Reading], None] | None = None  # is given the time of the second run
         self._unpack = unpack
         self._refusal = ""  # why there can be no second run, if that is known
+        self._has_ended = self._is_asked_early = False  # it has returned; autograd wanted a tensor before that
 
     # --- forward
 
@@ -145,8 +146,10 @@ class BlockRun:
     def end(self, result: Any, *, look_inside: bool) -> bool:
         """Note that the block has run and returned ``result``. Returns whether a second run would give the same;
         ``look_inside``: see contents.py."""
+        self._has_ended = True
         self.repeats = (
-            self.has_its_inputs()
+            not self._is_asked_early  # it computes gradients, and would again
+            and self.has_its_inputs()
             and self._conditions is not None
             and self._conditions.can_be_set_again(look_inside=look_inside)
         )
@@ -232,8 +235,11 @@ class BlockRun:
     @never_traced
     def unpack(self, saved: Any) -> torch.Tensor:
         """Hook for autograd: the tensor for which `pack` has returned ``saved``."""
-        made = self._again.pop(saved.number, None) if type(saved) is Saved and saved.sample is None else None
+        made = None
+        if type(saved) is Saved and saved.sample is None and saved.probe is None:
+            made = self._again.pop(saved.number, None)
         if made is None:
+            self._is_asked_early |= not self._has_ended
             return self._unpack(saved)
         return self._unwritten(saved, *made)
 
