@@ -247,7 +247,7 @@ def test_units_that_stay_without_an_optimizer(counts: bool) -> None:
         residences, plan = run.session._parts.parameters.residences, run.plan
         resident = [number for number, unit in enumerate(plan.units) if unit.weights.resident]
         assert 0 < len(resident) < len(plan.units)
-        assert all(residences[index].stay is not None for index in resident)
+        assert all(residences[index].is_current() for index in resident)
         assert plan.pool.origin is MEASURED
         assert plan.pool.reason.startswith(f"{len(resident)} of {len(plan.units)} units are resident, ")
         run.model.requires_grad_(True)

@@ -14,6 +14,8 @@ from ...bridge.torch_private import has_global_hooks, has_user_modes, without_to
 from .attributes import Looks
 from .contents import Tables
 
+_RUNS = 8  # second runs of a block that show whether it draws random numbers
+
 
 def shape_of(block: nn.Module) -> Any:
     """A key: blocks of one shape do the same work in the same way."""
@@ -31,7 +33,18 @@ class Anatomy:
     """A block's modules and the places of its parameters in them, found once: walking through them at each call takes
     longer than many an operation."""
 
-    __slots__ = ("_children", "_has_own", "_own", "_places", "_scripted", "looks", "modules", "tables")
+    __slots__ = (
+        "_asked",
+        "_children",
+        "_has_own",
+        "_own",
+        "_places",
+        "_scripted",
+        "draws",
+        "looks",
+        "modules",
+        "tables",
+    )
 
     def __init__(self, block: nn.Module) -> None:
         self.modules = list(block.modules())
@@ -42,6 +55,7 @@ class Anatomy:
         found = {id(p): (m, name) for m in reversed(looked_at) for name, p in m._parameters.items() if p is not None}
         self._places = list(found.values())
         self._own, self._has_own = [id(parameter) for parameter in self.parameters()], True
+        self.draws, self._asked = False, 0  # whether its second runs have drawn random numbers
         self.tables = Tables(looked_at)  # as `is_current` has found them
 
     def _children_now(self) -> list[nn.Module | None]:
@@ -75,6 +89,11 @@ class Anatomy:
         """Which parameters are trained."""
         with without_torch_function():
             return tuple([p is not None and p.requires_grad for p in self.parameters()])
+
+    def may_draw(self) -> bool:
+        """Whether a second run may draw random numbers: it has, or there were few so far."""
+        self._asked += 1
+        return self.draws or self._asked <= _RUNS
 
     def is_listened_to(self) -> bool:
         """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, which does not

@@ -96,16 +96,28 @@ class Conditions:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
             stack.callback(self._attributes.restore())
             # The run is cut short: it may leave behind what it would have set back itself.
-            stack.callback(self._set_trained, self._anatomy.trained())
-            self._set_trained(self._trained)
-            stack.callback(_set_backends, [ask() for ask, _ in _BACKENDS])
-            _set_backends(self._backends)
+            trained, backends = self._anatomy.trained(), [ask() for ask, _ in _BACKENDS]
+            stack.callback(self._set_trained, trained)
+            if trained != self._trained:
+                self._set_trained(self._trained)
+            stack.callback(_set_backends, backends)
+            if backends != self._backends:
+                _set_backends(self._backends)
             now = RandomNumbers(self._device)
-            stack.callback(now.restore_if_changed)
-            self._random.restore_if_other(now)
+            if not self._random.same(now):
+                stack.callback(now.restore)
+                self._random.restore()
+            elif self._anatomy.may_draw():
+                stack.callback(self._restore_random, now)
             if self._replay is not None:
                 stack.enter_context(numpy_replayed(self._numpy, self._replay))
             yield
+
+    def _restore_random(self, before: RandomNumbers) -> None:
+        """Undo that the second run has drawn random numbers."""
+        if not before.same(RandomNumbers(self._device)):
+            self._anatomy.draws = True
+            before.restore()
 
     def _set_trained(self, trained: tuple[bool, ...]) -> None:
         """Set which parameters are trained."""
@@ -118,6 +130,8 @@ class Conditions:
 
 
 def _set_backends(values: list[Any]) -> None:
+    if [ask() for ask, _ in _BACKENDS] == values:
+        return
     for (ask, put), value in zip(_BACKENDS, values, strict=True):
         if ask() != value:
             put(value)

@@ -31,10 +31,9 @@ _PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
 class RandomNumbers:
     """States of torch's and Python's generators, from which a second run draws the same numbers."""
 
-    __slots__ = ("_cuda", "_device", "_python", "_torch")
+    __slots__ = ("_cuda", "_python", "_torch")
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._torch = torch.get_rng_state()
         self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
         self._python = _python_state()
@@ -45,15 +44,6 @@ class RandomNumbers:
             and torch.equal(self._torch, other._torch)
             and (self._cuda is None or other._cuda is None or torch.equal(self._cuda[1], other._cuda[1]))
         )
-
-    def restore_if_changed(self) -> None:
-        """Restore these states, unless they are the present ones."""
-        self.restore_if_other(RandomNumbers(self._device))
-
-    def restore_if_other(self, now: RandomNumbers) -> None:
-        """The same, with the present ones."""
-        if not self.same(now):
-            self.restore()
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
