@@ -38,9 +38,10 @@ from ..streams.model.schedule import Schedule
 from ..streams.optimizer.adam import AdamStream
 from ..streams.optimizer.adam_home import AdamHome
 from ..streams.optimizer.device_states import kept_bytes
+from ..streams.optimizer.state_home import RamHome, StateHome
 from ..streams.optimizer.stream import OptimizerStream
 from ..streams.optimizer.torch_step import TorchStep, is_whole
-from ..streams.optimizer.updater import NoUpdater, Updater
+from ..streams.optimizer.updater import MASTER, NoUpdater, Updater
 from ..streams.settings import Settings, Trial
 from ..streams.units.unit import Unit
 from ..streams.weights.graph_twins import GraphTwins
@@ -313,20 +314,18 @@ def _open_adam(
     endings.before_others(states.close)
     factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)
-    homes = []
-    for unit, gate in zip(units, (residence.gate for residence in schedule.residency.residences), strict=True):
-        exp_avg, exp_avg_sq = (states.tensor((unit.state_count,), torch.float32) for _ in range(2))
-        masters = states.tensor((unit.master_bytes,), torch.uint8)
-        home = AdamHome(unit, exp_avg, exp_avg_sq, masters, [next(flags) for _ in unit.trained], gate)
-        for item in unit.trained:
-            master = home.master(item)
-            if master is not None and item.dtype == torch.float16:
-                master.copy_(item.in_image(images[unit.index]))
-        homes.append(home)
+    state_home: StateHome = RamHome(units, states)
+    residences = schedule.residency.residences
+    homes = [AdamHome(r.unit, [next(flags) for _ in r.unit.trained], r.gate) for r in residences]
+    for item in (item for unit in units for item in unit.trained):
+        if item.is_split and item.dtype == torch.float16:
+            state_home.shown(item)[MASTER].copy_(item.in_image(images[item.unit.index]))
+            state_home.written(item)
     worker = open_worker()
     endings.before_others(worker.close)
     adam = AdamStream(
         homes,
+        state_home,
         images=images,
         worker=worker,
         board=ground.board,

@@ -216,9 +216,12 @@ class Updater:
 
     # --- checkpoints
 
-    def homes_of(self, place: Place) -> dict[str, torch.Tensor]:
-        """The home memory of a parameter's states, by name; empty if torch keeps them."""
+    def shown_states(self, place: Place) -> dict[str, torch.Tensor]:
+        """A parameter's states in home memory, by name, for user code and checkpoints; empty if torch keeps them."""
         return {}
+
+    def states_written(self, place: Place) -> None:
+        """Take what user code or a checkpoint has written to `shown_states`."""
 
     def state_of(self, place: Place, shown: dict[str, Any] | None) -> dict[str, Any] | None:
         """The complete state of a trained parameter; ``shown`` is its entry in ``optimizer.state``. None: no state."""
