@@ -26,7 +26,7 @@ from ...native.adamw import adamw_
 from ...native.worker.jobs import Worker
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
-from ..gradients.home import GradHome
+from ..gradients.home import GradHome, GradState
 from ..home.parameter import Access
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
@@ -126,10 +126,9 @@ class AdamStream(Updater):
         runs = list(self._runs(home, grads, hyper))
         if not runs:
             return
-        source = grads.there if grads.there is not None else grads.wide if grads.is_wide else grads.own
-        assert source is not None
+        source = grads.flat()
         if self.there.fits(home, source.nbytes):
-            stays = grads.there is not None
+            stays = grads.state is GradState.ON_DEVICE
             home.waiting = Waiting(runs, grads.is_wide, source, stays, grads.stored, grads.ready, self._device_factor)
             residence.outdated = False
             residence.updates += 1
