@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -17,6 +18,16 @@ from ..weights.residency import HomeGate
 from .state_home import SPLIT_DTYPE, States
 
 
+class AdamState(enum.Enum):
+    """Where a unit is updated and has its current states, and what the states occupy. `StateHome` has memory for them
+    in every case."""
+
+    HOME = "home"  # updated by the CPU; nothing on the device
+    PASSING = "passing"  # updated on the device; those in ``staged`` occupy sets that all units share
+    RESERVED = "reserved"  # updated on the device; ``kept`` is the unit's own memory there, without current contents
+    DEVICE = "device"  # updated on the device; ``kept`` has the current states, and those at home are out of date
+
+
 @dataclass(eq=False)
 class AdamHome:
     """A unit's updates, and what the device has of its states; a `StateHome` keeps the states."""
@@ -26,18 +37,21 @@ class AdamHome:
     gate: HomeGate
     steps: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
-    on_device: bool = False  # this unit is updated on the device
+    state: AdamState = AdamState.HOME
     waiting: Waiting | None = None  # a device update that was requested and has not begun
     staged: deque[Staged] = field(default_factory=deque)  # its first chunks on the device, or on their way there
     kept: Staged | None = None  # permanent device memory for its states
-    fresh: bool = False  # the kept states are current
-    dirty: bool = False  # the states at home are out of date
     loads_seen: int = 0
 
     def __post_init__(self) -> None:
         self.steps = [0] * len(self.unit.trained)
         self.values = [0] * len(self.unit.trained)
         self.whole = whole_of(self.unit)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether this unit is updated on the device."""
+        return self.state is not AdamState.HOME
 
 
 @dataclass(eq=False)

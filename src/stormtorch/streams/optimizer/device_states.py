@@ -20,7 +20,7 @@ from ...memory.pools.pool import GRAIN, Piece
 from ..units.chunks import Chunk, chunks_of
 from ..units.unit import Unit
 from ..weights.residency import Residency
-from .adam_home import AdamHome, Staged, Waiting, states_of
+from .adam_home import AdamHome, AdamState, Staged, Waiting, states_of
 from .state_home import StateHome, States
 from .updater import StatesOnDevice
 
@@ -77,7 +77,7 @@ class DeviceStates(StatesOnDevice):
         due = 1 - part if early else 0.0
         for home in passing:
             due += part
-            home.on_device = some and due >= 1 - 1e-9
+            home.state = AdamState.PASSING if some and due >= 1 - 1e-9 else AdamState.HOME
             due -= home.on_device
 
     def _open_sets(self, room_bytes: int) -> None:
@@ -115,7 +115,7 @@ class DeviceStates(StatesOnDevice):
         passing = [home for home in self.homes if home.kept is None]
         for home in passing:
             self.unstage(home)
-            home.on_device = False
+            home.state = AdamState.HOME
         had_sets = bool(self._sets)
         self.share_now, self.gave_way = 0.0, self.gave_way or had_sets
         self._close_sets()
@@ -135,7 +135,7 @@ class DeviceStates(StatesOnDevice):
                 self.unstage(home)
                 parts = [piece.bytes for piece in pieces]
                 home.kept = Staged(home.whole, pieces, parts, self._lanes.aside.record())
-                home.on_device, home.fresh, home.dirty = True, False, False
+                home.state = AdamState.RESERVED
 
     @property
     def sets_bytes(self) -> int:
@@ -152,7 +152,7 @@ class DeviceStates(StatesOnDevice):
     def let_go(self, home: AdamHome) -> None:
         """Stop keeping a unit's states. Blocks until they are home."""
         self.write_back(home)
-        kept, home.kept, home.on_device = home.kept, None, False
+        kept, home.kept, home.state = home.kept, None, AdamState.HOME
         home.staged.clear()
         if kept is not None:
             event = self._lanes.compute.record()
@@ -261,11 +261,12 @@ class DeviceStates(StatesOnDevice):
             sizes.append(grads.nbytes)
         there = [piece.bytes[:size] for piece, size in zip(pieces, sizes, strict=False)]
         copies = [] if grads is None or waiting is None or waiting.there else [(there[3], grads)]
-        if home.fresh and not copies:  # all of it has remained there
+        is_there = home.state is AdamState.DEVICE
+        if is_there and not copies:  # all of it has remained there
             assert home.kept is not None
             home.staged.append(Staged(chunk, pieces, there, home.kept.loaded))
             return
-        states = None if home.fresh else self._state_home.acquire(home.unit, chunk)
+        states = None if is_there else self._state_home.acquire(home.unit, chunk)
         try:
             lane.wait(last_use)
             home.gate.hold(lane)
@@ -325,7 +326,7 @@ class DeviceStates(StatesOnDevice):
     def updated(self, home: AdamHome, staged: Staged) -> None:
         """Mark kept states as changed, and store others home: compute has been told to update them."""
         if home.kept is not None:
-            home.fresh = home.dirty = True
+            home.state = AdamState.DEVICE
             return
         if home not in self._updated:
             self._updated.append(home)
@@ -355,9 +356,10 @@ class DeviceStates(StatesOnDevice):
 
     def write_back(self, home: AdamHome) -> None:
         """Block until home memory has the kept states; user code may then change them there."""
-        if home.kept is not None and home.dirty:
+        if home.state is AdamState.DEVICE:
+            assert home.kept is not None
             self._store(home, home.kept).synchronize()
-        home.fresh = home.dirty = False
+            home.state = AdamState.RESERVED
 
     def _give_up_staged(self) -> None:
         """Free a set by dropping a prefetched chunk of a unit that is needed later."""
