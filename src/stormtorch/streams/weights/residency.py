@@ -11,6 +11,7 @@ checkpointing hold remain valid (pools/alias.py)."""
 
 from __future__ import annotations
 
+import enum
 import gc
 import threading
 from collections.abc import Callable, Hashable
@@ -88,6 +89,14 @@ class HomeGate:
             self.stored = None
 
 
+class WeightState(enum.Enum):
+    """Where a unit's weights are. The home image occupies RAM in every state."""
+
+    ABSENT = "absent"  # nothing on the device
+    CURRENT = "current"  # a copy in the pool; until ``stay.loaded`` it is on its way
+    STALE = "stale"  # a copy in the pool, older than the home image: nothing uses it, and the next load drops it
+
+
 @dataclass(eq=False)
 class Residence:
     """One unit: its home image, its device copy and their versions."""
@@ -103,9 +112,11 @@ class Residence:
     last_load: Event | None = None
     loads: int = 0
 
-    def is_current(self) -> bool:
-        """Whether the weights are on the device, or on their way there."""
-        return self.stay is not None and self.stay.version == self.version
+    @property
+    def state(self) -> WeightState:
+        if self.stay is None:
+            return WeightState.ABSENT
+        return WeightState.CURRENT if self.stay.version == self.version else WeightState.STALE
 
 
 class Borrower(Protocol):
@@ -195,12 +206,12 @@ class Residency:
         return result
 
     def _distance(self, residence: Residence) -> float:
-        if (residence.outdated and self.order.step_comes) or not residence.is_current():
+        if (residence.outdated and self.order.step_comes) or residence.state is not WeightState.CURRENT:
             return float("inf")
         return self.order.distance(residence.unit.index)
 
     def _keeps(self, residence: Residence) -> bool:
-        return residence.unit.index in self.kept and residence.is_current()
+        return residence.unit.index in self.kept and residence.state is WeightState.CURRENT
 
     def no_room(self, size: int, tag: Tag) -> OutOfBudget:
         """The error where the pool has no room for ``size`` bytes."""
