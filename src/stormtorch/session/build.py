@@ -21,7 +21,7 @@ from ..core.errors import SettingError
 from ..core.tags import Tag
 from ..memory.lanes.flags import Flag
 from ..memory.pools.device import bytes_for_graph
-from ..native.worker.jobs import UpdateMeter, Worker
+from ..native.worker.jobs import UpdateMeter
 from ..native.worker.open import open_worker
 from ..planner.inference import Inference
 from ..planner.online import Tuning
@@ -67,7 +67,6 @@ class Parts:
     optimizer: OptimizerStream | None
     schedule: Schedule
     updater: Updater
-    updates: UpdateMeter | None  # of Adam's worker
     inference: Inference | None  # None: an optimizer trains
     durable: Durable
 
@@ -154,14 +153,14 @@ def _open(
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
     schedule.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
-    worker = taken = None
+    taken = None
     updater: Updater = NoUpdater()
     if optimizer is not None:
         gradients.prepare()
         masters = settings.master_dtype is not None
         mode = settings.step_mode.mode
         if ground.homes.adam:
-            updater, worker = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
+            updater = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
         else:
             updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
         schedule.updater = updater
@@ -180,7 +179,6 @@ def _open(
         optimizer=taken,
         schedule=schedule,
         updater=updater,
-        updates=None if worker is None else UpdateMeter(worker, ground.recorder),
         inference=inference,
         durable=Durable(access),
     )
@@ -308,7 +306,7 @@ def _open_adam(
     schedule: Schedule,
     trial: Trial,
     mode: str,
-) -> tuple[AdamStream, Worker]:
+) -> AdamStream:
     units, endings = ground.units, ground.endings
     states = ground.arena_locked_behind(ground.homes.states, Tag.OPTIMIZER)  # no lane needs them in the first steps
     endings.before_others(states.close)
@@ -328,6 +326,7 @@ def _open_adam(
         state_home,
         images=images,
         worker=worker,
+        meter=UpdateMeter(worker, ground.recorder),
         board=ground.board,
         lanes=ground.lanes,
         schedule=schedule,
@@ -350,4 +349,4 @@ def _open_adam(
         return ground.can_copy(states)
 
     tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
-    return adam, worker
+    return adam

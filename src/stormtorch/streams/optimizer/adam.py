@@ -23,7 +23,7 @@ from ...memory.lanes.flags import Flags
 from ...memory.lanes.lane import Lane
 from ...memory.lanes.waits import WaitMeter
 from ...native.adamw import adamw_
-from ...native.worker.jobs import Worker
+from ...native.worker.jobs import UpdateMeter, Worker
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
 from ..gradients.home import GradHome, GradState
@@ -44,7 +44,7 @@ class AdamStream(Updater):
     """Runs Adam or AdamW for the units of a session."""
 
     there: DeviceStates
-    takes_sparse, defers_clipping = False, True
+    takes_sparse, keeps_states, defers_clipping = False, True, True
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class AdamStream(Updater):
         *,
         images: list[torch.Tensor],
         worker: Worker,
+        meter: UpdateMeter,
         board: Flags,
         lanes: Lanes,
         schedule: Conductor,
@@ -63,7 +64,7 @@ class AdamStream(Updater):
     ) -> None:
         """``factors``: fp32 words in home memory for clip factors, used in turns."""
         self.homes, self.state_home, self._images = homes, state_home, images
-        self._worker, self._board, self._lanes = worker, board, lanes
+        self._worker, self._meter, self._board, self._lanes = worker, meter, board, lanes
         self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
         self._factors = factors
         residency = schedule.weights.residency
@@ -79,6 +80,9 @@ class AdamStream(Updater):
 
     def check(self, optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:
         refuse_unknown(optimizer, streamed)
+
+    def emit(self) -> None:
+        self._meter.emit()
 
     # --- clipping
 

@@ -134,6 +134,7 @@ class Updater:
 
     by_unit = True  # it can update one unit at a time
     takes_sparse = True  # gradients
+    keeps_states = False  # in home memory that the session has taken for them; else torch keeps them
     defers_clipping = False  # `clip` can scale gradients at the next update
     there: StatesOnDevice = StatesOnDevice()
 
@@ -147,6 +148,9 @@ class Updater:
     def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:
         """Update the unit's parameters that have a gradient and are in ``hyper`` (by index), now or later."""
         raise NotImplementedError
+
+    def emit(self) -> None:
+        """Report how long updates took on the CPU since the last call."""
 
     # --- waiting
 
