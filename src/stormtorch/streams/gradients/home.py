@@ -72,9 +72,7 @@ class GradHome:
 
     def flat(self) -> torch.Tensor:
         """The bytes of all gradients, where they are now."""
-        found = self.there if self.state is GradState.ON_DEVICE else self.home_bytes()
-        assert found is not None
-        return found
+        return self.home_bytes() if self.there is None else self.there
 
     def home_bytes(self) -> torch.Tensor:
         """The buffer at home of their form; call ``join`` before reading it."""

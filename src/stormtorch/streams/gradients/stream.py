@@ -1,8 +1,7 @@
 """Gathers a unit's gradients on the device in one flat bucket, measures them, and stores them home in one copy.
 
 Gradients are in the parameters' dtypes if one backward pass has contributed. They are in fp32 (wide) if several have,
-or if user code has added to them; for fp32 parameters both forms are the same. `GradState` (home.py) lists where they
-are.
+or if user code has added to them; for fp32 parameters both forms are the same. `GradState` says where they are.
 
 ``present`` says which parameters have a gradient: a parameter that was not used has none, and the optimizer skips it,
 as torch does. Gradients are added up on the device in the order of plain PyTorch: first all uses within one backward

@@ -141,14 +141,8 @@ class AdamStream(Updater):
             self.there.let_go(home)
         states = self.state_home.acquire(home.unit, home.whole)
         try:
-            if (
-                self._factor is not None
-                or residence.loads != home.loads_seen
-                or grads.arrivals == 0
-                or states.ready is not None
-            ):
-                # The worker must not write weights that a load still reads, nor begin before factor and states are
-                # there.
+            if self._factor is not None or states.ready or residence.loads != home.loads_seen or grads.arrivals == 0:
+                # The worker must not write weights that a load still reads, nor begin before factor and states exist.
                 for event in (residence.last_load, states.ready):
                     if event is not None:
                         self._lanes.store.wait(event)

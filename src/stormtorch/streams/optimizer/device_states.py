@@ -254,13 +254,14 @@ class DeviceStates(StatesOnDevice):
     def _load(self, home: AdamHome, chunk: Chunk, pieces: list[Piece], last_use: Event) -> None:
         """Load a chunk's states into ``pieces``, and its gradients if they exist and are not there."""
         lane, waiting = self._lanes.aside, home.waiting  # the load lane may have weights queued that wait for the CPU
-        sizes, grads = chunk.sizes[:3], None
+        sizes, copies = chunk.sizes[:3], []
         if waiting is not None:
             which = chunk.gradients(wide=waiting.wide)
             grads = waiting.grads if waiting.there else waiting.grads[which.start : which.stop]
             sizes.append(grads.nbytes)
         there = [piece.bytes[:size] for piece, size in zip(pieces, sizes, strict=False)]
-        copies = [] if grads is None or waiting is None or waiting.there else [(there[3], grads)]
+        if waiting is not None and not waiting.there:
+            copies.append((there[3], grads))
         is_there = home.state is AdamState.DEVICE
         if is_there and not copies:  # all of it has remained there
             assert home.kept is not None
