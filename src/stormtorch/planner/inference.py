@@ -31,7 +31,6 @@ from ..streams.bridge.lock import locked
 from ..streams.gradients.stream import GradientStream
 from ..streams.units import placement as placing
 from ..streams.units.partition import Partition
-from ..streams.weights.residency import WeightState
 from ..streams.weights.stream import ParameterStream
 
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many
@@ -224,8 +223,8 @@ class Inference:
             if not self._rest:
                 self._arrange(self._pool.capacity_bytes + max(0, spare))
             return
-        kept, residences = self._residency.kept, self._parameters.residences
-        self._late = self._late + 1 if any(residences[i].state is not WeightState.CURRENT for i in kept) else 0
+        kept = self._residency.kept
+        self._late = self._late + 1 if any(not self._parameters.residences[index].is_current() for index in kept) else 0
         if self._late > _LATE:  # memory that user code held was in the way
             self._restore()
             self._rest = _REST

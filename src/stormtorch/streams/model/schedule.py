@@ -196,9 +196,8 @@ class Schedule:
                 continue  # the step will change the weights first
             if not in_pass and in_backward() and self.updater.pending(residence.unit):
                 return  # the load lane would wait for the worker here, and all later loads with it
-            state = residence.state
-            if state is not WeightState.CURRENT:
-                if state is WeightState.STALE:
+            if not residence.is_current():
+                if residence.state is WeightState.STALE:
                     if residence.installed:
                         continue
                     self.residency.drop(residence)

@@ -221,9 +221,9 @@ class AdamStream(Updater):
 
     def prepare(self, unit: Unit, in_pass: bool) -> bool:
         home = self.homes[unit.index]
-        if home.on_device and (home.waiting is not None or (self._in_backward_mode and in_pass and in_backward())):
-            return self.there.stage(home)
-        return True
+        if home.waiting is None and not (self._in_backward_mode and in_pass and in_backward()):
+            return True  # nearly always
+        return self.there.stage(home) if home.on_device else True
 
     def prepare_early(self) -> None:
         if not self._in_backward_mode:

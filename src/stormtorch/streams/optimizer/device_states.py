@@ -210,7 +210,7 @@ class DeviceStates(StatesOnDevice):
             return
         for home in self._expected:
             chunks = self._chunks[home.unit.index]
-            if home.on_device and home.kept is None and len(home.staged) < len(chunks):
+            if home.kept is None and len(home.staged) < len(chunks) and home.on_device:
                 self._stage_next(home, chunks[len(home.staged)])
                 return
 

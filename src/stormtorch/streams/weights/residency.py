@@ -116,7 +116,11 @@ class Residence:
     def state(self) -> WeightState:
         if self.stay is None:
             return WeightState.ABSENT
-        return WeightState.CURRENT if self.stay.version == self.version else WeightState.STALE
+        return WeightState.CURRENT if self.is_current() else WeightState.STALE
+
+    def is_current(self) -> bool:
+        """Whether ``state`` is CURRENT. Cheaper: every use asks for the state of each unit ahead."""
+        return self.stay is not None and self.stay.version == self.version
 
 
 class Borrower(Protocol):
@@ -206,12 +210,12 @@ class Residency:
         return result
 
     def _distance(self, residence: Residence) -> float:
-        if (residence.outdated and self.order.step_comes) or residence.state is not WeightState.CURRENT:
+        if (residence.outdated and self.order.step_comes) or not residence.is_current():
             return float("inf")
         return self.order.distance(residence.unit.index)
 
     def _keeps(self, residence: Residence) -> bool:
-        return residence.unit.index in self.kept and residence.state is WeightState.CURRENT
+        return residence.unit.index in self.kept and residence.is_current()
 
     def no_room(self, size: int, tag: Tag) -> OutOfBudget:
         """The error where the pool has no room for ``size`` bytes."""

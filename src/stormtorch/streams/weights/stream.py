@@ -93,10 +93,9 @@ class ParameterStream:
 
     def present(self, residence: Residence) -> Stay:
         """The unit's copy on the device, loaded where there is none that is current."""
-        state = residence.state
-        if state is WeightState.STALE:
-            self.residency.drop(residence)
-        if state is not WeightState.CURRENT:
+        if not residence.is_current():
+            if residence.state is WeightState.STALE:
+                self.residency.drop(residence)
             self._emit(What.MISS, residence.unit)
             size = residence.unit.image_bytes
             if self.residency.insist(lambda: self.load(residence, 0), size) is None:
