@@ -11,6 +11,7 @@ from torch import nn
 
 from stormtorch.streams.optimizer.adam_home import Buffers, Run, adjoin, bind
 from stormtorch.streams.optimizer.adam_settings import adam_step
+from stormtorch.streams.optimizer.state_home import States
 from stormtorch.streams.units.chunks import chunks_of, whole_of
 from stormtorch.streams.units.unit import Place, Unit
 
@@ -75,15 +76,9 @@ def test_every_element_is_updated_once_with_what_belongs_to_it(
     for chunk in chunks_of(unit, most):
         which = chunk.gradients(wide=wide)
         part = moments[chunk.states.start : chunk.states.stop]
-        buffers = Buffers(
-            chunk=chunk,
-            image=image,
-            exp_avg=part,
-            exp_avg_sq=part.clone(),
-            masters=masters[chunk.masters.start : chunk.masters.stop],
-            grads=grads[which.start : which.stop],
-            grads_at=which.start,
-        )
+        parts = [part.view(torch.uint8), part.clone().view(torch.uint8)]
+        states = States(unit, chunk, [*parts, masters[chunk.masters.start : chunk.masters.stop]])
+        buffers = Buffers(image, states, grads[which.start : which.stop], which.start)
         for run in runs_of(unit.trained, wide=wide):
             found = bind(run, buffers, wide=wide, factor=None, done=done)
             if found is None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from stormtorch.session.api import Session
+from stormtorch.streams.optimizer.adam_home import AdamState
 from stormtorch.streams.settings import Settings, Trial
 
 
@@ -52,7 +53,7 @@ def train(
             assert max(len(chunks) for chunks in adam.there._chunks) > 2, "nothing passes in chunks"
         kept = min(kept, len(session.units))
         assert sum(home.kept is not None for home in adam.homes) == kept
-        assert sum(home.dirty for home in adam.homes) == (kept if step != "serial" else 0)
+        assert sum(home.state is AdamState.DEVICE for home in adam.homes) == (kept if step != "serial" else 0)
         states = [tensor for p in model.parameters() for tensor in optimizer.state[p].values()]
         losses += [torch.clone(state) for state in states]
     return losses + [parameter.detach().clone() for parameter in model.parameters()]

@@ -149,8 +149,7 @@ class Session:
         """Measurements since the session began, as data; ``print`` it for a table. Does not wait."""
         parts, ground = self._parts, self._parts.ground
         ground.waits.emit()
-        if parts.updates is not None:
-            parts.updates.emit()
+        parts.updater.emit()
         return make_report(
             ground.recorder.snapshot(),
             ledger=ground.ledger,

@@ -21,7 +21,7 @@ from ..core.errors import SettingError
 from ..core.tags import Tag
 from ..memory.lanes.flags import Flag
 from ..memory.pools.device import bytes_for_graph
-from ..native.worker.jobs import UpdateMeter, Worker
+from ..native.worker.jobs import UpdateMeter
 from ..native.worker.open import open_worker
 from ..planner.inference import Inference
 from ..planner.online import Tuning
@@ -38,9 +38,10 @@ from ..streams.model.schedule import Schedule
 from ..streams.optimizer.adam import AdamStream
 from ..streams.optimizer.adam_home import AdamHome
 from ..streams.optimizer.device_states import kept_bytes
+from ..streams.optimizer.state_home import RamHome, StateHome
 from ..streams.optimizer.stream import OptimizerStream
 from ..streams.optimizer.torch_step import TorchStep, is_whole
-from ..streams.optimizer.updater import NoUpdater, Updater
+from ..streams.optimizer.updater import MASTER, NoUpdater, Updater
 from ..streams.settings import Settings, Trial
 from ..streams.units.unit import Unit
 from ..streams.weights.graph_twins import GraphTwins
@@ -66,7 +67,6 @@ class Parts:
     optimizer: OptimizerStream | None
     schedule: Schedule
     updater: Updater
-    updates: UpdateMeter | None  # of Adam's worker
     inference: Inference | None  # None: an optimizer trains
     durable: Durable
 
@@ -153,14 +153,14 @@ def _open(
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
     schedule.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
-    worker = taken = None
+    taken = None
     updater: Updater = NoUpdater()
     if optimizer is not None:
         gradients.prepare()
         masters = settings.master_dtype is not None
         mode = settings.step_mode.mode
         if ground.homes.adam:
-            updater, worker = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
+            updater = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
         else:
             updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
         schedule.updater = updater
@@ -179,7 +179,6 @@ def _open(
         optimizer=taken,
         schedule=schedule,
         updater=updater,
-        updates=None if worker is None else UpdateMeter(worker, ground.recorder),
         inference=inference,
         durable=Durable(access),
     )
@@ -307,28 +306,27 @@ def _open_adam(
     schedule: Schedule,
     trial: Trial,
     mode: str,
-) -> tuple[AdamStream, Worker]:
+) -> AdamStream:
     units, endings = ground.units, ground.endings
     states = ground.arena_locked_behind(ground.homes.states, Tag.OPTIMIZER)  # no lane needs them in the first steps
     endings.before_others(states.close)
     factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)
-    homes = []
-    for unit, gate in zip(units, (residence.gate for residence in schedule.residency.residences), strict=True):
-        exp_avg, exp_avg_sq = (states.tensor((unit.state_count,), torch.float32) for _ in range(2))
-        masters = states.tensor((unit.master_bytes,), torch.uint8)
-        home = AdamHome(unit, exp_avg, exp_avg_sq, masters, [next(flags) for _ in unit.trained], gate)
-        for item in unit.trained:
-            master = home.master(item)
-            if master is not None and item.dtype == torch.float16:
-                master.copy_(item.in_image(images[unit.index]))
-        homes.append(home)
+    state_home: StateHome = RamHome(units, states)
+    residences = schedule.residency.residences
+    homes = [AdamHome(r.unit, [next(flags) for _ in r.unit.trained], r.gate) for r in residences]
+    for item in (item for unit in units for item in unit.trained):
+        if item.is_split and item.dtype == torch.float16:
+            state_home.shown(item)[MASTER].copy_(item.in_image(images[item.unit.index]))
+            state_home.written(item)
     worker = open_worker()
     endings.before_others(worker.close)
     adam = AdamStream(
         homes,
+        state_home,
         images=images,
         worker=worker,
+        meter=UpdateMeter(worker, ground.recorder),
         board=ground.board,
         lanes=ground.lanes,
         schedule=schedule,
@@ -351,4 +349,4 @@ def _open_adam(
         return ground.can_copy(states)
 
     tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
-    return adam, worker
+    return adam

@@ -53,7 +53,7 @@ def _units(parts: Parts, *, all_resident: bool) -> tuple[UnitPlan, ...]:
                 name=unit.name,
                 weights=_part(unit.image_bytes, all_resident or index in weights_kept),
                 gradients=_part(unit.grad_bytes + added, index in kept) if unit.trained else None,
-                states=_part(states, index in kept) if unit.trained and parts.ground.homes.adam else None,
+                states=_part(states, index in kept) if unit.trained and parts.updater.keeps_states else None,
             )
         )
     return tuple(plans)

@@ -124,8 +124,11 @@ class Durable:
             self._parameters.changed(unit, by_step=False)
         with without_torch_function():
             torch.autograd.graph.increment_version([place.parameter for place in places])
-        for place in [] if with_states else places:
-            self._updater.reset_master(place)
+        for place in places:
+            if with_states:
+                self._updater.states_written(place)
+            else:
+                self._updater.reset_master(place)
 
     def note_written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark these as written; they were among those of ``rewriting``."""
@@ -137,7 +140,7 @@ class Durable:
         """Tensors for a parameter's state, for the caller to fill: existing ones if they fit, else new ones."""
         assert self._optimizer is not None
         place = self._place.get(id(parameter))
-        mine = self._updater.homes_of(place) if place is not None else {}
+        mine = self._updater.shown_states(place) if place is not None else {}
         found: dict[str, Any] = {}
         present = self._optimizer.optimizer.state.get(parameter, {})
         for key, (shape, dtype) in shapes.items():
@@ -160,7 +163,7 @@ class Durable:
         place = self._place.get(id(parameter))
         if place is None or not place.trained:
             return False
-        return self.has_masters and place.is_split if key == MASTER else key in self._updater.homes_of(place)
+        return self.has_masters and place.is_split if key == MASTER else key in self._updater.shown_states(place)
 
     def install(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Replace all of the optimizer's states. The tensors are those of ``room_for``, filled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from dataclasses import dataclass, field
 
@@ -19,6 +20,16 @@ from ..weights.residency import HomeGate
 Family = weakref.WeakValueDictionary[int, HomeView]  # the views of one gradient, by id
 
 
+class GradState(enum.Enum):
+    """Where a unit's gradients are, and what they occupy. Home buffers remain taken in every state."""
+
+    NONE = "none"  # nothing: home buffers hold garbage, or a store that is no longer wanted
+    USED = "used"  # nothing: an update in backward has used them, and none came since
+    ON_DEVICE = "on device"  # a bucket of the pool, or the unit's kept memory there; home buffers hold garbage
+    AT_HOME = "at home"  # ``own``, in the parameters' dtypes; until ``stored``, also the bucket
+    WIDE = "wide"  # ``wide``, in fp32; until ``stored``, also the bucket
+
+
 @dataclass(eq=False)
 class Partial:
     """Gradients that one backward pass has brought so far."""
@@ -29,7 +40,7 @@ class Partial:
 
 @dataclass(eq=False)
 class GradHome:
-    """State of one unit's gradients."""
+    """One unit's gradients; ``state`` says where they are."""
 
     unit: Unit
     arrived: Flag
@@ -37,9 +48,9 @@ class GradHome:
     gate: HomeGate  # of its unit: an update may still read the gradients at home
     own: torch.Tensor | None = None
     wide: torch.Tensor | None = None
-    is_wide: bool = False
+    is_wide: bool = False  # their form, on the device and at home
     present: set[int] = field(default_factory=set)  # indices of places
-    consumed: bool = False  # updated from in backward: user code must not read them any more
+    consumed: bool = False  # an update in backward has used some since the last step: user code must not read those
     consumed_places: set[int] = field(default_factory=set)
     views: dict[int, Family] = field(default_factory=dict)  # that user code may hold, by place
     shared: set[int] = field(default_factory=set)  # places of which torch has delivered a part since they were dropped
@@ -51,13 +62,33 @@ class GradHome:
     partial: dict[int, Partial] = field(default_factory=dict)  # by pass; waits for more uses of the unit
     tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
 
+    @property
+    def state(self) -> GradState:
+        if self.there is not None:
+            return GradState.ON_DEVICE
+        if self.present:
+            return GradState.WIDE if self.is_wide else GradState.AT_HOME
+        return GradState.USED if self.consumed else GradState.NONE
+
+    def flat(self) -> torch.Tensor:
+        """The bytes of all gradients, where they are now."""
+        return self.home_bytes() if self.there is None else self.there
+
+    def home_bytes(self) -> torch.Tensor:
+        """The buffer at home of their form; call ``join`` before reading it."""
+        found = self.wide if self.is_wide else self.own
+        assert found is not None
+        return found
+
+    def drop(self) -> None:
+        """Forget that there are gradients: all were dropped."""
+        self.there = None
+        self.is_wide = self.consumed = False
+
     def view(self, place: Place) -> torch.Tensor:
         """The parameter's gradient in home memory; call ``join`` before reading it."""
-        if self.is_wide:
-            assert self.wide is not None
-            return place.view(self.wide, place.wide_at, place.wide_dtype)
-        assert self.own is not None
-        return place.view(self.own, place.grad_at, place.dtype)
+        at, dtype = (place.wide_at, place.wide_dtype) if self.is_wide else (place.grad_at, place.dtype)
+        return place.view(self.home_bytes(), at, dtype)
 
     def watch(self, place: Place, view: HomeView) -> HomeView:
         """Note a view that user code gets. Views made from it register themselves."""
@@ -107,8 +138,7 @@ class GradHome:
 
     def bring(self) -> None:
         """Store gradients that are on the device to home memory."""
-        target, store = self.wide if self.is_wide else self.own, self.lanes.store
-        assert target is not None
+        target, store = self.home_bytes(), self.lanes.store
         assert self.there is not None
         assert self.ready is not None
         self.gate.hold(store)  # the worker may still read the gradients of the step before
@@ -120,7 +150,7 @@ class GradHome:
 
     def join(self) -> None:
         """Block until the gradients are at home."""
-        if self.there is not None:
+        if self.state is GradState.ON_DEVICE:
             self.bring()
         if self.stored is not None:
             self.stored.synchronize()

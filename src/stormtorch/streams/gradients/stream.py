@@ -1,10 +1,7 @@
 """Gathers a unit's gradients on the device in one flat bucket, measures them, and stores them home in one copy.
 
-A unit's home gradients are in one of three forms:
-
-    none   no gradient; the buffers hold garbage
-    own    in the parameters' dtypes: one backward pass has contributed
-    wide   in fp32: several passes have contributed, or user code has added to it; same as own for fp32 parameters
+Gradients are in the parameters' dtypes if one backward pass has contributed. They are in fp32 (wide) if several have,
+or if user code has added to them; for fp32 parameters both forms are the same. `GradState` says where they are.
 
 ``present`` says which parameters have a gradient: a parameter that was not used has none, and the optimizer skips it,
 as torch does. Gradients are added up on the device in the order of plain PyTorch: first all uses within one backward
@@ -28,7 +25,7 @@ from ..home.torch_grad import reception
 from ..units.unit import Place, Unit
 from ..weights.residency import Residency
 from .buckets import Buckets
-from .home import GradHome, Partial
+from .home import GradHome, GradState, Partial
 
 
 class GradientStream:
@@ -109,7 +106,7 @@ class GradientStream:
         widen = bool(home.present) and home.unit.has_wide_form
         if widen:
             self.ensure_wide(home)
-        if home.there is not None and home.is_held():
+        if home.state is GradState.ON_DEVICE and home.is_held():
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         return home.is_wide or widen
 
@@ -172,12 +169,11 @@ class GradientStream:
         """Add the new gradients to those of earlier backward passes, in the bucket."""
         self.has_added = True
         lanes, unit = self._lanes, home.unit
-        source = home.there if home.there is not None else home.wide if home.is_wide else home.own
-        assert source is not None
-        lane = lanes.compute if home.there is not None else lanes.load
+        source, on_device = home.flat(), home.state is GradState.ON_DEVICE
+        lane = lanes.compute if on_device else lanes.load
         earlier = self._residency.room(source.nbytes, lane, Tag.GRADIENTS)
         uses = []
-        if home.there is not None:
+        if on_device:
             assert home.ready is not None
             lane.wait(home.ready)
             earlier.bytes.copy_(source)  # the bucket lies in the same memory, perhaps in another form

@@ -107,9 +107,7 @@ class UserGradients:
         home.consumed_places.discard(place.index)
         home.norms.pop(place.index, None)
         if not home.present:
-            home.there = None
-            home.is_wide = False
-            home.consumed = False
+            home.drop()
             self._residences[place.unit.index].outdated = False
 
     @locked
@@ -139,8 +137,7 @@ class UserGradients:
             home.norms.clear()
             home.shared.clear()
             home.consumed_places.clear()
-            home.there = None
-            home.is_wide = home.consumed = False
+            home.drop()
             self._residences[home.unit.index].outdated = False
 
     def _write(self, home: GradHome, place: Place, value: torch.Tensor, *, add: bool) -> None:

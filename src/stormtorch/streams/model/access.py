@@ -99,6 +99,8 @@ class UserAccess:
             self._calls.renew(place.unit)
         elif kind == "grad":
             self._grads.homes[place.unit.index].norms.pop(place.index, None)
+        elif kind == "state":
+            self.schedule.updater.states_written(place)
 
     @locked
     def found_written(self, place: Place) -> None:

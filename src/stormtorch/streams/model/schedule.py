@@ -28,7 +28,7 @@ from ..home.torch_grad import has_sparse_grad
 from ..optimizer.stream import OptimizerStream
 from ..optimizer.updater import NoUpdater, Snapshot, Updater
 from ..units.unit import Unit
-from ..weights.residency import Residence, Stay
+from ..weights.residency import Residence, Stay, WeightState
 from ..weights.stream import ParameterStream, SavedWeight, version_of
 
 
@@ -197,7 +197,7 @@ class Schedule:
             if not in_pass and in_backward() and self.updater.pending(residence.unit):
                 return  # the load lane would wait for the worker here, and all later loads with it
             if not residence.is_current():
-                if residence.stay is not None:
+                if residence.state is WeightState.STALE:
                     if residence.installed:
                         continue
                     self.residency.drop(residence)

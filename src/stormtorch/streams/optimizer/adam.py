@@ -23,35 +23,37 @@ from ...memory.lanes.flags import Flags
 from ...memory.lanes.lane import Lane
 from ...memory.lanes.waits import WaitMeter
 from ...native.adamw import adamw_
-from ...native.worker.jobs import Worker
+from ...native.worker.jobs import UpdateMeter, Worker
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
-from ..gradients.home import GradHome
+from ..gradients.home import GradHome, GradState
 from ..home.parameter import Access
-from ..units.chunks import whole_of
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
-from .adam_home import MOMENTS, AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
+from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
 from .adam_settings import adam_step, refuse_unknown
 from .adam_states import AdamStates
 from .device_states import DeviceStates
 from .masters import Masters
 from .param_groups import ParamGroups
-from .updater import MASTER, Conductor, Snapshot, Updater
+from .state_home import StateHome, States
+from .updater import Conductor, Snapshot, Updater
 
 
 class AdamStream(Updater):
     """Runs Adam or AdamW for the units of a session."""
 
     there: DeviceStates
-    takes_sparse, defers_clipping = False, True
+    takes_sparse, keeps_states, defers_clipping = False, True, True
 
     def __init__(
         self,
         homes: list[AdamHome],
+        state_home: StateHome,
         *,
         images: list[torch.Tensor],
         worker: Worker,
+        meter: UpdateMeter,
         board: Flags,
         lanes: Lanes,
         schedule: Conductor,
@@ -61,21 +63,26 @@ class AdamStream(Updater):
         poison: Lane | None,
     ) -> None:
         """``factors``: fp32 words in home memory for clip factors, used in turns."""
-        self.homes, self._images, self._worker, self._board, self._lanes = homes, images, worker, board, lanes
+        self.homes, self.state_home, self._images = homes, state_home, images
+        self._worker, self._meter, self._board, self._lanes = worker, meter, board, lanes
         self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
         self._factors = factors
-        self.there = DeviceStates(homes, lanes=lanes, residency=schedule.weights.residency, waits=waits, poison=poison)
-        self._masters, self.lock = Masters(homes, self), schedule.weights.lock
+        residency = schedule.weights.residency
+        self.there = DeviceStates(homes, state_home, lanes=lanes, residency=residency, waits=waits, poison=poison)
+        self._masters, self.lock = Masters(homes, state_home, self), schedule.weights.lock
         self._factor_turn, self._in_backward_mode = 0, in_backward_mode
         self._kept: dict[int, torch.Tensor] = {}  # on the device; kept because the store lane reads them later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
 
     def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> AdamStates:
-        return AdamStates(self.homes, self, self._masters, self._gradients, groups, access, snapshot)
+        return AdamStates(self.homes, self.state_home, self, self._masters, self._gradients, groups, access, snapshot)
 
     def check(self, optimizer: torch.optim.Optimizer, streamed: Container[int]) -> None:
         refuse_unknown(optimizer, streamed)
+
+    def emit(self) -> None:
+        self._meter.emit()
 
     # --- clipping
 
@@ -123,25 +130,32 @@ class AdamStream(Updater):
         runs = list(self._runs(home, grads, hyper))
         if not runs:
             return
-        source = grads.there if grads.there is not None else grads.wide if grads.is_wide else grads.own
-        assert source is not None
+        source = grads.flat()
         if self.there.fits(home, source.nbytes):
-            stays = grads.there is not None
+            stays = grads.state is GradState.ON_DEVICE
             home.waiting = Waiting(runs, grads.is_wide, source, stays, grads.stored, grads.ready, self._device_factor)
             residence.outdated = False
             residence.updates += 1
             return
         if home.kept is not None:
             self.there.let_go(home)
-        if self._factor is not None or residence.loads != home.loads_seen or grads.arrivals == 0:
-            # The worker must not write weights that a load still reads, nor begin before the clip factor is known.
-            if residence.last_load is not None:
-                self._lanes.store.wait(residence.last_load)
-            grads.arrivals += 1
-            self._lanes.store.write_flag(grads.arrived, grads.arrivals)
-            home.loads_seen = residence.loads
-        self.there.unstage(home)  # prefetched for an update on the device
-        buffers = self._at_home(home, source)
+        states = self.state_home.acquire(home.unit, home.whole)
+        try:
+            if self._factor is not None or states.ready or residence.loads != home.loads_seen or grads.arrivals == 0:
+                # The worker must not write weights that a load still reads, nor begin before factor and states exist.
+                for event in (residence.last_load, states.ready):
+                    if event is not None:
+                        self._lanes.store.wait(event)
+                grads.arrivals += 1
+                self._lanes.store.write_flag(grads.arrived, grads.arrivals)
+                home.loads_seen = residence.loads
+            self.there.unstage(home)  # prefetched for an update on the device
+            self._submit(home, runs, grads, Buffers(self._images[home.unit.index], states, source))
+        finally:
+            self.state_home.release(states, dirty=True, after=home.gate)
+        self._parameters.changed(home.unit, by_step=True)
+
+    def _submit(self, home: AdamHome, runs: list[Run], grads: GradHome, buffers: Buffers) -> None:
         for run in runs:
             tensors = bind(run, buffers, wide=grads.is_wide, factor=self._factor)
             if tensors is None:
@@ -158,7 +172,6 @@ class AdamStream(Updater):
                 abort=self._board.aborted.at(1),
             )
             home.gate.runs.append((flag, value))
-        self._parameters.changed(home.unit, by_step=True)
 
     def _runs(self, home: AdamHome, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> Iterator[Run]:
         run: Run | None = None
@@ -198,6 +211,7 @@ class AdamStream(Updater):
     def join_states(self, unit: Unit) -> None:
         self.join(unit)
         self.there.write_back(self.homes[unit.index])
+        self.state_home.refresh(unit)
 
     def join_all(self) -> None:
         for home in self.homes:
@@ -207,9 +221,9 @@ class AdamStream(Updater):
 
     def prepare(self, unit: Unit, in_pass: bool) -> bool:
         home = self.homes[unit.index]
-        if home.on_device and (home.waiting is not None or (self._in_backward_mode and in_pass and in_backward())):
-            return self.there.stage(home)
-        return True
+        if home.waiting is None and not (self._in_backward_mode and in_pass and in_backward()):
+            return True  # nearly always
+        return self.there.stage(home) if home.on_device else True
 
     def prepare_early(self) -> None:
         if not self._in_backward_mode:
@@ -258,16 +272,6 @@ class AdamStream(Updater):
         self._parameters.residences[home.unit.index].updates += 1
         return True
 
-    def _at_home(self, home: AdamHome, grads: torch.Tensor) -> Buffers:
-        return Buffers(
-            chunk=whole_of(home.unit),
-            image=self._images[home.unit.index],
-            exp_avg=home.exp_avg,
-            exp_avg_sq=home.exp_avg_sq,
-            masters=home.masters,
-            grads=grads,
-        )
-
     def _update_at_home(self, home: AdamHome, waiting: Waiting) -> None:
         """Update on the CPU, and wait for it: the device has no room for this update."""
         residence = self._parameters.residences[home.unit.index]
@@ -275,13 +279,19 @@ class AdamStream(Updater):
             if event is not None:
                 event.synchronize()
         factor = None if waiting.factor is None else waiting.factor.to("cpu")
-        buffers = self._at_home(home, waiting.grads.to("cpu"))
-        self._parameters.changed(home.unit, by_step=False)  # first: an interrupt may leave part of the update done
-        for run in waiting.runs:
-            tensors = bind(run, buffers, wide=waiting.wide, factor=factor, done=waiting.done)
-            if tensors is not None:
-                adamw_(tensors, run.step)
-                waiting.done = run.first.state_at + run.count
+        states = self.state_home.acquire(home.unit, home.whole)
+        try:
+            if states.ready is not None:
+                states.ready.synchronize()
+            buffers = Buffers(self._images[home.unit.index], states, waiting.grads.to("cpu"))
+            self._parameters.changed(home.unit, by_step=False)  # first: an interrupt may leave part of the update done
+            for run in waiting.runs:
+                tensors = bind(run, buffers, wide=waiting.wide, factor=factor, done=waiting.done)
+                if tensors is not None:
+                    adamw_(tensors, run.step)
+                    waiting.done = run.first.state_at + run.count
+        finally:
+            self.state_home.release(states, dirty=True)
 
     @torch.no_grad()
     def _update_there(self, home: AdamHome, stay: Stay, waiting: Waiting) -> None:
@@ -290,26 +300,17 @@ class AdamStream(Updater):
         try:
             for staged in self.there.staged(home, waiting.done):
                 try:
-                    self._update_chunk(stay, staged, waiting)
+                    self._update_chunk(home, stay, staged, waiting)
                 finally:
                     self.there.updated(home, staged)
         finally:
             self._send_home(home, stay)
 
-    def _update_chunk(self, stay: Stay, staged: Staged, waiting: Waiting) -> None:
-        moments, chunk = [part.view(torch.float32) for part in staged.parts[:2]], staged.chunk
-        grads, grads_at = waiting.grads, 0
+    def _update_chunk(self, home: AdamHome, stay: Stay, staged: Staged, waiting: Waiting) -> None:
+        chunk, grads, grads_at = staged.chunk, waiting.grads, 0
         if not waiting.there:
             grads, grads_at = staged.parts[3], chunk.gradients(wide=waiting.wide).start
-        buffers = Buffers(
-            chunk=chunk,
-            image=stay.base,
-            exp_avg=moments[0],
-            exp_avg_sq=moments[1],
-            masters=staged.parts[2],
-            grads=grads,
-            grads_at=grads_at,
-        )
+        buffers = Buffers(stay.base, States(home.unit, chunk, staged.parts), grads, grads_at)
         for run in waiting.runs:
             tensors = bind(run, buffers, wide=waiting.wide, factor=waiting.factor, done=waiting.done)
             if tensors is not None:
@@ -336,23 +337,24 @@ class AdamStream(Updater):
     def reset_master(self, place: Place) -> None:
         self._masters.reset(place)
 
-    def homes_of(self, place: Place) -> dict[str, torch.Tensor]:
-        if not place.trained:
-            return {}
-        home = self.homes[place.unit.index]
-        mine, master = {name: home.moment(name, place) for name in MOMENTS}, home.master(place)
-        return mine if master is None else {**mine, MASTER: master}
+    def shown_states(self, place: Place) -> dict[str, torch.Tensor]:
+        return self.state_home.shown(place) if place.trained else {}
+
+    def states_written(self, place: Place) -> None:
+        if place.trained:
+            self.state_home.written(place)
 
     def state_of(self, place: Place, shown: dict[str, Any] | None) -> dict[str, Any] | None:
         steps = self.homes[place.unit.index].steps[place.index]
         if shown is None and not steps:
             return None
         # Without an entry, backward has updated it, and step() has not shown it yet.
-        return {**(self.homes_of(place) if shown is None else shown), "step": torch.tensor(float(steps))}
+        return {**(self.shown_states(place) if shown is None else shown), "step": torch.tensor(float(steps))}
 
     def forget(self) -> None:
         """Release memory: graphs that outlive the session keep this object alive."""
         self.homes.clear()  # shown states and masters have the same list
+        self.state_home.forget()
         self._images = []
         self._kept.clear()
         self.there.forget()

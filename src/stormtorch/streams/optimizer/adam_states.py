@@ -18,9 +18,10 @@ from ..bridge.torch_private import without_torch_function
 from ..gradients.stream import GradientStream
 from ..home.parameter import Access, HomeView, home_view, joined, plain
 from ..units.unit import Place, Unit
-from .adam_home import MOMENTS, AdamHome
+from .adam_home import AdamHome
 from .masters import Masters
 from .param_groups import ParamGroups
+from .state_home import MOMENTS, StateHome
 from .updater import MASTER, ShownStates, Snapshot, Updater
 
 
@@ -30,6 +31,7 @@ class AdamStates(ShownStates):
     def __init__(
         self,
         homes: list[AdamHome],
+        state_home: StateHome,
         updater: Updater,
         masters: Masters,
         gradients: GradientStream,
@@ -37,7 +39,8 @@ class AdamStates(ShownStates):
         access: Access,
         snapshot: Snapshot,
     ) -> None:
-        self._homes, self._updater, self._masters, self._gradients = homes, updater, masters, gradients
+        self._homes, self._state_home, self._updater = homes, state_home, updater
+        self._masters, self._gradients = masters, gradients
         self._groups, self._access, self._snapshot = groups, access, snapshot
         self._optimizer = groups.optimizer
         self._place = {id(place.parameter): place for home in homes for place in home.unit.places}
@@ -111,24 +114,23 @@ class AdamStates(ShownStates):
                     self._show(place, state)
 
     def after_release(self) -> None:
-        """Replace the views by ordinary tensors of the parameters' dtypes."""
+        """Replace the views by ordinary tensors of the parameters' dtypes, converted within their own memory: a second
+        copy may not fit."""
         for home in self._homes:
             for place in home.unit.trained:
                 state = self._optimizer.state.get(place.parameter)
                 if state and "exp_avg" in state:
                     state.pop(MASTER, None)
+                    mine = self._state_home.shown(place)
                     for name in MOMENTS:
-                        state[name] = home.narrow(name, place)
+                        state[name] = _narrow(mine[name], place)
 
     def _show(self, place: Place, before: Mapping[str, Any] | None = None) -> None:
         """Make our entry for a parameter; additional items of ``before`` remain in it."""
         home = self._homes[place.unit.index]
         state: dict[str, Any] = {"step": torch.tensor(float(home.steps[home.unit.trained.index(place)]))}
-        for name in MOMENTS:
-            state[name] = home_view(home.moment(name, place), self._access, place, "state")
-        master = home.master(place)
-        if master is not None:
-            state[MASTER] = home_view(master, self._access, place, "state")
+        for name, tensor in self._state_home.shown(place).items():
+            state[name] = home_view(tensor, self._access, place, "state")
         more = {key: value for key, value in (before or {}).items() if key not in ("step", MASTER, *MOMENTS)}
         self._optimizer.state[place.parameter] = {**state, **more}
         self._shown[id(place.parameter)] = state
@@ -141,18 +143,18 @@ class AdamStates(ShownStates):
                 self._let_go(place)
         sources = [self._sources(place, state) if "exp_avg" in state else {} for place, state in states]
         for (place, state), source in zip(states, sources, strict=True):
-            home = self._homes[place.unit.index]
-            home.steps[place.index] = int(state["step"]) if "exp_avg" in state else 0
+            mine = self._state_home.shown(place)
+            self._homes[place.unit.index].steps[place.index] = int(state["step"]) if "exp_avg" in state else 0
             if "exp_avg" not in state:
                 self._optimizer.state.pop(place.parameter, None)
                 for name in MOMENTS:
-                    home.moment(name, place).zero_()
-                continue
+                    mine[name].zero_()
             for name, value in source.items():
-                target = home.master(place) if name == MASTER else home.moment(name, place)
-                if target is not None:
-                    target.copy_(value)
-            self._show(place, state)
+                if name in mine:
+                    mine[name].copy_(value)
+            self._state_home.written(place)
+            if "exp_avg" in state:
+                self._show(place, state)
 
     def _sources(self, place: Place, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Tensors to write, by name: not those in place already, nor a master that views another's state."""
@@ -174,10 +176,17 @@ class AdamStates(ShownStates):
         shown = self._shown.pop(id(place.parameter), {})
         held = {name: weakref.ref(shown[name]) for name in MOMENTS if name in shown}
         shown.clear()
-        home = self._homes[place.unit.index]
         for name, reference in held.items():
             view = reference()
             if view is not None:
                 with without_torch_function():
-                    view.data = home.moment(name, place).clone()
+                    view.data = self._state_home.shown(place)[name].clone()
                 view._storm_kind = "past"
+
+
+def _narrow(wide: torch.Tensor, place: Place) -> torch.Tensor:
+    if place.dtype == torch.float32:
+        return wide
+    target = place.view(wide.as_strided((place.count,), (1,)).view(torch.uint8), 0, place.dtype)
+    target.copy_(wide.to(place.dtype))
+    return target

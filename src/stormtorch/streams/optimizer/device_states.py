@@ -17,10 +17,11 @@ from ...memory.lanes.build import Lanes
 from ...memory.lanes.lane import Event, Lane
 from ...memory.lanes.waits import WaitMeter
 from ...memory.pools.pool import GRAIN, Piece
-from ..units.chunks import Chunk, chunks_of, whole_of
+from ..units.chunks import Chunk, chunks_of
 from ..units.unit import Unit
 from ..weights.residency import Residency
-from .adam_home import AdamHome, Staged, Waiting, states_of
+from .adam_home import AdamHome, AdamState, Staged, Waiting, states_of
+from .state_home import StateHome, States
 from .updater import StatesOnDevice
 
 _SETS = 8  # one being updated, some on their way in, some on their way home
@@ -40,6 +41,7 @@ class DeviceStates(StatesOnDevice):
     def __init__(
         self,
         homes: list[AdamHome],
+        state_home: StateHome,
         *,
         lanes: Lanes,
         residency: Residency,
@@ -47,7 +49,7 @@ class DeviceStates(StatesOnDevice):
         poison: Lane | None,
     ) -> None:
         self.homes, self._lanes, self._residency, self._waits = homes, lanes, residency, waits
-        self._poison = poison
+        self._state_home, self._poison = state_home, poison
         self.share_now = 0.0
         self.gave_way = False  # permanently
         self._sets: deque[tuple[list[Piece], Event]] = deque()
@@ -75,7 +77,7 @@ class DeviceStates(StatesOnDevice):
         due = 1 - part if early else 0.0
         for home in passing:
             due += part
-            home.on_device = some and due >= 1 - 1e-9
+            home.state = AdamState.PASSING if some and due >= 1 - 1e-9 else AdamState.HOME
             due -= home.on_device
 
     def _open_sets(self, room_bytes: int) -> None:
@@ -113,7 +115,7 @@ class DeviceStates(StatesOnDevice):
         passing = [home for home in self.homes if home.kept is None]
         for home in passing:
             self.unstage(home)
-            home.on_device = False
+            home.state = AdamState.HOME
         had_sets = bool(self._sets)
         self.share_now, self.gave_way = 0.0, self.gave_way or had_sets
         self._close_sets()
@@ -132,8 +134,8 @@ class DeviceStates(StatesOnDevice):
             if pieces is not None:
                 self.unstage(home)
                 parts = [piece.bytes for piece in pieces]
-                home.kept = Staged(whole_of(home.unit), pieces, parts, self._lanes.aside.record())
-                home.on_device, home.fresh, home.dirty = True, False, False
+                home.kept = Staged(home.whole, pieces, parts, self._lanes.aside.record())
+                home.state = AdamState.RESERVED
 
     @property
     def sets_bytes(self) -> int:
@@ -150,7 +152,7 @@ class DeviceStates(StatesOnDevice):
     def let_go(self, home: AdamHome) -> None:
         """Stop keeping a unit's states. Blocks until they are home."""
         self.write_back(home)
-        kept, home.kept, home.on_device = home.kept, None, False
+        kept, home.kept, home.state = home.kept, None, AdamState.HOME
         home.staged.clear()
         if kept is not None:
             event = self._lanes.compute.record()
@@ -208,7 +210,7 @@ class DeviceStates(StatesOnDevice):
             return
         for home in self._expected:
             chunks = self._chunks[home.unit.index]
-            if home.on_device and home.kept is None and len(home.staged) < len(chunks):
+            if home.kept is None and len(home.staged) < len(chunks) and home.on_device:
                 self._stage_next(home, chunks[len(home.staged)])
                 return
 
@@ -252,30 +254,59 @@ class DeviceStates(StatesOnDevice):
     def _load(self, home: AdamHome, chunk: Chunk, pieces: list[Piece], last_use: Event) -> None:
         """Load a chunk's states into ``pieces``, and its gradients if they exist and are not there."""
         lane, waiting = self._lanes.aside, home.waiting  # the load lane may have weights queued that wait for the CPU
-        parts = home.states(chunk)
+        sizes, copies = chunk.sizes[:3], []
         if waiting is not None:
             which = chunk.gradients(wide=waiting.wide)
-            parts.append(waiting.grads if waiting.there else waiting.grads[which.start : which.stop])
-        there = [piece.bytes[: part.nbytes] for piece, part in zip(pieces, parts, strict=False)]
-        wanted = [False] * 3 if home.fresh else [True] * 3
-        wanted += [not waiting.there] if waiting is not None else []
-        copies = [pair for pair, is_wanted in zip(zip(there, parts, strict=True), wanted, strict=True) if is_wanted]
-        if not copies:  # all of it has remained there
+            grads = waiting.grads if waiting.there else waiting.grads[which.start : which.stop]
+            sizes.append(grads.nbytes)
+        there = [piece.bytes[:size] for piece, size in zip(pieces, sizes, strict=False)]
+        if waiting is not None and not waiting.there:
+            copies.append((there[3], grads))
+        is_there = home.state is AdamState.DEVICE
+        if is_there and not copies:  # all of it has remained there
             assert home.kept is not None
             home.staged.append(Staged(chunk, pieces, there, home.kept.loaded))
             return
+        states = None if is_there else self._state_home.acquire(home.unit, chunk)
         try:
             lane.wait(last_use)
             home.gate.hold(lane)
+            if states is not None:
+                copies[:0] = zip(there, states.parts, strict=False)
+                if states.ready is not None:
+                    lane.wait(states.ready)
             if waiting is not None and waiting.stored is not None:
                 lane.wait(waiting.stored)
             for target, source in copies:
                 if source.nbytes:
                     lane.copy(target, source, Tag.OPTIMIZER, home.unit.index)
         except BaseException:
-            self._no_longer_staged(home, Staged(chunk, pieces, there, lane.record()))
+            self._no_longer_staged(home, Staged(chunk, pieces, there, self._loaded(states)))
             raise
-        home.staged.append(Staged(chunk, pieces, there, lane.record()))
+        home.staged.append(Staged(chunk, pieces, there, self._loaded(states)))
+
+    def _loaded(self, states: States | None) -> Event:
+        """The end of a load, until which it reads ``states``."""
+        event = self._lanes.aside.record()
+        if states is not None:
+            self._state_home.release(states, dirty=False, after=event)
+        return event
+
+    def _store(self, home: AdamHome, staged: Staged) -> Event:
+        """Store states that compute has been told to update."""
+        store = self._lanes.store
+        store.wait(self._lanes.compute.record())
+        states = self._state_home.acquire(home.unit, staged.chunk, read=False)
+        try:
+            if states.ready is not None:
+                store.wait(states.ready)
+            for target, part in zip(states.parts, staged.parts, strict=False):
+                if target.nbytes:
+                    store.copy(target, part[: target.nbytes], Tag.OPTIMIZER, home.unit.index)
+        finally:
+            event = store.record()
+            self._state_home.release(states, dirty=True, after=event)
+        return event
 
     def _add_gradients(self, staged: Staged, waiting: Waiting, unit: int) -> None:
         """Load the gradients of states that were prefetched before the gradients existed."""
@@ -296,16 +327,11 @@ class DeviceStates(StatesOnDevice):
     def updated(self, home: AdamHome, staged: Staged) -> None:
         """Mark kept states as changed, and store others home: compute has been told to update them."""
         if home.kept is not None:
-            home.fresh = home.dirty = True
+            home.state = AdamState.DEVICE
             return
         if home not in self._updated:
             self._updated.append(home)
-        store = self._lanes.store
-        store.wait(self._lanes.compute.record())
-        for target, part in zip(home.states(staged.chunk), staged.parts, strict=False):
-            if target.nbytes:
-                store.copy(target, part, Tag.OPTIMIZER, home.unit.index)
-        self.give_back(home, staged, store.record())
+        self.give_back(home, staged, self._store(home, staged))
 
     def give_back(self, home: AdamHome, staged: Staged, last_use: Event) -> None:
         """Free the set for other units, after ``last_use``."""
@@ -331,14 +357,10 @@ class DeviceStates(StatesOnDevice):
 
     def write_back(self, home: AdamHome) -> None:
         """Block until home memory has the kept states; user code may then change them there."""
-        if home.kept is not None and home.dirty:
-            store = self._lanes.store
-            store.wait(self._lanes.compute.record())
-            for target, part in zip(home.states(home.kept.chunk), home.kept.parts, strict=False):
-                if target.nbytes:
-                    store.copy(target, part[: target.nbytes], Tag.OPTIMIZER, home.unit.index)
-            store.record().synchronize()
-        home.fresh = home.dirty = False
+        if home.state is AdamState.DEVICE:
+            assert home.kept is not None
+            self._store(home, home.kept).synchronize()
+            home.state = AdamState.RESERVED
 
     def _give_up_staged(self) -> None:
         """Free a set by dropping a prefetched chunk of a unit that is needed later."""

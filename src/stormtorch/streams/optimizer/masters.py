@@ -16,14 +16,15 @@ import torch
 from ..home.parameter import plain
 from ..units.unit import Place
 from .adam_home import AdamHome
-from .updater import Updater
+from .state_home import StateHome
+from .updater import MASTER, Updater
 
 
 class Masters:
     """The masters of a session's parameters, in home memory."""
 
-    def __init__(self, homes: list[AdamHome], updater: Updater) -> None:
-        self._homes, self._updater = homes, updater
+    def __init__(self, homes: list[AdamHome], state_home: StateHome, updater: Updater) -> None:
+        self._homes, self._state_home, self._updater = homes, state_home, updater
         self._images_before: dict[int, torch.Tensor] = {}
         self._written_at: dict[int, int] = {}  # by parameter: its steps when user code last wrote it
         self._ahead_at: dict[int, int] = {}  # the same, when a master was loaded whose weight is still to come
@@ -39,8 +40,7 @@ class Masters:
         before = self._images_before.pop(id(place.parameter), None)
         if before is not None:
             image = plain(place.parameter).detach()
-            master = self._homes[place.unit.index].master(place)
-            assert master is not None
+            master = self._state_home.shown(place)[MASTER]
             steps = self._written_at[id(place.parameter)] = self._steps(place)
             if self._ahead_at.pop(id(place.parameter), None) == steps:
                 return  # this write brings the master's own weight
@@ -49,6 +49,7 @@ class Masters:
             else:
                 fits = (image == before) | (master.to(place.dtype) == image)
                 master.copy_(torch.where(fits, master, image.to(master.dtype)))
+            self._state_home.written(place)
 
     def loading(self) -> set[int]:
         """Prepare for loading an optimizer's state dict. Returns the parameters, by ``id``, whose weights an update
@@ -68,9 +69,10 @@ class Masters:
     def reset(self, place: Place) -> None:
         """Make the master equal to the weight."""
         self._ahead_at.pop(id(place.parameter), None)
-        master = self._homes[place.unit.index].master(place) if place.trained else None
-        if master is not None:
+        if place.trained and place.is_split:
+            master = self._state_home.shown(place)[MASTER]
             if place.dtype == torch.bfloat16:
                 master.zero_()
             else:
                 master.copy_(plain(place.parameter).detach())
+            self._state_home.written(place)

@@ -134,6 +134,7 @@ class Updater:
 
     by_unit = True  # it can update one unit at a time
     takes_sparse = True  # gradients
+    keeps_states = False  # in home memory that the session has taken for them; else torch keeps them
     defers_clipping = False  # `clip` can scale gradients at the next update
     there: StatesOnDevice = StatesOnDevice()
 
@@ -147,6 +148,9 @@ class Updater:
     def update(self, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> None:
         """Update the unit's parameters that have a gradient and are in ``hyper`` (by index), now or later."""
         raise NotImplementedError
+
+    def emit(self) -> None:
+        """Report how long updates took on the CPU since the last call."""
 
     # --- waiting
 
@@ -216,9 +220,12 @@ class Updater:
 
     # --- checkpoints
 
-    def homes_of(self, place: Place) -> dict[str, torch.Tensor]:
-        """The home memory of a parameter's states, by name; empty if torch keeps them."""
+    def shown_states(self, place: Place) -> dict[str, torch.Tensor]:
+        """A parameter's states in home memory, by name, for user code and checkpoints; empty if torch keeps them."""
         return {}
+
+    def states_written(self, place: Place) -> None:
+        """Take what user code or a checkpoint has written to `shown_states`."""
 
     def state_of(self, place: Place, shown: dict[str, Any] | None) -> dict[str, Any] | None:
         """The complete state of a trained parameter; ``shown`` is its entry in ``optimizer.state``. None: no state."""

@@ -11,6 +11,7 @@ checkpointing hold remain valid (pools/alias.py)."""
 
 from __future__ import annotations
 
+import enum
 import gc
 import threading
 from collections.abc import Callable, Hashable
@@ -88,6 +89,14 @@ class HomeGate:
             self.stored = None
 
 
+class WeightState(enum.Enum):
+    """Where a unit's weights are. The home image occupies RAM in every state."""
+
+    ABSENT = "absent"  # nothing on the device
+    CURRENT = "current"  # a copy in the pool; until ``stay.loaded`` it is on its way
+    STALE = "stale"  # a copy in the pool, older than the home image: nothing uses it, and the next load drops it
+
+
 @dataclass(eq=False)
 class Residence:
     """One unit: its home image, its device copy and their versions."""
@@ -103,8 +112,14 @@ class Residence:
     last_load: Event | None = None
     loads: int = 0
 
+    @property
+    def state(self) -> WeightState:
+        if self.stay is None:
+            return WeightState.ABSENT
+        return WeightState.CURRENT if self.is_current() else WeightState.STALE
+
     def is_current(self) -> bool:
-        """Whether the weights are on the device, or on their way there."""
+        """Whether ``state`` is CURRENT. Cheaper: every use asks for the state of each unit ahead."""
         return self.stay is not None and self.stay.version == self.version
 
 

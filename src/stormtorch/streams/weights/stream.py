@@ -18,7 +18,7 @@ from ...memory.lanes.lane import Event
 from ..bridge.lock import locked
 from ..bridge.torch_private import outside_functorch, without_torch_function
 from ..units.unit import Place, Unit
-from .residency import Residence, Residency, Stay
+from .residency import Residence, Residency, Stay, WeightState
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other kinds of tensors give their memory a meaning of their own
 
@@ -65,7 +65,7 @@ class ParameterStream:
         """Load the units that no prefetch evicts now, in their order."""
         for index in sorted(self.residency.kept):
             residence = self.residences[index]
-            if residence.stay is None and self.load(residence, float("inf")) is None:
+            if residence.state is WeightState.ABSENT and self.load(residence, float("inf")) is None:
                 return  # memory that user code holds is in the way
 
     def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
@@ -93,9 +93,9 @@ class ParameterStream:
 
     def present(self, residence: Residence) -> Stay:
         """The unit's copy on the device, loaded where there is none that is current."""
-        if residence.stay is not None and not residence.is_current():
-            self.residency.drop(residence)
-        if residence.stay is None:
+        if not residence.is_current():
+            if residence.state is WeightState.STALE:
+                self.residency.drop(residence)
             self._emit(What.MISS, residence.unit)
             size = residence.unit.image_bytes
             if self.residency.insist(lambda: self.load(residence, 0), size) is None:

@@ -1,0 +1,113 @@
+"""Where Adam's states of units lie between updates: `StateHome` is the interface, RAM the first kind.
+
+Updates borrow the states of a chunk (`acquire`), say what still uses the buffers and whether they write them
+(`release`), and keep no tensor of them. User code and checkpoints work with tensors by parameter, which remain valid
+(`shown`). A kind that keeps states in a file needs no more than this: it reads into buffers of a page-locked ring,
+writes dirty ones back behind ``after``, and shows a mapping of the file, or copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ...memory.host.arena import HostArena
+from ...memory.lanes.lane import Event
+from ..units.chunks import Chunk, whole_of
+from ..units.unit import Place, Unit
+from ..weights.residency import HomeGate
+from .updater import MASTER
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of these states
+SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}  # of masters
+
+
+class States:
+    """The states of a chunk: in buffers that a home has lent, or on the device.
+
+    ``parts``: the bytes of exp_avg, exp_avg_sq and masters. ``ready``: the event after which they are there; None: they
+    are there already."""
+
+    __slots__ = ("chunk", "exp_avg", "exp_avg_sq", "masters", "parts", "ready", "unit")
+
+    def __init__(self, unit: Unit, chunk: Chunk, parts: Sequence[torch.Tensor], ready: Event | None = None) -> None:
+        self.unit, self.chunk, self.parts, self.ready = unit, chunk, parts[:3], ready
+        self.exp_avg, self.exp_avg_sq = (part.view(torch.float32) for part in parts[:2])
+        self.masters = parts[2]
+
+    def of(self, place: Place) -> dict[str, torch.Tensor]:
+        """The states of one parameter, which lies in the chunk, by name. A split parameter has a master: the part of
+        the fp32 weight beside the image, 16-bit remainders for bf16, whole fp32 weights for fp16."""
+        at = place.state_at - self.chunk.states.start
+        moments = zip(MOMENTS, (self.exp_avg, self.exp_avg_sq), strict=True)
+        found = {name: flat[at : at + place.count].as_strided(place.shape, place.stride) for name, flat in moments}
+        if place.is_split:
+            at = place.master_at - self.chunk.masters.start
+            found[MASTER] = place.view(self.masters, at, SPLIT_DTYPE[place.dtype])
+        return found
+
+
+class StateHome(Protocol):
+    """Keeps the states of all units. Used by one thread at a time; no method waits unless it says so."""
+
+    def acquire(self, unit: Unit, chunk: Chunk, *, read: bool = True) -> States:
+        """Lend buffers with the states of a chunk, until ``release``; use them after their ``ready``.
+
+        Not ``read``: the caller overwrites all of them, and their contents may be garbage."""
+
+    def release(self, states: States, *, dirty: bool, after: Event | HomeGate | None = None) -> None:
+        """Take the buffers back when ``after`` has passed; ``dirty``: they have, or will then have, new contents.
+
+        ``after``: what still uses them: an event, or the unit's gate for updates by the worker; None: nothing."""
+
+    def shown(self, place: Place) -> dict[str, torch.Tensor]:
+        """The current states of a parameter by name, in the same memory at every call. May wait.
+
+        They remain valid beyond the session. `refresh` brings them up to date, `written` takes what was written."""
+
+    def refresh(self, unit: Unit) -> None:
+        """Bring tensors of the unit that `shown` gave up to date with dirty releases. May wait."""
+
+    def written(self, place: Place) -> None:
+        """Take the contents of what `shown` gave: the caller has written them. May wait."""
+
+    def forget(self) -> None:
+        """Let go of memory, except of what `shown` gave."""
+
+
+class RamHome:
+    """States in RAM: lends and shows views of one arena, so that nothing moves."""
+
+    def __init__(self, units: list[Unit], arena: HostArena) -> None:
+        self._whole: list[States] = []
+        for unit in units:
+            parts = [arena.tensor((unit.state_count,), torch.float32).view(torch.uint8) for _ in range(2)]
+            parts.append(arena.tensor((unit.master_bytes,), torch.uint8))
+            self._whole.append(States(unit, whole_of(unit), parts))
+        self._cached = {(states.unit.index, states.chunk): states for states in self._whole}
+
+    def acquire(self, unit: Unit, chunk: Chunk, *, read: bool = True) -> States:  # noqa: ARG002
+        states = self._cached.get((unit.index, chunk))
+        if states is None:
+            moments = slice(4 * chunk.states.start, 4 * chunk.states.stop)
+            which = (moments, moments, slice(chunk.masters.start, chunk.masters.stop))
+            parts = [part[mine] for part, mine in zip(self._whole[unit.index].parts, which, strict=True)]
+            states = self._cached[unit.index, chunk] = States(unit, chunk, parts)
+        return states
+
+    def release(self, states: States, *, dirty: bool, after: Event | HomeGate | None = None) -> None:
+        """The buffers are home memory itself."""
+
+    def shown(self, place: Place) -> dict[str, torch.Tensor]:
+        return self._whole[place.unit.index].of(place)
+
+    def refresh(self, unit: Unit) -> None:
+        """Nothing to do: views are up to date."""
+
+    def written(self, place: Place) -> None:
+        """Nothing to do: it was written to home memory."""
+
+    def forget(self) -> None:
+        self._whole.clear()
+        self._cached.clear()
