@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+import stormtorch as storm
 from stormtorch.checkpoint.files import disk
 from stormtorch.checkpoint.state.snapshot import Piece, Still
 from stormtorch.core.budget import Budget
@@ -234,3 +236,33 @@ def test_step_counts_lie_where_the_kernels_of_what_is_not_streamed_read_them(tmp
     assert step.device.type == "cuda"
     assert losses(optimizer, model, 2) == expected
     session.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_of_parameters_whose_state_user_code_has_cleared(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Clearing starts the moments anew, as after a restart of the schedule; the fp32 weights go on."""
+
+    def opened(seed: int) -> tuple[nn.Module, optim.Optimizer, storm.Session]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(dtype)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, storm.stream(model, optimizer, vram="1MiB", device="cpu")
+
+    def train(model: nn.Module, optimizer: optim.Optimizer) -> None:
+        for number in range(3):
+            model(torch.full((2, 8), 0.1 * (number + 1), dtype=dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer, session = opened(0)
+    with session:
+        train(model, optimizer)
+        optimizer.state.clear()
+        session.save(tmp_path / "saved")
+        train(model, optimizer)
+        expected = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    model, optimizer, session = opened(1)
+    with session:
+        session.load(tmp_path / "saved")
+        train(model, optimizer)
+        same((optimizer.state_dict(), model.state_dict()), expected, "after loading")

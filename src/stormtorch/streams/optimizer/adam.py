@@ -37,7 +37,7 @@ from .device_states import DeviceStates
 from .masters import Masters
 from .param_groups import ParamGroups
 from .state_home import StateHome, States
-from .updater import Conductor, Snapshot, Updater
+from .updater import MASTER, Conductor, Snapshot, Updater
 
 
 class AdamStream(Updater):
@@ -347,7 +347,9 @@ class AdamStream(Updater):
     def state_of(self, place: Place, shown: dict[str, Any] | None) -> dict[str, Any] | None:
         steps = self.homes[place.unit.index].steps[place.index]
         if shown is None and not steps:
-            return None
+            # User code may have cleared the state. The master belongs to the weight.
+            ahead = place.is_split and self._masters.is_ahead(place)
+            return {MASTER: self.shown_states(place)[MASTER]} if ahead else None
         # Without an entry, backward has updated it, and step() has not shown it yet.
         return {**(self.shown_states(place) if shown is None else shown), "step": torch.tensor(float(steps))}
 

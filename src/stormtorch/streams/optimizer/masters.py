@@ -51,6 +51,12 @@ class Masters:
                 master.copy_(torch.where(fits, master, image.to(master.dtype)))
             self._state_home.written(place)
 
+    def is_ahead(self, place: Place) -> bool:
+        """Whether the master says more than the weight, which is then not all of an update's result."""
+        master, image = self._state_home.shown(place)[MASTER], plain(place.parameter).detach()
+        ahead = master != 0 if place.dtype == torch.bfloat16 else master != image.to(master.dtype)
+        return bool(ahead.any())
+
     def loading(self) -> set[int]:
         """Prepare for loading an optimizer's state dict. Returns the parameters, by ``id``, whose weights an update
         wrote last: their new weights may be loaded after their masters."""
