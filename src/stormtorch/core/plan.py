@@ -56,7 +56,7 @@ class Placement(Choice):
 
     pool_bytes: int
     least_bytes: int  # the smallest pool that works
-    whole_bytes: int  # the pool that would hold all weights, and what is not for weights
+    whole_bytes: int  # the smallest pool that holds all weights, with the fixed part
     fixed_bytes: int  # the part for gradients on their way home
     adding_bytes: int = 0  # of that, the part that only accumulation needs
     kept_bytes: int = 0  # the part for optimizer states that stay
@@ -87,7 +87,7 @@ class Division(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One kind of a unit's tensors. ``resident``: it has room on the device for good, beside its home."""
+    """The weights, gradients or states of a unit. ``resident``: they have permanent room on the device too."""
 
     bytes: int
     home: Tier
@@ -96,7 +96,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """Where a unit lies. ``gradients``: None if it is frozen. ``states``: None if torch, or nothing, keeps them."""
+    """Where a unit lies. ``gradients``: None if it is frozen. ``states``: None if it has none, or torch keeps them."""
 
     name: str
     weights: Part
@@ -140,8 +140,8 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Activations(Choice):
-    """``blocks``: empty until they are planned, and where all are treated by ``mode``. ``outside``: what becomes of
-    tensors that are saved outside of blocks."""
+    """``blocks``: empty before the first plan, and where ``mode`` applies to all of them. ``outside``: what STORM does
+    with tensors that are saved outside of blocks."""
 
     mode: Annotated[str, "auto", "keep", "offload", "recompute"]
     blocks: tuple[Block, ...]

@@ -33,17 +33,17 @@ from ..weights.stream import ParameterStream, SavedWeight, version_of
 
 
 class Tuner(Protocol):
-    """Changes where work is done, by what steps have shown."""
+    """Changes where work runs, from measurements of earlier steps. The schedule calls it around each step."""
 
     def before_step(self, gradients: GradientStream) -> None:
-        """The units that have gradients are about to be updated."""
+        """The schedule is about to update the units that have gradients."""
 
     def after_step(self, gradients: GradientStream, activations: Saving | None) -> None:
-        """They were updated, or their updates are queued."""
+        """The schedule has updated those units, or has queued their updates."""
 
 
 class Witness(Protocol):
-    """Is told of every call before the call takes memory."""
+    """Observes every call of the model, before the call takes memory."""
 
     def begin(self, *, training: bool, whole: bool) -> None:
         """User code calls the model, or one of its modules alone; ``training``: gradients may follow."""
@@ -125,7 +125,7 @@ class Schedule:
         return stay
 
     def _is_in_use(self, residence: Residence) -> bool:
-        """Whether ``use`` of this unit would do nothing. Backward asks for each weight of a unit by itself."""
+        """Whether ``use`` would do nothing. `unpack` asks first, because backward asks for every weight separately."""
         stay, last = residence.stay, self.residency.last_use
         return (
             residence is self.residency.current

@@ -1,9 +1,11 @@
-"""Where Adam's states of units lie between updates: `StateHome` is the interface, RAM the first kind.
+"""Keeps Adam's states between updates. `StateHome` is the interface; `RamHome` keeps them in RAM.
 
-Updates borrow the states of a chunk (`acquire`), say what still uses the buffers and whether they write them
-(`release`), and keep no tensor of them. User code and checkpoints work with tensors by parameter, which remain valid
-(`shown`). A kind that keeps states in a file needs no more than this: it reads into buffers of a page-locked ring,
-writes dirty ones back behind ``after``, and shows a mapping of the file, or copies."""
+An update borrows the states of a chunk with `acquire`. It returns them with `release`, says there what still uses the
+buffers and whether it writes them, and keeps no tensor of them. User code and checkpoints get one tensor for each state
+of a parameter (`shown`), which remains valid.
+
+A kind that keeps states in a file needs no more than this. It reads into buffers of a page-locked ring, writes dirty
+ones back behind ``after``, and shows a mapping of the file, or copies."""
 
 from __future__ import annotations
 
@@ -70,10 +72,10 @@ class StateHome(Protocol):
         """Bring tensors of the unit that `shown` gave up to date with dirty releases. May wait."""
 
     def written(self, place: Place) -> None:
-        """Take the contents of what `shown` gave: the caller has written them. May wait."""
+        """Store what the caller has written to the tensors that `shown` gave. May wait."""
 
     def forget(self) -> None:
-        """Let go of memory, except of what `shown` gave."""
+        """Release all memory but the tensors that `shown` gave."""
 
 
 class RamHome:

@@ -1,9 +1,8 @@
-"""Residency: which units have a copy on the device, and which copy ends when something else needs the room.
+"""Residency: decides which units have a copy on the device, and evicts one when something else needs the room.
 
-All of the device's share for parameters is one pool. A unit's copy remains there until another unit that will be used
-sooner needs the bytes: the farthest next use is evicted first. That single rule gives all that a larger budget should
-give: the last units of forward remain for backward, the first units of backward remain for the next forward, and when
-all fit, nothing is loaded twice.
+All device copies lie in one pool. `Residency` evicts the unit whose next use is farthest, and only for something that
+is used sooner. This one rule makes use of any budget: the last units of forward remain for backward, the first units of
+backward remain for the next forward, and when all fit, nothing is loaded twice.
 
 A device copy (`Stay`) ends in two steps. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*:
 nothing refers to its bytes any more, and they return to the pool after the last use. In between, views that autograd or
@@ -40,10 +39,10 @@ class Stay:
     """A unit's copy on the device.
 
     ``loaded``: the event after which its bytes are there. ``uses``: events before which the bytes must not be
-    overwritten. ``places``: the streams that have computed with them. ``memory``: the same bytes as ``base``, for
-    lanes, which must not keep the copy alive. ``typed``: ``base`` in other dtypes. ``views`` and ``idle``: the tensors
-    that model/views.py has made over the bytes, by place; ``idle`` are those made without a graph, with the parameters
-    that required a gradient then.
+    overwritten. ``places``: the streams that have computed with them. ``memory``: a tensor over the same
+    bytes that lanes use, because a reference to ``base`` keeps the copy alive. ``typed``: ``base`` in other dtypes.
+    ``views``: the tensors that model/views.py has made over the bytes, by place. ``idle``: the tensors that it has made
+    without a graph, and the parameters that required a gradient then.
     """
 
     __slots__ = ("base", "idle", "loaded", "memory", "places", "typed", "uses", "version", "views")
@@ -66,9 +65,9 @@ class Stay:
 
 @dataclass(eq=False)
 class HomeGate:
-    """What may still write the unit's weights and states at home, or read its gradients there. The updater sets it."""
+    """A unit's pending updates, which may still write weights or states, or read gradients. The updater sets it."""
 
-    runs: list[tuple[Flag, int]] = field(default_factory=list)  # of the worker; the flag's value says that one is done
+    runs: list[tuple[Flag, int]] = field(default_factory=list)  # the worker's jobs: done when the flag has that value
     stored: Event | None = None  # the store of weights that were updated on the device
 
     def hold(self, lane: Lane) -> None:
@@ -197,7 +196,7 @@ class Residency:
         return piece
 
     def insist(self, attempt: Callable[[], T | None], size: int) -> T | None:
-        """Try ``attempt`` again after garbage collection, freeing and enlarging, until it finds its ``size`` bytes."""
+        """Call ``attempt``, and again after each of: garbage collection, enlarging the pool, each borrower's return."""
         result = attempt()
         if result is None:
             gc.collect()  # graphs and tracebacks in reference cycles, e.g. after an exception, keep copies alive

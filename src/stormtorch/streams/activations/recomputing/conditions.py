@@ -2,8 +2,9 @@
 
 A second run comes later, on another thread, and must compute the same as the first one. So everything besides its
 arguments that a forward may depend on is noted before it and set again for the second run: random numbers of torch and
-Python, autocast, the default dtype and device, backend switches, and the attributes and modes of the block's modules. A
-block that draws numpy's random numbers may not run again."""
+Python, autocast, the default dtype and device, backend switches, and the attributes and modes of the block's modules.
+STORM does not recompute a block that draws numpy's random numbers, except where a settled block (settled.py) begins to
+draw them."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Conditions:
     )
 
     def __init__(self, anatomy: Anatomy, trained: tuple[bool, ...], device: torch.device) -> None:
-        """``trained``: which parameters are."""
+        """``trained``: for each parameter of the block, whether it requires a gradient."""
         self._anatomy, self._trained, self._device = anatomy, trained, device
         self._attributes = Attributes(anatomy.looks, anatomy.tables)
         self._random = RandomNumbers(device)
@@ -67,7 +68,7 @@ class Conditions:
         return self._numpy != numpy_state()
 
     def replay_numpy(self) -> None:
-        """Let the second run draw the same numbers, if the block, and not another thread, has drawn them."""
+        """Let the second run draw from numpy's first state. It must end in the present state, or draw nothing."""
         self._replay = numpy_state()
 
     def tensors_changed(self) -> bool:
@@ -95,7 +96,7 @@ class Conditions:
                 cached = torch.is_autocast_cache_enabled()
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
             stack.callback(self._attributes.restore())
-            # The run is cut short: it may leave behind what it would have set back itself.
+            # STORM stops this run early, so the block may not reach the code that would restore these.
             trained, backends = self._anatomy.trained(), [ask() for ask, _ in _BACKENDS]
             stack.callback(self._set_trained, trained)
             if trained != self._trained:

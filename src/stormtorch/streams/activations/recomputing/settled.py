@@ -1,10 +1,11 @@
-"""A block that passes have shown to be repeatable, and that the plan recomputes: its tensors are dropped while it runs.
+"""Runs blocks that are settled: earlier passes have shown that they repeat, and the plan recomputes them.
 
-To hold each of them until the block has ended, and then to look whether the block has changed anything, takes the host
-longer than all other work of recomputation. So both are left out here. If such a block replaces attributes, buffers or
-items of containers for the first time, the second run finds what the first one found, as it does after changes of user
-code. If it writes to a tensor in place, computes gradients or draws random numbers from numpy for the first time,
-backward raises an error: nothing is left to compute with.
+`SettledRun` drops a block's saved tensors while the block runs. `BlockRun` holds them until the block has ended, and
+then checks whether the block has changed anything; that takes the host longer than all other work of recomputation. A
+settled block may begin to replace attributes, buffers or items of containers: the second run restores what the first
+one found, as it does after changes by user code. If the block begins to write to a tensor in place or to compute
+gradients, backward raises an error, because the saved tensors are gone. If it begins to draw random numbers from numpy,
+the second run draws them again, and backward raises an error where it cannot repeat them.
 
 A write to a block's result by user code is no error here. Gradients are those of the forward."""
 
