@@ -76,7 +76,8 @@ def test_questions_that_wait_for_a_launch_are_told_apart() -> None:
         return 600 if place_s < 0.007 else 0
 
     counts = sampled(answer, enough=lambda counts: counts.launches > 20 and counts.blocked > 10)
-    assert counts.launches_after_yes > 0.6 * counts.launches  # a thread that had to wait for a core looks blocked too
+    # All of them on a quiet machine; a thread that had to wait for a core looks blocked too.
+    assert counts.launches_after_yes > 0.3 * counts.launches
     assert counts.blocked > 10
 
 
