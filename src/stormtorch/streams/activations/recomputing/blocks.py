@@ -14,6 +14,7 @@ from ...bridge.torch_private import has_global_hooks, has_user_modes, without_to
 from .attributes import Looks
 from .contents import Tables
 
+_is_trained = operator.attrgetter("requires_grad")
 _RUNS = 8  # second runs of a block that show whether it draws random numbers
 
 
@@ -87,8 +88,12 @@ class Anatomy:
 
     def trained(self) -> tuple[bool, ...]:
         """Which parameters are trained."""
+        parameters = self.parameters()
         with without_torch_function():
-            return tuple([p is not None and p.requires_grad for p in self.parameters()])
+            try:
+                return tuple(map(_is_trained, parameters))
+            except AttributeError:  # one was removed
+                return tuple([p is not None and p.requires_grad for p in parameters])
 
     def may_draw(self) -> bool:
         """Whether a second run may draw random numbers: it has, or there were few so far."""

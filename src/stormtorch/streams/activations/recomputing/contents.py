@@ -110,7 +110,7 @@ class Tables:
     __slots__ = ("_filled", "_modules", "_names", "_references", "_sizes", "_tables")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._tables = modules, _tables_of(modules)
+        self._modules, self._tables = modules, list(_tables_of(modules))
         self._sizes, self._filled = list(map(len, self._tables)), [table for table in self._tables if table]
         self._names = list(_chained(self._filled))
         self._references = [_nothing if value is None else weakref.ref(value) for value in self.values()]
@@ -119,13 +119,16 @@ class Tables:
         """What they contain now."""
         return list(_chained(map(_values_of, self._filled)))
 
-    def unchanged(self) -> bool:
+    def unchanged(self, values: Sequence[Any] | None = None) -> bool:
+        """Whether they contain what they did. ``values``: that, where the caller has it: following weak references
+        takes longer."""
+        before = map(operator.call, self._references) if values is None else values
         # With the same sizes, they are equally long one after the other.
         return (
-            all(map(operator.is_, _tables_of(self._modules), self._tables))
+            all(map(operator.is_, _tables_of(self._modules), self._tables))  # user code may replace a whole dict
             and list(map(len, self._tables)) == self._sizes
             and all(map(operator.is_, self._names, _chained(self._filled)))
-            and all(map(operator.is_, map(operator.call, self._references), _chained(map(_values_of, self._filled))))
+            and all(map(operator.is_, before, _chained(map(_values_of, self._filled))))
         )
 
     def fill(self, values: Sequence[Any]) -> Callable[[], None]:
@@ -151,8 +154,11 @@ class Tables:
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-def _tables_of(modules: Sequence[nn.Module]) -> list[Any]:
-    return [table for m in modules for table in (m._parameters, m._buffers, m._modules)]
+_its_tables = operator.itemgetter(*_TABLES)
+
+
+def _tables_of(modules: Sequence[nn.Module]) -> Iterable[Any]:
+    return _chained(map(_its_tables, map(vars, modules)))
 
 
 def _nothing() -> None:
@@ -213,7 +219,7 @@ class Contents:
         too, for which the host waits: a write through ``.data`` does not count as one."""
         return (
             not self.tensors_changed()
-            and self._tables.unchanged()
+            and self._tables.unchanged(self._values)
             and all(itertools.starmap(_is_same, self._containers))
             and not (look_inside and any(map(_differs, self._tensors)))
         )
@@ -249,7 +255,7 @@ class Contents:
             if copies or not _is_same(value, before):
                 _fill(value, before, copies)
         undo = None
-        if copies or not self._tables.unchanged():
+        if copies or not self._tables.unchanged(self._values):
             undo = self._tables.fill([given_back(value, copies) for value in self._values])
 
         def set_back() -> None:
@@ -258,7 +264,7 @@ class Contents:
                     _fill(value, present, {})
             if undo is not None:
                 undo()
-            elif not self._tables.unchanged():
+            elif not self._tables.unchanged(self._values):
                 self._tables.fill(self._values)
 
         return set_back
@@ -283,6 +289,8 @@ def _differs(entry: tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]) 
 def _content(value: Any, *, strongly: bool = False) -> Any:
     """A copy that keeps no graph, unless ``strongly``. Not by the object's own ``copy``: a subclass may do anything
     there."""
+    if strongly and type(value) is dict:
+        return dict(value)
     if isinstance(value, _GENERATORS):
         return _state_of(value)
     if isinstance(value, np.ndarray):
