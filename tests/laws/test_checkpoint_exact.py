@@ -240,7 +240,7 @@ def test_step_counts_lie_where_the_kernels_of_what_is_not_streamed_read_them(tmp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_of_parameters_whose_state_user_code_has_cleared(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Clearing starts the moments anew, as after a restart of the schedule; the fp32 weights go on."""
+    """Clearing resets the moments, as after a restart of the schedule; the fp32 weights go on."""
 
     def opened(seed: int) -> tuple[nn.Module, optim.Optimizer, storm.Session]:
         torch.manual_seed(seed)

@@ -431,7 +431,7 @@ class NumpyNoise(Part, Timed):
 
 
 class GrowsItsTable(Part, Timed):
-    """Makes its table anew when it needs more of it, as rotary embeddings do."""
+    """Replaces its table by a longer one when it needs more of it, as rotary embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,9 @@ A block is never run twice where user code would notice: where it changes its bu
 forward hooks. Such a block is kept or offloaded.
 
 Tensors saved outside of blocks are *loose* (outside_blocks.py). Those saved after the last block remain on the
-device."""
+device.
+
+The file is long because one call of a block passes through all of `Saving`, and reads top to bottom here."""
 
 from __future__ import annotations
 

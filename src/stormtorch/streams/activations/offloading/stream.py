@@ -23,7 +23,9 @@ error; the caller reads ``refused_bytes`` and may recompute instead.
 
 **Several user streams.** Torch hands freed memory out again on the stream that allocated it, in that stream's order. So
 compute may wait for a lane on the GPU, and free memory at once, only where one stream has all memory. As soon as a
-second stream has some, memory that a lane still uses is held until that lane is done with it."""
+second stream has some, memory that a lane still uses is held until that lane is done with it.
+
+The file is long because both directions share one set of queues, and their bounds hold only together."""
 
 from __future__ import annotations
 
