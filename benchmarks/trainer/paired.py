@@ -176,7 +176,7 @@ def _cell(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     row.setdefault("auto / recompute", "the same plan")
     best = min(quickest(turns) for way, turns in ways.turns_s.items() if way != "auto")
     row["fastest quarter"] = f"{quickest(ways.turns_s['auto']) / best:.3f}"
-    row["turns"], row["host"] = ways.turns_s, ways.host
+    row["turns"], row["host"], row["meter"] = ways.turns_s, ways.host, ways.counts
     row["collecting; driver allocated/freed/retried"] = "; ".join(
         f"{way} {_host(turns)}" for way, turns in ways.host.items()
     )

@@ -23,6 +23,7 @@ class Profile:
 
     def __init__(self, session: Any) -> None:
         self._session = session
+        self.counts: dict[str, int] = {}  # of our meter, as they are: they tell why the two differ
         self._meter: Any = idle_meter_for(torch.device("cuda", torch.cuda.current_device()), period_ns=_OFTEN_NS)
         self._profiler = profile(activities=[ProfilerActivity.CUDA])
         self._profiler.__enter__()
@@ -35,6 +36,8 @@ class Profile:
         profiled = busy_s(events_of(self._profiler)) / seconds
         gpu = gpu_time([mark for mark in (self._first, last) if mark is not None])
         if self._meter is not None:
+            counts = self._meter._last
+            self.counts = {name: getattr(counts, name) for name, _ in counts._fields_}
             self._meter.close()
         return (gpu.busy if gpu is not None else 0.0), profiled
 

@@ -19,6 +19,7 @@ def sampled(
     answer: Callable[[int | None], int],
     *,
     no: int = 600,
+    launch_ns: int = 10_000_000,
     seconds: float = 0.5,
     enough: Callable[[SamplerCounts], bool] = lambda _counts: True,
 ) -> SamplerCounts:
@@ -28,7 +29,8 @@ def sampled(
         pytest.skip("installed without the C library")
     ask, handle = _ASK(answer), ctypes.c_void_p()
     address = ctypes.cast(ask, ctypes.c_void_p).value
-    assert native.c.storm_sampler_open(address, no, None, None, None, 7, 1_000_000, ctypes.byref(handle)) == 0
+    given = (address, no, None, None, None, 7, 1_000_000, launch_ns)
+    assert native.c.storm_sampler_open(*given, ctypes.byref(handle)) == 0
     time.sleep(seconds / 2)
     native.c.storm_sampler_watch(handle, 8)
     time.sleep(seconds / 2)
@@ -97,10 +99,29 @@ def test_a_gpu_with_work_ahead_has_no_launches_onto_idle() -> None:
     assert (counts.launches_after_yes, counts.yes) == (0, 0)
 
 
+def test_a_launch_into_a_full_queue_is_no_launch_onto_idle() -> None:
+    """A GPU that computes for 40 of 60 ms. For 20 ms of these a launch waits for room in the queue, and the driver
+    answers nothing; it has to be taken for busy in all 40 ms, and was taken for idle by half of the blocked questions
+    where each of them counted as a launch."""
+
+    def answer(_subject: int | None) -> int:
+        place_s = time.perf_counter() % 0.06
+        if place_s < 0.02:
+            return 0
+        if place_s < 0.04:
+            time.sleep(0.04 - place_s)
+        return 600
+
+    counts = sampled(answer, launch_ns=300_000, enough=lambda counts: counts.asked > 200)
+    assert counts.yes > 0.2 * counts.asked
+    assert counts.blocked < 0.05 * counts.asked
+    assert counts.launches < 0.05 * counts.asked
+
+
 def test_bad_arguments_are_refused() -> None:
     native = library()
     if native is None:
         pytest.skip("installed without the C library")
     handle = ctypes.c_void_p()
-    assert native.c.storm_sampler_open(None, 0, None, None, None, None, 1, ctypes.byref(handle)) < 0
-    assert native.c.storm_sampler_open(os.getpid(), 0, None, None, None, None, 0, ctypes.byref(handle)) < 0
+    assert native.c.storm_sampler_open(None, 0, None, None, None, None, 1, 1, ctypes.byref(handle)) < 0
+    assert native.c.storm_sampler_open(os.getpid(), 0, None, None, None, None, 0, 1, ctypes.byref(handle)) < 0

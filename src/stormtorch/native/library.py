@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 7  # STORM_ABI in csrc/storm.h
+ABI = 8  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -98,7 +98,7 @@ _SIGNATURES = {
     "storm_pool_free": (None, (_P,)),
     "storm_touch": (_I32, (_P, ctypes.c_size_t, _I32)),
     "storm_wait_flag": (_I32, (FlagWord, _F64)),
-    "storm_sampler_open": (_I32, (_P, _I32, _P, _P, _P, _P, _I64, ctypes.POINTER(_P))),
+    "storm_sampler_open": (_I32, (_P, _I32, _P, _P, _P, _P, _I64, _I64, ctypes.POINTER(_P))),
     "storm_sampler_close": (None, (_P,)),
     "storm_rows_map": (_I32, (_I32, ctypes.c_size_t, ctypes.POINTER(_P))),
     "storm_rows_unmap": (None, (_P, ctypes.c_size_t)),

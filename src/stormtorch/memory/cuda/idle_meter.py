@@ -23,6 +23,7 @@ from ...native.library import Library, SamplerCounts, library
 from .driver import device_index, driver
 
 _PERIOD_NS = 3_000_000
+_LAUNCH_NS = 16_000  # no launch takes longer, unless the queue of the GPU is full; most take 3 to 10 µs
 _START_NS = 1_400  # without a running kernel, for each launch; between 1.3 and 2.1 µs on an H200
 _UNNOTICED_NS = 2_500  # the end of each launch, in which a question waits less than BLOCKED_NS of csrc/sampler.c says
 _FADES = 0.9  # weight of earlier launches, from one reading to the next
@@ -89,7 +90,6 @@ def idle_meter_for(device: torch.device, *, period_ns: int = _PERIOD_NS) -> Idle
     if native is None or query is None:
         return None
     handle, stream = ctypes.c_void_p(), torch.cuda.current_stream(device).cuda_stream
-    status = native.c.storm_sampler_open(
-        query.ask, query.no, query.enter, query.relax, query.context, stream, period_ns, ctypes.byref(handle)
-    )
+    asking = (query.ask, query.no, query.enter, query.relax, query.context)
+    status = native.c.storm_sampler_open(*asking, stream, period_ns, _LAUNCH_NS, ctypes.byref(handle))
     return IdleMeter(native, handle.value or 0) if status == 0 else None

@@ -11,7 +11,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 7u
+#define STORM_ABI 8u
 
 typedef struct storm_pool storm_pool;
 
@@ -64,7 +64,7 @@ STORM_API void storm_pool_free(storm_pool *pool);
 STORM_API int32_t storm_touch(void *address, size_t bytes, int32_t threads);
 
 /* sampler.c: `ask(subject)` at random moments, about every `period_ns`, on a thread that has called `enter(context)` and
-   `relax` first; both may be null. */
+   `relax` first; both may be null. No launch takes `launch_ns`. */
 typedef struct storm_sampler storm_sampler;
 typedef struct {
     int64_t asked;
@@ -75,7 +75,7 @@ typedef struct {
     int64_t watched_ns;         /* in which they would have been seen */
 } storm_sampler_counts;
 STORM_API int32_t storm_sampler_open(void *ask, int32_t no, void *enter, void *relax, void *context, void *subject,
-                                     int64_t period_ns, storm_sampler **out);
+                                     int64_t period_ns, int64_t launch_ns, storm_sampler **out);
 STORM_API void storm_sampler_watch(storm_sampler *s, void *subject);
 STORM_API void storm_sampler_read(storm_sampler *s, storm_sampler_counts *out);
 STORM_API void storm_sampler_close(storm_sampler *s);
