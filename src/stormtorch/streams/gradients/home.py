@@ -17,7 +17,12 @@ from ..home.parameter import HomeView, move_views
 from ..units.unit import Place, Unit
 from ..weights.residency import HomeGate
 
-Family = weakref.WeakValueDictionary[int, HomeView]  # the views of one gradient, by id
+
+class Family(weakref.WeakValueDictionary[int, HomeView]):
+    """The views of one gradient that user code holds, by id; ``whole`` is ``p.grad``, as it was last given out."""
+
+    whole: weakref.ref[HomeView] | None = None
+
 
 
 class GradState(enum.Enum):
@@ -53,8 +58,10 @@ class GradHome:
     consumed: bool = False  # an update in backward has used some since the last step: user code must not read those
     consumed_places: set[int] = field(default_factory=set)
     views: dict[int, Family] = field(default_factory=dict)  # that user code may hold, by place
+    latest: HomeView | None = None  # the gradient that user code has asked for last; most loops ask twice
     shared: set[int] = field(default_factory=set)  # places of which torch has delivered a part since they were dropped
-    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)  # on the device
+    norms_here: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] | None = None  # ``norms``, and these on the CPU
     stored: Event | None = None
     there: torch.Tensor | None = None  # the gradients on the device; home memory does not have them yet
     ready: Event | None = None  # when compute has made those
@@ -87,24 +94,36 @@ class GradHome:
 
     def view(self, place: Place) -> torch.Tensor:
         """The parameter's gradient in home memory; call ``join`` before reading it."""
-        at, dtype = (place.wide_at, place.wide_dtype) if self.is_wide else (place.grad_at, place.dtype)
-        return place.view(self.home_bytes(), at, dtype)
+        at = place.wide_at if self.is_wide else place.grad_at
+        return place.view(self.home_bytes(), at, self.dtype_of(place))
+
+    def dtype_of(self, place: Place) -> torch.dtype:
+        return place.wide_dtype if self.is_wide else place.dtype
 
     def watch(self, place: Place, view: HomeView) -> HomeView:
-        """Note a view that user code gets. Views made from it register themselves."""
+        """Note ``p.grad``, which user code gets. Views made from it register themselves."""
         family = self.views.get(place.index)
         if family is None:
             family = self.views[place.index] = Family()
         view._storm_family = family
         family[id(view)] = view
+        family.whole = weakref.ref(view)
+        self.latest = view
         return view
+
+    def watched(self, place: Place) -> HomeView | None:
+        """``p.grad``, if user code holds it."""
+        family = self.views.get(place.index)
+        return None if family is None or family.whole is None else family.whole()
 
     def is_held(self, index: int | None = None) -> bool:
         """Whether user code holds a gradient, or a view of one; ``index``: of that place."""
+        self.latest = None
         return any(self.views.values()) if index is None else bool(self.views.get(index))
 
     def let_go_of_views(self, index: int | None = None) -> None:
         """Move views that user code holds to a copy: they keep their values when the buffer is overwritten."""
+        self.latest = None
         for number in list(self.views) if index is None else [index]:
             family = self.views.pop(number, None)
             if family and not self.consumed:

@@ -24,6 +24,12 @@ class Readers(Protocol):
     def apply_factor(self) -> None:
         """Clip now, on the host, where that was deferred."""
 
+    def scale(self, home: GradHome, index: int, factor: torch.Tensor) -> bool:
+        """Multiply a gradient by ``factor`` later; False if that cannot be deferred."""
+
+    def is_scaled(self) -> bool:
+        """Whether gradients are to be scaled before they are used."""
+
     def join(self, unit: Unit) -> None:
         """Block until no update reads the unit's gradients at home."""
 
@@ -42,17 +48,47 @@ class UserGradients:
     def grad(self, place: Place, watch: Callable[[torch.Tensor, Place, str], HomeView]) -> torch.Tensor | None:
         """``p.grad``; does not wait for its values."""
         home = self._gradients.homes[place.unit.index]
-        if not place.trained or self._is_sparse(place):
-            return real_grad(place)
         real = real_grad(place)
-        if real is not None and real.requires_grad:
-            return self._with_graph(home, place, real)
-        self.fold(place)
+        if real is not None:
+            if not place.trained or self._is_sparse(place):
+                return real
+            if real.requires_grad:
+                return self._with_graph(home, place, real)
+            self.fold(place)
         if place.index in home.consumed_places:
             return watch(self._consumed_view(home, place), place, "grad")
         if place.index not in home.present:
             return None
-        return home.watch(place, watch(home.view(place), place, "grad"))
+        held = home.watched(place)
+        return held if held is not None else home.watch(place, watch(home.view(place), place, "grad"))
+
+    @locked
+    def norm(self, place: Place) -> torch.Tensor | None:
+        """The 2-norm of ``p.grad``, on the CPU; None if the device has none, or the gradient is to be scaled."""
+        home = self._gradients.homes[place.unit.index]
+        if place.index not in home.norms or place.index in home.consumed_places or self._readers.is_scaled():
+            return None
+        if home.norms_here is None or home.norms_here[0] is not home.norms:
+            self._fetch_norms()
+        assert home.norms_here is not None
+        return home.norms_here[1][place.index]
+
+    def _fetch_norms(self) -> None:
+        """Copy all norms to the CPU at once: each copy waits for the device."""
+        homes = [home for home in self._gradients.homes if home.norms]
+        norms = [norm for home in homes for norm in home.norms.values()]
+        here = iter(torch.stack([norm.to(torch.float64) for norm in norms]).cpu().unbind())
+        for home in homes:
+            values = {index: next(here).to(norm.dtype) for index, norm in home.norms.items()}
+            home.norms_here = home.norms, values
+
+    @locked
+    def scale(self, place: Place, factor: torch.Tensor) -> bool:
+        """Multiply ``p.grad`` by ``factor`` when its values are next used; False if that cannot be deferred."""
+        home = self._gradients.homes[place.unit.index]
+        # A gradient that user code has written or could write without our notice has no norm.
+        is_untouched = place.index in home.norms and place.index not in home.consumed_places
+        return is_untouched and self._readers.scale(home, place.index, factor)
 
     def _is_sparse(self, place: Place) -> bool:
         """Whether the gradient is only sparse; where there is a dense one too, the sparse one is added to it."""

@@ -78,6 +78,13 @@ class Access(Protocol):
     def grad(self, place: Place) -> torch.Tensor | None:
         """The gradient; does not wait for its values."""
 
+    def grad_norm(self, place: Place) -> torch.Tensor | None:
+        """The gradient's 2-norm, on the CPU, if it was computed on the device; None: compute it from the values."""
+
+    def scale_grad(self, place: Place, factor: torch.Tensor) -> bool:
+        """Multiply the gradient by ``factor``, a number on the CPU, when its values are next used. False: the caller
+        has to do it."""
+
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
         """Replace the gradient."""
 
@@ -160,6 +167,10 @@ class HomeView(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in _OF_GRADIENTS and not kwargs and len(args) == 2:
+            found = _OF_GRADIENTS[func](*args)
+            if found is not None:
+                return found
         return _through(func, types, args, kwargs or {})
 
     def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
@@ -539,6 +550,32 @@ def move_views(views: Mapping[int, HomeView], source: torch.Tensor, target: torc
                 view._storm[0].held(view._storm[1])[id(view)] = view
 
 
+def _norm(view: Any, order: Any) -> torch.Tensor | None:
+    """``torch.linalg.vector_norm(p.grad, 2.0)``, as torch's clipping asks for it."""
+    if type(view) is not HomeView or view._storm_kind != "grad" or not view._storm_whole or order != 2.0:
+        return None
+    with without_torch_function():
+        access, place = view._storm
+        norm = access.grad_norm(place)
+        return None if norm is None else norm.to(view.dtype)
+
+
+def _scale(view: Any, factor: Any) -> torch.Tensor | None:
+    """``p.grad.mul_(factor)``, as torch's clipping does it."""
+    if type(view) is not HomeView or view._storm_kind != "grad" or not view._storm_whole:
+        return None
+    with without_torch_function():
+        if type(factor) is not torch.Tensor or factor.dim() or factor.device.type != "cpu" or view.requires_grad:
+            return None
+        access, place = view._storm
+        return view if access.scale_grad(place, factor) else None
+
+
+# Clipping asks these of each gradient. The device has the norms, and the optimizer can scale.
+_OF_GRADIENTS: dict[Any, Callable[[Any, Any], torch.Tensor | None]] = {
+    torch.linalg.vector_norm: _norm,
+    torch.Tensor.mul_: _scale,
+}
 _ATTRIBUTES: dict[tuple[str, str], Callable[[Any, tuple[Any, ...]], Any]] = {
     ("grad", "__get__"): _get_grad,
     ("grad", "__set__"): _set_grad,

@@ -109,9 +109,14 @@ class UserAccess:
         self._weights.changed(place.unit, by_step=False)
         self.schedule.updater.reset_master(place)
 
-    @locked
     def grad(self, place: Place) -> torch.Tensor | None:
         return None if self.closed else self.schedule.user_gradients.grad(place, self._watch)
+
+    def grad_norm(self, place: Place) -> torch.Tensor | None:
+        return None if self.closed else self.schedule.user_gradients.norm(place)
+
+    def scale_grad(self, place: Place, factor: torch.Tensor) -> bool:
+        return not self.closed and self.schedule.user_gradients.scale(place, factor)
 
     @locked
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:

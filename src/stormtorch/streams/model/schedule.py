@@ -295,6 +295,7 @@ class Schedule:
                 self.user_gradients.fold(place)
         optimizer.refuse_sparse([home.unit for home in homes])
         optimizer.states.heed()
+        self.updater.settle_factor()
         for home in homes:
             if home.present or any(has_sparse_grad(place) for place in home.unit.trained):
                 optimizer.update(home)
@@ -334,6 +335,14 @@ class Schedule:
     def apply_factor(self) -> None:
         """Clip now, on the host, where that was deferred."""
         self.updater.apply_factor()
+
+    def scale(self, home: GradHome, index: int, factor: torch.Tensor) -> bool:
+        """Multiply a gradient by ``factor`` later; False if that cannot be deferred."""
+        return self.updater.scale(home, index, factor)
+
+    def is_scaled(self) -> bool:
+        """Whether gradients are to be scaled before they are used."""
+        return self.updater.is_scaled()
 
     def join(self, unit: Unit) -> None:
         """Block until no update reads the unit's gradients at home."""

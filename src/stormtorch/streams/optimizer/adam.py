@@ -33,11 +33,15 @@ from ..weights.residency import Stay
 from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
 from .adam_settings import adam_step, refuse_unknown
 from .adam_states import AdamStates
+from .clipping import Scaling
 from .device_states import DeviceStates
 from .masters import Masters
 from .param_groups import ParamGroups
 from .state_home import StateHome, States
 from .updater import MASTER, Conductor, Snapshot, Updater
+
+
+_EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamStream(Updater):
@@ -74,6 +78,7 @@ class AdamStream(Updater):
         self._kept: dict[int, torch.Tensor] = {}  # on the device; kept because the store lane reads them later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
+        self._scaling: Scaling | None = None  # by user code, gradient by gradient; there is no factor then
 
     def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> AdamStates:
         return AdamStates(self.homes, self.state_home, self, self._masters, self._gradients, groups, access, snapshot)
@@ -102,22 +107,60 @@ class AdamStream(Updater):
         return total
 
     @locked
+    def scale(self, grads: GradHome, index: int, factor: torch.Tensor) -> bool:
+        if self._in_backward_mode or self._factor is not None:
+            return False
+        if self._scaling is None and factor.dtype in _EXACT_IN_FP32:
+            self._scaling = Scaling(factor)
+        scaling = self._scaling
+        if scaling is None or not (scaling.is_one or grads.dtype_of(grads.unit.places[index]) is torch.float32):
+            return False  # the kernel would not round to the gradient's dtype
+        return scaling.takes(factor, (grads.unit.index, index))
+
+    def is_scaled(self) -> bool:
+        return self._factor is not None or self._scaling is not None
+
+    @locked
+    def settle_factor(self) -> None:
+        scaling = self._scaling
+        if scaling is None:
+            return
+        homes = self._gradients.homes
+        if not all((home.unit.index, index) in scaling.places for home in homes for index in home.present):
+            self.apply_factor()
+            return
+        self._scaling = None
+        if scaling.is_one:
+            return
+        self._factor, self._device_factor = self._factors[self._factor_turn], scaling.factor.to(self._lanes.device)
+        self._factor.copy_(scaling.factor)
+        self._factor_turn = (self._factor_turn + 1) % len(self._factors)
+
+    @locked
     def apply_factor(self) -> None:
+        scaling, self._scaling = self._scaling, None
+        if scaling is not None and not scaling.is_one:
+            for home in self._gradients.homes:
+                self._multiply(home, scaling.factor, [i for i in home.present if (home.unit.index, i) in scaling.places])
         if self._factor is None:
             return
         self._lanes.store.synchronize()
         factor, self._factor, self._device_factor = self._factor, None, None
         for home in self._gradients.homes:
-            if home.present:
-                home.join()
-                self.join(home.unit)  # an update may still read them
-                for index in home.present:
-                    home.view(home.unit.places[index]).mul_(factor)
-                home.norms.clear()
+            self._multiply(home, factor, list(home.present))
+
+    def _multiply(self, home: GradHome, factor: torch.Tensor, indices: list[int]) -> None:
+        if not indices:
+            return
+        home.join()
+        self.join(home.unit)  # an update may still read them
+        for index in indices:
+            home.view(home.unit.places[index]).mul_(factor)
+            home.norms.pop(index, None)
 
     @locked
     def forget_factor(self) -> None:
-        self._factor = self._device_factor = None
+        self._factor = self._device_factor = self._scaling = None
 
     # --- updating
 

@@ -197,8 +197,20 @@ class Updater:
         """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm."""
         raise NotImplementedError
 
+    def scale(self, grads: GradHome, index: int, factor: torch.Tensor) -> bool:
+        """Multiply one gradient by ``factor``, a number on the CPU, at the next update; False if that cannot be
+        deferred."""
+        return False
+
+    def is_scaled(self) -> bool:
+        """Whether gradients are to be scaled at the next update."""
+        return False
+
+    def settle_factor(self) -> None:
+        """An update comes: scale all gradients by one factor in it, or some of them now."""
+
     def apply_factor(self) -> None:
-        """Apply a deferred clip factor now, on the host, because user code reads the gradients."""
+        """Scale gradients now, on the host, where that was deferred, because user code reads them."""
 
     def forget_factor(self) -> None:
         """Forget the clip factor: its gradients were dropped."""
