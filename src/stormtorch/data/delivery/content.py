@@ -65,8 +65,8 @@ def _of_rows(source: FileSource) -> Iterator[bytes]:
         layout = Layout(source)
         for row in _spread(source.rows, _SAMPLES):
             for number, field in enumerate(source.fields):
-                path, _, end = layout.place_of(row, number)
-                begin = end - field.row_bytes
+                file, _, end = layout.place_of(row, number)
+                path, begin = layout.files[file], end - field.row_bytes
                 if field.row_bytes <= 2 * _PIECE_BYTES:
                     yield files.read(path, begin, field.row_bytes)
                 else:

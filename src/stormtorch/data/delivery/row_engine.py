@@ -14,7 +14,6 @@ from ..formats.items import ItemSource
 from ..formats.open import Source
 from ..readers.choice import Choice, open_reader
 from ..readers.decoded_windows import open_decoded_reader
-from ..readers.descriptors import open_limit
 from ..readers.order import Order
 from ..source import DecodedSource, FileSource
 from .engine import BatchRange, Counts, Engine, Run
@@ -54,7 +53,7 @@ class RowsEngine(Engine):
             device,
             batch_rows=self._batch_rows,
             fields=source.fields,
-            most_rows=min(used_rows, order.window_rows // 2, _rows_of_few_files(source, choice)),
+            most_rows=min(used_rows, order.window_rows // 2),
             free_bytes=ledger.free_bytes(Tier.HOST) - _window_bytes(source, order, choice),
         )
         group_bytes = self._group * batch_bytes
@@ -123,14 +122,6 @@ class RowsEngine(Engine):
             self._reader.close()
         finally:
             self._delivery.close()
-
-
-def _rows_of_few_files(source: FileSource | DecodedSource, choice: Choice | None) -> int:
-    """How many rows to read at once. If not all files may be open, as many as touch a few files."""
-    if not isinstance(source, FileSource) or choice is None or choice.mode != "cached":
-        return source.rows
-    files, limit = {strip.path for shard in source.shards for strip in shard.strips}, open_limit()
-    return source.rows if len(files) <= limit else max(1, limit // 8 // len(source.fields))
 
 
 def _window_bytes(source: FileSource | DecodedSource, order: Order, choice: Choice | None) -> int:

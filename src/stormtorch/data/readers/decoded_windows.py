@@ -147,10 +147,7 @@ class _DecodedLoad(Load):
             bases[number] = tensor.data_ptr()
         firsts = np.asarray([bases[number] for number in self._numbers.tolist()], dtype=np.int64)
         firsts += (window.firsts - windows.starts[self._numbers]) * size
-        starts = np.cumsum(window.counts) - window.counts
-        natural = np.arange(int(window.counts.sum()), dtype=np.int64) * size
-        natural += np.repeat(firsts - starts * size, window.counts)
-        return natural if window.mixed is None else natural[window.mixed]
+        return window.places(firsts, np.full_like(window.counts, size))
 
     def release(self) -> None:
         self._windows.let_go(self.held)

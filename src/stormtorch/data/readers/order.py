@@ -55,17 +55,17 @@ class Window:
     counts: Rows
     mixed: Rows | None
 
-    def natural(self) -> Rows:
-        """The row numbers, run by run."""
-        starts = np.cumsum(self.counts) - self.counts
-        rows = np.arange(int(self.counts.sum()), dtype=np.int64)
-        rows += np.repeat(self.firsts - starts, self.counts)
-        return rows
-
     def rows(self) -> Rows:
         """The row numbers in the order of use."""
-        natural = self.natural()
-        return natural if self.mixed is None else natural[self.mixed]
+        return self.places(self.firsts, np.ones_like(self.counts))
+
+    def places(self, bases: Rows, strides: Rows) -> Rows:
+        """A number for each row, in the order of use: the base of its run, and a stride more for each row after."""
+        starts = np.cumsum(self.counts) - self.counts
+        found = np.arange(int(self.counts.sum()), dtype=np.int64)
+        found *= np.repeat(strides, self.counts)
+        found += np.repeat(bases - starts * strides, self.counts)
+        return found if self.mixed is None else found[self.mixed]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ...core.errors import OutOfBudget, StormError
+from ...core.errors import OutOfBudget
 from .permutations import Rows
 
 
@@ -21,19 +21,6 @@ class Read(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Block until it is complete. Raises StormError, with the file and the row, if it failed."""
-
-
-class FailedRead(Read):
-    """A batch whose read could not start. It raises when it is due: earlier batches are still good."""
-
-    def __init__(self, rows: Rows, error: StormError) -> None:
-        self.rows, self._error = rows, error
-
-    def ready(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        raise self._error
 
 
 class Reader(ABC):
