@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,6 @@ from ...core.events import Span, What
 from ...core.tags import Tag
 from ..readers.reader import Read, Reader
 from .engine import BatchRange, Counts, Run
-from .nan import NanCheck
 from .prefetch_depth import Depth
 from .to_device import Delivery, HostGroup
 
@@ -48,9 +48,11 @@ class RowsRun(Run):
         rows_per_epoch: int,
         window_rows: int,
         group: int,
-        check: NanCheck | None,
+        check: Callable[[HostGroup, Read], None] | None,
     ) -> None:
-        """``group``: the most batches to read and send at once; ``depth`` and ``delivery`` count groups."""
+        """``group``: the most batches to read and send at once; ``depth`` and ``delivery`` count groups.
+
+        ``check`` raises for a group that was read and is not to be given."""
         self._span, self._reader, self._delivery, self._depth = span, reader, delivery, depth
         self._counts, self._check = counts, check
         self._batch_rows, self._rows_per_epoch, self._window_rows = batch_rows, rows_per_epoch, window_rows

@@ -40,10 +40,8 @@ class CachedRead(Read):
 class CachedReader(Reader):
     """Reads rows of ``source`` from the page cache."""
 
-    mode = "cached"
-
-    def __init__(self, source: FileSource, order: Order, *, threads: int, reason: str) -> None:
-        self.reason, self._order = reason, order
+    def __init__(self, source: FileSource, order: Order, *, threads: int) -> None:
+        self._order = order
         self.layout = Layout(source)
         self.descriptors = Descriptors(self.layout.files, direct=False, mapped_bytes=self.layout.file_ends())
         self.pool: RowsPool = open_rows(threads)

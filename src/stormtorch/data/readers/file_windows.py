@@ -49,8 +49,6 @@ class _Group:
 class FileWindows(Windows):
     """Memory for ``count`` windows of ``source``, charged before it is mapped."""
 
-    mode = "direct"
-
     def __init__(
         self,
         source: FileSource,
@@ -60,10 +58,9 @@ class FileWindows(Windows):
         count: int,
         direct: bool,
         staged: bool,
-        reason: str,
     ) -> None:
         """``staged``: the CPU has time for one more copy, which makes the disk faster."""
-        self.layout, self.reason = Layout(source), reason
+        self.layout = Layout(source)
         self.row_bytes = [column.row_bytes for column in self.layout.columns]
         self._groups = _groups(self.layout)
         self.descriptors = Descriptors(self.layout.files, direct=direct)

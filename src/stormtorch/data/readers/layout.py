@@ -42,8 +42,8 @@ class Layout:
             for at, field in enumerate(source.fields)
         ]
         self.files = list(numbers)
-        self.ends = np.cumsum(_array(shard.rows for shard in source.shards))
-        self.starts = self.ends - _array(shard.rows for shard in source.shards)
+        self.ends: Rows = np.cumsum(_array(shard.rows for shard in source.shards))
+        self.starts: Rows = self.ends - _array(shard.rows for shard in source.shards)
 
     def file_ends(self) -> list[int]:
         """For each file, the end of its last row."""
@@ -60,8 +60,7 @@ class Layout:
 
     def begins(self, rows: Rows, shards: Rows, column: Column) -> Rows:
         """The offset of one field of each row in its file."""
-        found: Rows = column.offsets[shards] + (rows - self.starts[shards]) * column.strides[shards]
-        return found
+        return column.offsets[shards] + (rows - self.starts[shards]) * column.strides[shards]
 
     def place_of(self, row: int, field: int) -> tuple[int, int, int]:
         """The number of a row's file, the row's number in its shard, and where its bytes end in the file."""

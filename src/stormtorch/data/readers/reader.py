@@ -26,8 +26,6 @@ class Read(ABC):
 class Reader(ABC):
     """Reads batches in the order of the epochs. For one thread at a time."""
 
-    mode: str
-    reason: str
     refused: OutOfBudget | None = None  # the reason of the last ``start`` that gave None, if it was memory
 
     @abstractmethod
