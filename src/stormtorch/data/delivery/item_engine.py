@@ -47,7 +47,7 @@ class ItemEngine(Engine):
     def run(self, span: BatchRange) -> Run:
         batches = _Batches(self._order, span, self._batch_rows)
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            self._source.dataset,  # type: ignore[arg-type]
+            self._source.dataset,
             batch_sampler=batches,
             num_workers=self._workers,
         )
