@@ -66,7 +66,6 @@ class RowsRun(Run):
         self._single_until = span.epoch, span.batch  # up to this place, read batches one by one
         self._ramp = 1  # the most batches of the next group: the first batch must not wait for a large group
         self._closed = False
-        self._row_bytes = 0  # of all fields, known with the first batch
         delivery.reset()
         reader.restart(span.epoch, span.batch * batch_rows)
 
@@ -81,10 +80,7 @@ class RowsRun(Run):
         if self._group == 1:
             self._delivery.prepare()
         self._place = self._span.after(*self._place)
-        rows = given[0].shape[0]
-        if not self._row_bytes:
-            self._row_bytes = sum(tensor.nbytes for tensor in given) // rows
-        return given, rows, rows * self._row_bytes
+        return given, given[0].shape[0], sum(tensor.nbytes for tensor in given)
 
     def close(self) -> None:
         if self._closed:

@@ -53,7 +53,7 @@ def files_meant(what: str | os.PathLike[str], *, notes: bool = False) -> list[Pa
     if path.is_dir():
         return _files_of(path, notes=notes)
     if not path.exists() and glob.has_magic(os.fspath(path)):
-        found = sorted(_matches(path), key=natural_order)
+        found = sorted(map(Path, glob.glob(os.fspath(path))), key=natural_order)  # noqa: PTH207  # absolute ones too
         if not found:
             raise SettingError(f"No file matches {str(path)!r}. Correct the pattern.")
         return found
@@ -73,10 +73,6 @@ def listed(paths: Paths, *, whole: Callable[[Path], bool] = lambda _: False) -> 
     if not given:
         raise SettingError("No paths were given. Name at least one file.")
     return [file for path in given for file in ([path] if whole(path) else files_meant(path))]
-
-
-def _matches(pattern: Path) -> list[Path]:
-    return [Path(name) for name in glob.glob(os.fspath(pattern))]  # noqa: PTH207  # takes absolute patterns too
 
 
 def _files_of(directory: Path, *, notes: bool) -> list[Path]:

@@ -211,8 +211,7 @@ def _groups(layout: Layout) -> Sequence[_Group]:
     found = []
     for members in groups:
         members.sort(key=lambda number: int(layout.columns[number].offsets[0]))
-        first, last = layout.columns[members[0]], layout.columns[members[-1]]
+        first = layout.columns[members[0]]
         ends = [int(layout.columns[n].offsets[0] - first.offsets[0]) + layout.columns[n].row_bytes for n in members]
         found.append(_Group(tuple(members), members[0], max(ends)))
-        assert last.row_bytes > 0
     return found
