@@ -56,7 +56,8 @@ class Descriptors:
 
     def open(self, files: Rows) -> None:
         """Open those of ``files``, which may repeat, that are not open yet."""
-        for file in np.unique(files[self.fds[files] == NOT_OPEN]).tolist():
+        missing = files[self.fds[files] == NOT_OPEN]
+        for file in set(missing.tolist()):
             try:
                 self._open(file)
                 self.errors.pop(file, None)
