@@ -64,9 +64,10 @@ def open_reader(
     if isinstance(source, FileSource) and choice.mode == "cached":
         return CachedReader(source, order, threads=copiers)
     if order.settings.shuffle == "full":
-        how, other = ("decoded in whole groups", "`storm data pack` the data first")
         if choice.mode == "direct":
             how, other = f"read from disk ({choice.reason})", "reading='cached' if RAM is large enough"
+        else:
+            how, other = "decoded in whole groups", "`storm data pack` the data first"
         raise SettingError(
             f"shuffle='full' reads rows one by one, in random order, and {source.name} is {how}. Use shuffle=True, or "
             f"{other}."
