@@ -45,11 +45,6 @@ def rows_in(batch: torch.Tensor) -> list[int]:
     return rows
 
 
-def open_at_most(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
-    for module in ("delivery.row_engine", "readers.descriptors"):
-        monkeypatch.setattr(f"stormtorch.data.{module}.open_limit", lambda: files)
-
-
 def deliver_late(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     """Let the CPU play the GPU, with a lane that is late, and ``group`` batches travel at once."""
 

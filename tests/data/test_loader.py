@@ -32,7 +32,7 @@ from stormtorch.data.readers.choice import Reading
 from stormtorch.data.source import Field, FileSource
 
 from ..forkserver import run
-from .made import deliver_late, numbered, numbered_source, open_at_most, rows_in
+from .made import deliver_late, numbered, numbered_source, rows_in
 
 
 @pytest.fixture
@@ -641,23 +641,6 @@ def test_what_comes_before_a_window_that_is_too_large_is_given(
     ):
         rows.extend(len(batch) for batch in loader)
     assert sum(rows) == 512
-
-
-def test_groups_leave_files_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that reads from as many files as there may be is fine; several at once would not be."""
-
-    def at_once(_: torch.device, **given: Any) -> int:
-        return batches_at_once(torch.device("cuda"), **given)
-
-    deliver_late(monkeypatch, 1)
-    open_at_most(monkeypatch, 32)
-    monkeypatch.setattr("stormtorch.data.delivery.row_engine.batches_at_once", at_once)
-    for shards, group in (([20] * 60, 1), ([40] * 32, 32), ([400] * 3, 32)):
-        folder = tmp_path / str(len(shards))
-        folder.mkdir()
-        with DataLoader(numbered_source(folder, shards), 16, shuffle="full", reading="cached") as loader:
-            assert sorted(rows_of(loader)) == list(range(sum(shards)))
-            assert loader._engine._group == group  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("reading", ["cached", "direct"])

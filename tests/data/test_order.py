@@ -153,7 +153,7 @@ def test_the_shuffle_is_close_to_uniform() -> None:
 @settings(max_examples=60, deadline=None)
 def test_windows_are_equal(rows: int, most: int) -> None:
     order = Order([rows], MiB, OrderSettings(shuffle=True, window_bytes=most * MiB))
-    sizes = [len(order.window(0, number).natural()) for number in range(order.windows)]
+    sizes = [len(order.window(0, number).rows()) for number in range(order.windows)]
     assert sum(sizes) == rows
     assert max(sizes) <= most
     assert len(sizes) <= -(-rows // most)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from stormtorch.data.readers import choice as choice_module
 from stormtorch.data.readers import file_windows
 from stormtorch.data.readers import order as order_module
 from stormtorch.data.readers.choice import choose
-from stormtorch.data.readers.descriptors import Descriptors
+from stormtorch.data.readers.descriptors import NOT_OPEN, Descriptors, allow_open
 from stormtorch.data.readers.order import Order, OrderSettings, Shuffle
 from stormtorch.data.readers.window_reader import Windows
 from stormtorch.data.source import DecodedSource, Field, FileSource, Shard, Strip
@@ -31,7 +33,7 @@ from stormtorch.native import library as library_module
 from stormtorch.native.rows.jobs import Pieces, RowsJob, RowsPool
 from stormtorch.native.rows.open import open_rows
 
-from .made import numbered_source, open_at_most, rows_in
+from .made import numbered_source, rows_in
 
 
 class Groups(DecodedSource):
@@ -286,33 +288,56 @@ def test_a_full_shuffle_from_disk_is_refused(tmp_path: Path) -> None:
         next(iter(loader))
 
 
-def test_thousands_of_shards_need_few_descriptors(tmp_path: Path) -> None:
+def test_files_are_opened_when_they_are_needed(tmp_path: Path) -> None:
     paths = [tmp_path / str(number) for number in range(50)]
-    for path in paths:
+    for path in paths[:-1]:
         path.write_bytes(path.name.encode())
-    files = Descriptors(paths, direct=False, limit=5)
+    files = Descriptors(paths, direct=False)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    for number in range(50):
-        lent = files.lend([number])
-        assert lent is not None
-        assert os.pread(lent[0].fd, 10, 0) == str(number).encode()
-        files.give_back([number])
-        assert len(list(Path("/proc/self/fd").iterdir())) - before <= 5
-    assert files.lend([0, 1, 2]) is not None
-    assert files.lend([3, 4, 5]) is None, "what is lent is not closed"
-    files.give_back([0, 1, 2])
-    assert files.lend([3, 4, 5]) is not None
-    with pytest.raises(SettingError, match="6 files at once: 5 may be open"):
-        files.lend(list(range(6)))
+    for number in range(49):
+        files.open(np.array([0, number, number]))
+        assert os.pread(int(files.fds[number]), 10, 0) == str(number).encode()
+        assert len(list(Path("/proc/self/fd").iterdir())) - before == number + 1
+    files.open(np.array([49]))
+    assert (files.fds[49], files.errors[49].errno) == (NOT_OPEN, errno.ENOENT)
+    paths[49].write_bytes(b"49")
+    files.open(np.array([49]))
+    assert os.pread(int(files.fds[49]), 10, 0) == b"49"
+    assert not files.errors
     files.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(
+    ("files", "soft", "hard", "raised"),
+    [(64, 1024, 4096, None), (500, 1024, 1 << 20, 4000), (500, 1024, 1024, None), (500, 1024, -1, 4000)],
+)
+def test_the_limit_of_open_files_is_raised(
+    files: int, soft: int, hard: int, raised: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits_set: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits_set.append(pair))
+    allow_open(files)
+    assert limits_set == ([] if raised is None else [(raised, hard)])
+
+
+@pytest.mark.parametrize("reading", ["cached", "direct"])
+def test_more_files_than_may_be_open_are_refused(tmp_path: Path, reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = numbered_source(tmp_path, [3] * 40, 16)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with (
+        DataLoader(source, 16, reading=reading) as loader,
+        pytest.raises(SettingError, match=r"40 files: this process may open 64.*storm data pack"),
+    ):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("shuffle", [True, "full"])
 def test_the_first_epoch_announces_every_row(tmp_path: Path, shuffle: Shuffle) -> None:
     source = numbered_source(tmp_path, [3000, 2000], 512)
     order = Order([3000, 2000], 2048, OrderSettings(shuffle=shuffle, window_bytes=MiB))
-    seen = np.concatenate([window.natural() for window in order.windows_from(0, 0)])
+    seen = np.concatenate([window.rows() for window in order.windows_from(0, 0)])
     assert sorted(seen.tolist()) == list(range(5000))
     with DataLoader(source, 50, shuffle=shuffle, window=MiB, reading="cached") as loader:
         assert sorted(row for batch in loader for row in rows_in(batch)) == list(range(5000))
@@ -322,18 +347,7 @@ def test_the_first_epoch_announces_every_row(tmp_path: Path, shuffle: Shuffle) -
 
 
 @pytest.mark.parametrize("reading", ["cached", "direct"])
-def test_many_shards(tmp_path: Path, reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_at_most(monkeypatch, 40)
+def test_many_shards(tmp_path: Path, reading: str) -> None:
     source = numbered_source(tmp_path, [3] * 300, 16)
     with DataLoader(source, 16, shuffle=True, window=16 * 4 * 45, reading=reading) as loader:  # type: ignore[arg-type]
         assert sorted(row for batch in loader for row in rows_in(batch)) == list(range(900))
-
-
-def test_windows_of_more_files_than_may_be_open_come_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_at_most(monkeypatch, 20)
-    source = numbered_source(tmp_path, [40] * 40)
-    for reading in ("direct", "cached"):
-        with DataLoader(source, 20, shuffle=True, reading=reading, window=15 * 40 * 256) as loader:
-            assert sorted(row for batch in loader for row in rows_in(batch)) == list(range(1600))

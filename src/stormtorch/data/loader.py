@@ -26,17 +26,18 @@ from ..core.errors import SettingError, StormError
 from ..core.events import Span, What
 from ..core.sizes import parse_bytes
 from ..core.tags import Tag
+from ..memory.books.ledger import open_ledger
 from ..memory.books.limits import usable_device
 from .delivery.content import content_of
 from .delivery.engine import BatchRange, Counts, Engine, Run
-from .delivery.item_engine import apply_to_items, check_item_transform
+from .delivery.item_engine import ItemEngine
 from .delivery.report import LoaderReport
-from .delivery.row_engine import open_engine
+from .delivery.row_engine import RowsEngine
 from .delivery.state import VERSION, check_state, fingerprint
 from .delivery.transforms import Transform, apply, check_transform
 from .formats.items import ItemSource
 from .formats.open import Source, open_source
-from .readers.choice import Reading, choose
+from .readers.choice import Choice, Reading, choose
 from .readers.order import WINDOW_BYTES, Order, OrderSettings, Shuffle
 from .source import DecodedSource, FileSource
 
@@ -111,12 +112,15 @@ class DataLoader(Closing):
                 f"{self.source.name} has {self.source.rows} rows, which fill no batch: batch_size={batch_size}, "
                 f"world={world}, drop_last={drop_last}. Lower batch_size, or use drop_last=False."
             )
-        if isinstance(self.source, ItemSource):
-            check_item_transform(transform)
-        else:
-            check_transform(transform, [field.name for field in self.source.fields])
+        self._names = [name for name, _, _ in fields]
+        check_transform(transform, self._names)
+        if isinstance(transform, Mapping) and len(fields) == 1:
+            self._transform = transform.get(self._names[0])
         self._ram = ram
-        self._choice = choose(self.source, reading) if isinstance(self.source, FileSource) else None
+        if isinstance(self.source, ItemSource):
+            self._choice = Choice("processes", "a torch Dataset")
+        else:
+            self._choice = choose(self.source, reading)
         self._engine: Engine | None = None
         self._finalizer: weakref.finalize[[], DataLoader] | None = None  # closes the engine with the loader
         self._run: Run | None = None
@@ -233,8 +237,8 @@ class DataLoader(Closing):
             bytes=self._counts.bytes,
             seconds=self._counts.spent_s,
             waited_s=self._counts.waited_s,
-            reading=self._reading,
-            reason=self._reason,
+            reading=self._choice.mode,
+            reason=self._choice.reason,
             depth=0 if engine is None else engine.depth_batches,
             ring_bytes=0 if engine is None else engine.ring_bytes,
         )
@@ -248,20 +252,8 @@ class DataLoader(Closing):
     def __repr__(self) -> str:
         return (
             f"<DataLoader {self.source.name}: {self.source.rows} rows, {len(self)} batches of {self.batch_size} to "
-            f"{self.device}, {self._reading}: {self._reason}>"
+            f"{self.device}, {self._choice.mode}: {self._choice.reason}>"
         )
-
-    @property
-    def _reading(self) -> str:
-        if self._choice is not None:
-            return self._choice.mode
-        return "processes" if isinstance(self.source, ItemSource) else "decoded"
-
-    @property
-    def _reason(self) -> str:
-        if self._choice is not None:
-            return self._choice.reason
-        return "a torch Dataset" if isinstance(self.source, ItemSource) else "rows must be decoded"
 
     def _identity(self, *, content: bool) -> dict[str, Any]:
         settings = self._order.settings
@@ -281,30 +273,43 @@ class DataLoader(Closing):
         }
 
     def _finished(self, given: list[torch.Tensor]) -> Any:
-        """The batch as the user gets it."""
-        source = self.source
-        if isinstance(source, ItemSource):
-            return apply_to_items(self._transform, source, given)
-        return apply(self._transform, [field.name for field in source.fields], given)
+        """The batch as the user gets it: a tensor for one field, else a dict; or torch's collated items."""
+        batch: Any = given
+        if self._names:
+            batch = given[0] if len(given) == 1 else dict(zip(self._names, given, strict=True))
+        return apply(self._transform, batch, self.source.name)
 
     def _own_engine(self) -> Engine:
         if self._engine is not None and self._engine.pid != os.getpid():
             self._engine = None  # the parent's: a fork does not copy threads
             self._finalizer = None
         if self._engine is None:
-            self._engine = open_engine(
+            self._engine = self._opened_engine()
+            self._finalizer = weakref.finalize(self, self._engine.close)
+        return self._engine
+
+    def _opened_engine(self) -> Engine:
+        if isinstance(self.source, ItemSource):
+            return ItemEngine(
                 self.source,
                 self._order,
-                self._choice,
                 device=self.device,
                 batch_rows=self.batch_size,
-                ram=self._ram,
                 workers=self._workers,
                 nan=self._nan,
                 counts=self._counts,
             )
-            self._finalizer = weakref.finalize(self, self._engine.close)
-        return self._engine
+        return RowsEngine(
+            self.source,
+            self._order,
+            self._choice,
+            device=self.device,
+            batch_rows=self.batch_size,
+            ledger=open_ledger(self.device, ram=self._ram),
+            threads=self._workers,
+            nan=self._nan,
+            counts=self._counts,
+        )
 
     def _drop_engine(self) -> None:
         engine, self._engine = self._engine, None

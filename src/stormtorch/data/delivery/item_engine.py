@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from ...core.errors import SettingError, StorageError
+from ...core.errors import StorageError
 from ...core.events import Span, What
 from ...core.tags import Tag
 from ...native.cores import usable_count
@@ -23,7 +23,6 @@ from ..formats.items import ItemSource
 from ..readers.order import Order
 from .engine import BatchRange, Counts, Engine, Run
 from .nan import first_nan_row
-from .transforms import Transform
 
 
 class ItemEngine(Engine):
@@ -48,11 +47,15 @@ class ItemEngine(Engine):
     def run(self, span: BatchRange) -> Run:
         batches = _Batches(self._order, span, self._batch_rows)
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            self._source.dataset,  # type: ignore[arg-type]
+            self._source.dataset,
             batch_sampler=batches,
             num_workers=self._workers,
         )
-        check = _NanCheck(self._source, batches) if self._nan == "error" else None
+
+        def check(batch: Any, place: tuple[int, int]) -> None:
+            if self._nan == "error":
+                _refuse_nan(self._source.name, batch, batches.rows(*place))
+
         return ItemRun(iter(loader), span, self._device, self._counts, check)
 
     @property
@@ -90,22 +93,14 @@ class _Batches:
         return rows
 
 
-class _NanCheck:
-    """Raises for the first NaN of a batch, with the item."""
-
-    def __init__(self, source: ItemSource, batches: _Batches) -> None:
-        self._source, self._batches = source, batches
-
-    def __call__(self, batch: Any, place: tuple[int, int]) -> None:
-        for tensor in _tensors(batch):
-            at = first_nan_row(tensor.reshape(1, 1) if tensor.dim() == 0 else tensor.contiguous())
-            if at is None:
-                continue
-            rows = self._batches.rows(*place)
+def _refuse_nan(name: str, batch: Any, rows: list[int]) -> None:
+    """Raise for the first NaN of a batch, with the item."""
+    for tensor in _tensors(batch):
+        at = first_nan_row(tensor.reshape(1, 1) if tensor.dim() == 0 else tensor.contiguous())
+        if at is not None:
             item = f"item {rows[at]}" if tensor.dim() > 0 and len(tensor) == len(rows) else f"one of the items {rows}"
             raise StorageError(
-                f"NaN in {item} of {self._source.name}, which nan='error' refuses. Fix the item, or allow NaN with "
-                "nan='allow'."
+                f"NaN in {item} of {name}, which nan='error' refuses. Fix the item, or allow NaN with nan='allow'."
             )
 
 
@@ -113,8 +108,14 @@ class ItemRun(Run):
     """Batches out of torch's loader."""
 
     def __init__(
-        self, batches: Iterator[Any], span: BatchRange, device: torch.device, counts: Counts, check: _NanCheck | None
+        self,
+        batches: Iterator[Any],
+        span: BatchRange,
+        device: torch.device,
+        counts: Counts,
+        check: Callable[[Any, tuple[int, int]], None],
     ) -> None:
+        """``check`` is called with each batch and its place, and raises for one that is not to be given."""
         self._batches: Iterator[Any] | None = batches
         self._span, self._place = span, (span.epoch, span.batch)
         self._device, self._counts, self._check = device, counts, check
@@ -128,8 +129,7 @@ class ItemRun(Run):
         self._counts(Span(What.WAIT, start_s, perf_counter(), "data", Tag.DATA))
         if batch is None:
             return None
-        if self._check is not None:
-            self._check(batch, self._place)
+        self._check(batch, self._place)
         self._place = self._span.after(*self._place)
         if self._stream is not None:
             batch = self._sent(batch, self._stream)
@@ -173,30 +173,3 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
     _mapped(batch, look)
     return found
-
-
-def check_item_transform(transform: Transform | None) -> None:
-    """Refuse a transform that cannot be called. The first batch tells which fields there are."""
-    if transform is not None and not isinstance(transform, Mapping) and not callable(transform):
-        raise SettingError(
-            f"transform={transform!r} cannot be called. Accepted: a function of a batch, or a dict of them by field."
-        )
-
-
-def apply_to_items(transform: Transform | None, source: ItemSource, batch: Any) -> Any:
-    """The batch as the user gets it."""
-    if transform is None:
-        return batch
-    if not isinstance(transform, Mapping):
-        return transform(batch)
-    if not isinstance(batch, Mapping):
-        raise SettingError(
-            f"transform= is a dict, but the batches of {source.name} are {type(batch).__name__}s without names. "
-            "Give a function of the batch, or return dicts as items."
-        )
-    unknown = [name for name in transform if name not in batch]
-    if unknown:
-        raise SettingError(
-            f"transform= names {unknown[0]!r}, which is not a field of {source.name}. Its fields: {', '.join(batch)}."
-        )
-    return {name: transform[name](value) if name in transform else value for name, value in batch.items()}

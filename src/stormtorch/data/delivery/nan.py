@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ...core.errors import StorageError
 from ..readers.layout import Layout
 from ..readers.reader import Read
-from ..source import DecodedSource, Field, FileSource
-from .to_device import HostGroup
+from ..source import DecodedSource, FileSource
+from .to_device import HostGroup, as_fields
 
 
 def first_nan_row(tensor: torch.Tensor) -> int | None:
@@ -23,23 +21,14 @@ def first_nan_row(tensor: torch.Tensor) -> int | None:
     return int(found[0]) if len(found) else None
 
 
-class NanCheck:
-    """Raises for the first NaN of a batch, with the file and the row."""
-
-    def __init__(self, source: FileSource | DecodedSource, fields: Sequence[Field]) -> None:
-        self._source, self._fields = source, fields
-
-    def __call__(self, memory: HostGroup, read: Read) -> None:
-        for number, (field, data) in enumerate(zip(self._fields, memory.fields, strict=True)):
-            at = first_nan_row(data.view(field.dtype).view(memory.count, -1))
-            if at is not None:
-                row = int(read.rows[at])
-                raise StorageError(
-                    f"NaN in field {field.name!r} of {self._place(row, number)}, which nan='error' refuses. Fix the "
-                    "row, or allow NaN with nan='allow'."
-                )
-
-    def _place(self, row: int, field: int) -> str:
-        if isinstance(self._source, DecodedSource):
-            return self._source.place_of(row)
-        return Layout(self._source).describe(row, field)
+def refuse_nan(source: FileSource | DecodedSource, memory: HostGroup, read: Read) -> None:
+    """Raise for the first NaN of a batch, with the file and the row."""
+    for number, (field, data) in enumerate(zip(source.fields, as_fields(memory, source.fields), strict=True)):
+        at = first_nan_row(data)
+        if at is not None:
+            row = int(read.rows[at])
+            place = Layout(source).describe(row, number) if isinstance(source, FileSource) else source.place_of(row)
+            raise StorageError(
+                f"NaN in field {field.name!r} of {place}, which nan='error' refuses. Fix the row, or allow NaN with "
+                "nan='allow'."
+            )

@@ -43,11 +43,8 @@ class Depth:
         """Grow as far as ``may`` allows a number of batches. For a GPU, before the loop.
 
         Page-locking stops the process for milliseconds, and the CPU's caches do not matter for a GPU's copies."""
-        while self.batches < self._most and may(wanted := min(2 * self.batches, self._most)):
-            if not self._grow(wanted):
-                self._most = self.batches
-                return
-            self.batches = wanted
+        while self.batches < self._most and may(min(2 * self.batches, self._most)):
+            self._double()
 
     def saw_full(self) -> None:
         """Note that the queue was full when the user requested a batch."""
@@ -58,6 +55,9 @@ class Depth:
         if seconds < WAIT_S or not self._was_full or self.batches >= self._most:
             return
         self._was_full = False
+        self._double()
+
+    def _double(self) -> None:
         wanted = min(2 * self.batches, self._most)
         if self._grow(wanted):
             self.batches = wanted

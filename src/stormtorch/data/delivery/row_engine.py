@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 
 from ...core.errors import OutOfBudget
 from ...core.sizes import format_bytes
 from ...core.tags import Tag, Tier
-from ...memory.books.ledger import Ledger, open_ledger
-from ..formats.items import ItemSource
-from ..formats.open import Source
+from ...memory.books.ledger import Ledger
 from ..readers.choice import Choice, open_reader
-from ..readers.decoded_windows import open_decoded_reader
-from ..readers.descriptors import open_limit
 from ..readers.order import Order
 from ..source import DecodedSource, FileSource
 from .engine import BatchRange, Counts, Engine, Run
 from .groups import batches_at_once
-from .item_engine import ItemEngine
-from .nan import NanCheck
+from .nan import refuse_nan
 from .prefetch_depth import Depth
 from .row_run import RowsRun
 from .to_device import open_delivery
 
 
 class RowsEngine(Engine):
-    """Reads rows and delivers them in groups."""
+    """Reads rows and delivers them in groups. Starts threads, and charges its memory to ``ledger``."""
 
     def __init__(
         self,
         source: FileSource | DecodedSource,
         order: Order,
-        choice: Choice | None,
+        choice: Choice,
         *,
         device: torch.device,
         batch_rows: int,
@@ -45,7 +41,8 @@ class RowsEngine(Engine):
         self.pid = os.getpid()
         self._ledger, self._counts, self._order = ledger, counts, order
         self._batch_rows = min(batch_rows, order.rows_per_epoch)
-        self._check = NanCheck(source, source.fields) if nan == "error" else None
+        self._window_rows = order.rows_per_epoch if choice.mode == "cached" else order.window_rows
+        self._check = partial(refuse_nan, source) if nan == "error" else None
         batch_bytes = self._batch_rows * source.row_bytes
         used_rows = order.rows_per_epoch
         if order.settings.drop_last:
@@ -54,7 +51,7 @@ class RowsEngine(Engine):
             device,
             batch_rows=self._batch_rows,
             fields=source.fields,
-            most_rows=min(used_rows, order.window_rows // 2, _rows_of_few_files(source, choice)),
+            most_rows=min(used_rows, order.window_rows // 2),
             free_bytes=ledger.free_bytes(Tier.HOST) - _window_bytes(source, order, choice),
         )
         group_bytes = self._group * batch_bytes
@@ -72,22 +69,16 @@ class RowsEngine(Engine):
                 "Raise it, or lower batch_size.",
             )
         try:
-            if isinstance(source, FileSource):
-                assert choice is not None
-                self._reader = open_reader(
-                    source,
-                    order,
-                    choice,
-                    ledger=ledger,
-                    threads=threads,
-                    batch_rows=self._batch_rows,
-                    used_rows=used_rows,
-                    device=device,
-                )
-            else:
-                self._reader = open_decoded_reader(
-                    source, order, ledger=ledger, threads=threads, batch_rows=self._batch_rows, used_rows=used_rows
-                )
+            self._reader = open_reader(
+                source,
+                order,
+                choice,
+                ledger=ledger,
+                threads=threads,
+                batch_rows=self._batch_rows,
+                used_rows=used_rows,
+                device=device,
+            )
             if device.type == "cuda":  # up to a quarter of the rest, after windows and groups
                 self._depth.grow_while(lambda wanted: 4 * wanted * group_bytes <= ledger.free_bytes(Tier.HOST))
         except BaseException:
@@ -103,7 +94,7 @@ class RowsEngine(Engine):
             self._counts,
             batch_rows=self._batch_rows,
             rows_per_epoch=self._order.rows_per_epoch,
-            window_rows=self._order.rows_per_epoch if self._reader.mode == "cached" else self._order.window_rows,
+            window_rows=self._window_rows,
             group=self._group,
             check=self._check,
         )
@@ -125,48 +116,11 @@ class RowsEngine(Engine):
             self._delivery.close()
 
 
-def _rows_of_few_files(source: FileSource | DecodedSource, choice: Choice | None) -> int:
-    """How many rows to read at once. If not all files may be open, as many as touch a few files."""
-    if not isinstance(source, FileSource) or choice is None or choice.mode != "cached":
-        return source.rows
-    files, limit = {strip.path for shard in source.shards for strip in shard.strips}, open_limit()
-    return source.rows if len(files) <= limit else max(1, limit // 8 // len(source.fields))
-
-
-def _window_bytes(source: FileSource | DecodedSource, order: Order, choice: Choice | None) -> int:
+def _window_bytes(source: FileSource | DecodedSource, order: Order, choice: Choice) -> int:
     """The memory that windows will take; batches get the rest."""
-    if choice is not None and choice.mode == "cached":
+    if choice.mode == "cached":
         return 0
     rows = order.window_rows
     if isinstance(source, DecodedSource):  # whole groups; the first and the last may lie in two windows
         rows = min(source.rows, rows + 2 * max(source.groups))
     return 2 * rows * source.row_bytes
-
-
-def open_engine(
-    source: Source,
-    order: Order,
-    choice: Choice | None,
-    *,
-    device: torch.device,
-    batch_rows: int,
-    ram: object,
-    workers: int | None,
-    nan: str,
-    counts: Counts,
-) -> Engine:
-    """Start threads and take memory, charged to the loader's own ledger with the budget ``ram``."""
-    if isinstance(source, ItemSource):
-        return ItemEngine(source, order, device=device, batch_rows=batch_rows, workers=workers, nan=nan, counts=counts)
-    ledger = open_ledger(device, ram=ram)
-    return RowsEngine(
-        source,
-        order,
-        choice,
-        device=device,
-        batch_rows=batch_rows,
-        ledger=ledger,
-        threads=workers,
-        nan=nan,
-        counts=counts,
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,6 @@ from ...core.events import Span, What
 from ...core.tags import Tag
 from ..readers.reader import Read, Reader
 from .engine import BatchRange, Counts, Run
-from .nan import NanCheck
 from .prefetch_depth import Depth
 from .to_device import Delivery, HostGroup
 
@@ -48,9 +48,11 @@ class RowsRun(Run):
         rows_per_epoch: int,
         window_rows: int,
         group: int,
-        check: NanCheck | None,
+        check: Callable[[HostGroup, Read], None] | None,
     ) -> None:
-        """``group``: the most batches to read and send at once; ``depth`` and ``delivery`` count groups."""
+        """``group``: the most batches to read and send at once; ``depth`` and ``delivery`` count groups.
+
+        ``check`` raises for a group that was read and is not to be given."""
         self._span, self._reader, self._delivery, self._depth = span, reader, delivery, depth
         self._counts, self._check = counts, check
         self._batch_rows, self._rows_per_epoch, self._window_rows = batch_rows, rows_per_epoch, window_rows
@@ -64,7 +66,6 @@ class RowsRun(Run):
         self._single_until = span.epoch, span.batch  # up to this place, read batches one by one
         self._ramp = 1  # the most batches of the next group: the first batch must not wait for a large group
         self._closed = False
-        self._row_bytes = 0  # of all fields, known with the first batch
         delivery.reset()
         reader.restart(span.epoch, span.batch * batch_rows)
 
@@ -79,10 +80,7 @@ class RowsRun(Run):
         if self._group == 1:
             self._delivery.prepare()
         self._place = self._span.after(*self._place)
-        rows = given[0].shape[0]
-        if not self._row_bytes:
-            self._row_bytes = sum(tensor.nbytes for tensor in given) // rows
-        return given, rows, rows * self._row_bytes
+        return given, given[0].shape[0], sum(tensor.nbytes for tensor in given)
 
     def close(self) -> None:
         if self._closed:

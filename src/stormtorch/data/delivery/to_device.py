@@ -92,11 +92,6 @@ class Delivery(ABC):
     def close(self) -> None:
         """Return the memory. Tensors that the user got remain valid. Idempotent."""
 
-    @property
-    @abstractmethod
-    def ring_bytes(self) -> int:
-        """Host memory charged to the ledger."""
-
 
 @dataclass(slots=True)
 class _CpuGroup(HostGroup):
@@ -116,7 +111,7 @@ class CpuDelivery(Delivery):
 
     def grow(self, depth: int) -> bool:
         # One more than are being read: the user drops the last batch just after requesting the next.
-        more = (depth + 1) * self._group_bytes - self.ring_bytes
+        more = (depth + 1) * self._group_bytes - sum(reservation.bytes for reservation in self._reservations)
         try:
             self._reservations.append(self._ledger.reserve(Tier.HOST, Tag.DATA, max(0, more)))
         except OutOfBudget:
@@ -163,10 +158,6 @@ class CpuDelivery(Delivery):
             buffers.clear()
         while self._reservations:
             self._reservations.pop().release()
-
-    @property
-    def ring_bytes(self) -> int:
-        return sum(reservation.bytes for reservation in self._reservations)
 
 
 @dataclass(slots=True)
@@ -340,10 +331,6 @@ class LaneDelivery(Delivery):
         self._free.clear()
         while self._arenas:
             self._arenas.pop().close()
-
-    @property
-    def ring_bytes(self) -> int:
-        return sum(arena.capacity_bytes for arena in self._arenas)
 
     def _allocate(self, count: int) -> _DeviceTensors:
         assert self._lanes is not None

@@ -62,11 +62,11 @@ class Normalise:
 
 
 def check_transform(transform: Transform | None, names: Sequence[str]) -> None:
-    """Raise SettingError for a transform that cannot fit the fields."""
+    """Raise SettingError for a transform that cannot fit the fields; no ``names``: only the first batch has them."""
     if transform is None:
         return
     if isinstance(transform, Mapping):
-        unknown = [name for name in transform if name not in names]
+        unknown = [name for name in transform if names and name not in names]
         if unknown:
             raise SettingError(
                 f"transform= names {unknown[0]!r}, which is not a field. The fields are: {', '.join(names)}."
@@ -82,12 +82,20 @@ def check_transform(transform: Transform | None, names: Sequence[str]) -> None:
         )
 
 
-def apply(transform: Transform | None, names: Sequence[str], tensors: list[torch.Tensor]) -> Any:
-    """The batch as the user gets it: a tensor for one field, else a dict."""
-    if isinstance(transform, Mapping):
-        tensors = [
-            transform[name](tensor) if name in transform else tensor
-            for name, tensor in zip(names, tensors, strict=True)
-        ]
-    batch = tensors[0] if len(names) == 1 else dict(zip(names, tensors, strict=True))
-    return transform(batch) if callable(transform) else batch
+def apply(transform: Transform | None, batch: Any, where: str) -> Any:
+    """The batch as the user gets it. ``where``: the source of the batch, for errors."""
+    if transform is None:
+        return batch
+    if not isinstance(transform, Mapping):
+        return transform(batch)
+    if not isinstance(batch, Mapping):
+        raise SettingError(
+            f"transform= is a dict, but the batches of {where} are {type(batch).__name__}s without names. "
+            "Give a function of the batch, or return dicts as items."
+        )
+    unknown = [name for name in transform if name not in batch]
+    if unknown:
+        raise SettingError(
+            f"transform= names {unknown[0]!r}, which is not a field of {where}. Its fields: {', '.join(batch)}."
+        )
+    return {name: transform[name](value) if name in transform else value for name, value in batch.items()}

@@ -48,14 +48,21 @@ def side_by_side(name: str, sources: Mapping[str, FileSource]) -> FileSource:
 def choose(source: FileSource, names: Sequence[str]) -> FileSource:
     """The same rows with only the fields ``names``, in that order."""
     found = {field.name: number for number, field in enumerate(source.fields)}
-    if not names or len(set(names)) < len(names) or not found.keys() >= set(names):
-        raise SettingError(
-            f"{source.name} has fields {', '.join(found)}; asked for {', '.join(names) or 'none'}. "
-            "Name some of them, each once."
-        )
+    selected(source.name, "fields", list(found), names)
     at = [found[name] for name in names]
     shards = tuple(replace(shard, strips=tuple(shard.strips[number] for number in at)) for shard in source.shards)
     return FileSource(name=source.name, fields=tuple(source.fields[number] for number in at), shards=shards)
+
+
+def selected(where: str, kind: str, present: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
+    """Those of the fields or columns (``kind``) in ``present`` that are ``wanted``, in that order; None: all."""
+    chosen = list(present if wanted is None else wanted)
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(present):
+        raise SettingError(
+            f"{where} has {kind} {', '.join(present) or '(none)'}; asked for {', '.join(chosen) or 'none'}. "
+            "Name some of them, each once."
+        )
+    return chosen
 
 
 def check_equal_fields(first: str, expected: Sequence[Field], other: str, found: Sequence[Field]) -> None:

@@ -9,24 +9,12 @@ import torch
 
 from ...core.errors import SettingError
 
-BY_NAME = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "uint16": torch.uint16,
-    "int16": torch.int16,
-    "uint32": torch.uint32,
-    "int32": torch.int32,
-    "uint64": torch.uint64,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "complex64": torch.complex64,
-    "complex128": torch.complex128,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
+BY_NAME: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+    )
 }
 INTEGERS = frozenset(name for name in BY_NAME if "int" in name)
 _NAMES = {dtype: name for name, dtype in BY_NAME.items()}

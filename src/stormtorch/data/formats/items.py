@@ -5,19 +5,12 @@ Only the dataset's code can make an item, so the loader calls it in worker proce
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from ...core.errors import SettingError
-
-
-class MapStyle(Sized, Protocol):
-    """The methods that the loader calls."""
-
-    def __getitem__(self, row: int, /) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +18,7 @@ class ItemSource:
     """``rows`` items of ``dataset``. ``name``: its name in errors."""
 
     name: str
-    dataset: MapStyle
+    dataset: Any
     rows: int
 
 

@@ -7,11 +7,12 @@ import operator
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...core.errors import SettingError, StorageError
 from ...memory.disk.calls import storage_errors
+from ...memory.disk.contained import opened
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _BESIDE_DATA = frozenset({".json", ".md", ".txt", ".yaml", ".yml", ".sha256", ".idx", ".lock", ".log", ".py"})
@@ -38,7 +39,7 @@ def file_size(path: Path) -> int:
 
 def read_at(path: Path, offset: int, count: int) -> bytes:
     """At most ``count`` bytes from ``offset``: fewer at the end of the file. Blocks."""
-    with storage_errors(f"read {path}", numbers=f"{count} bytes at {offset}"), path.open("rb", buffering=0) as file:
+    with storage_errors(f"read {path}", numbers=f"{count} bytes at {offset}"), opened(path) as file:
         return os.pread(file.fileno(), count, offset)
 
 
@@ -52,7 +53,7 @@ def files_meant(what: str | os.PathLike[str], *, notes: bool = False) -> list[Pa
     if path.is_dir():
         return _files_of(path, notes=notes)
     if not path.exists() and glob.has_magic(os.fspath(path)):
-        found = sorted(_matches(path), key=natural_order)
+        found = sorted(map(Path, glob.glob(os.fspath(path))), key=natural_order)  # noqa: PTH207  # absolute ones too
         if not found:
             raise SettingError(f"No file matches {str(path)!r}. Correct the pattern.")
         return found
@@ -66,16 +67,12 @@ def name_of_paths(paths: Paths) -> str:
     return os.fspath(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
 
 
-def listed(paths: Paths) -> list[Path]:
-    """The files that one or several paths mean, in order."""
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+def listed(paths: Paths, *, whole: Callable[[Path], bool] = lambda _: False) -> list[Path]:
+    """The files that one or several paths mean, in order. ``whole``: whether a path is not to be looked into."""
+    given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     if not given:
         raise SettingError("No paths were given. Name at least one file.")
-    return [file for path in given for file in files_meant(path)]
-
-
-def _matches(pattern: Path) -> list[Path]:
-    return [Path(name) for name in glob.glob(os.fspath(pattern))]  # noqa: PTH207  # takes absolute patterns too
+    return [file for path in given for file in ([path] if whole(path) else files_meant(path))]
 
 
 def _files_of(directory: Path, *, notes: bool) -> list[Path]:

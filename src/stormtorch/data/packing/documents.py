@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import SettingError, StorageError, StormError
+from ...core.errors import SettingError, StorageError
 from ..formats.paths import file_size, files_meant, read_at
-from ..formats.tables.arrow import batches_of
-from ..formats.tables.arrow_tables import pyarrow
+from ..formats.tables.arrow import read_batches
+from ..formats.tables.arrow_tables import arrow_errors, pyarrow
 from ..formats.tables.hf_datasets import saved_files
 from ..formats.text_lines import JSON_LINES, decode, lines, parse_object
 
@@ -73,91 +73,75 @@ class DocumentReader:
         """The documents of one file, in order. Skips empty lines."""
         file_size(path)
         head = read_at(path, 0, 6)
+        found: Iterator[tuple[int, bytes | dict[str, Any]]]
         if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
-            yield from self._table(path, parquet=head.startswith(b"PAR1"))
-            return
-        for magic, name in _ARCHIVES.items():
-            if head.startswith(magic):
-                raise SettingError(f"{path} is compressed with {name}. Decompress it first, or use gzip.")
-        suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
-        as_json = bool(suffixes) and suffixes[-1] in JSON_LINES
-        if self.prompt_field is not None and not as_json:
-            raise SettingError(f"{path} is plain text and has no field {self.prompt_field!r}. Give JSON lines.")
-        for number, line in lines(path, self.progress, gzipped=head.startswith(b"\x1f\x8b")):
+            unit, as_json = "row", False
+            found = self._rows(path, parquet=head.startswith(b"PAR1"))
+        else:
+            for magic, name in _ARCHIVES.items():
+                if head.startswith(magic):
+                    raise SettingError(f"{path} is compressed with {name}. Decompress it first, or use gzip.")
+            suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+            unit, as_json = "line", bool(suffixes) and suffixes[-1] in JSON_LINES
+            if self.prompt_field is not None and not as_json:
+                raise SettingError(f"{path} is plain text and has no field {self.prompt_field!r}. Give JSON lines.")
+            found = lines(path, self.progress, gzipped=head.startswith(b"\x1f\x8b"))
+        for number, content in found:
             try:
-                document = self._parse(line, as_json=as_json)
+                document = self._document(content, as_json=as_json)
             except ValueError as error:
                 if not self.skip_bad_lines:
                     raise StorageError(
-                        f"{path}, line {number}: {error}. Correct it, or skip such lines with --skip-bad-lines."
+                        f"{path}, {unit} {number}: {error}. Correct it, or skip such {unit}s with --skip-bad-lines."
                     ) from error
                 self.bad_lines += 1
                 continue
             if document is not None:
                 yield document
 
-    def _parse(self, line: bytes, *, as_json: bool) -> Document | None:
-        """Raises ValueError with the reason."""
-        text = decode(line)
-        if not text.strip():
-            return None
-        if not as_json:
-            return Document(content=text.rstrip("\r\n"))
-        return self._document(parse_object(text))
-
-    def _document(self, found: dict[str, Any]) -> Document | None:
+    def _document(self, found: bytes | dict[str, Any], *, as_json: bool) -> Document | None:
+        """The document of a line or a row; None for an empty one. Raises ValueError with the reason."""
+        if isinstance(found, bytes):
+            text = decode(found)
+            if not text.strip():
+                return None
+            if not as_json:
+                return Document(content=text.rstrip("\r\n"))
+            found = parse_object(text)
         content = _content(found, self.text_field)
         prompt = None if self.prompt_field is None else _content(found, self.prompt_field)
         return Document(content=content, prompt=prompt) if content or prompt else None
 
-    def _table(self, path: Path, *, parquet: bool) -> Iterator[Document]:
-        arrow = pyarrow()
+    def _rows(self, path: Path, *, parquet: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The rows of a table with their numbers."""
         names = [self.text_field] + ([] if self.prompt_field is None else [self.prompt_field])
         row = 0
-        try:
-            for batch, taken in _batches(path, names, parquet=parquet):
-                missing = [name for name in names if name not in batch.schema.names]
-                if missing:
-                    raise SettingError(
-                        f"{path} has columns {', '.join(batch.schema.names)} and no {missing[0]!r}. "
-                        "Name the column with the text: --text-field."
-                    )
-                for found in batch.select(names).to_pylist():
-                    try:
-                        document = self._document(found)
-                    except ValueError as error:
-                        if not self.skip_bad_lines:
-                            raise StorageError(
-                                f"{path}, row {row}: {error}. Correct it, or skip such rows with --skip-bad-lines."
-                            ) from error
-                        self.bad_lines += 1
-                        document = None
-                    row += 1
-                    if document is not None:
-                        yield document
-                self.progress(taken)
-        except (arrow.ArrowException, OSError) as error:
-            if isinstance(error, StormError):
-                raise
-            reason = (str(error).splitlines() or ["unknown"])[0]
-            raise StorageError(f"{path}, after row {row}: damaged or truncated ({reason}). Write it again.") from error
+        for batch, taken in _batches(path, names, parquet=parquet):
+            missing = [name for name in names if name not in batch.schema.names]
+            if missing:
+                raise SettingError(
+                    f"{path} has columns {', '.join(batch.schema.names)} and no {missing[0]!r}. "
+                    "Name the column with the text: --text-field."
+                )
+            yield from enumerate(batch.select(names).to_pylist(), row)
+            row += batch.num_rows
+            self.progress(taken)
 
 
 def _batches(path: Path, names: Sequence[str], *, parquet: bool) -> Iterator[tuple[Any, int]]:
     """Record batches, each with the bytes of the file that it took."""
     if parquet:
-        with pyarrow(".parquet").ParquetFile(path) as file:
+        with arrow_errors(str(path), "Parquet"), pyarrow(".parquet").ParquetFile(path) as file:
             present = [name for name in names if name in file.schema_arrow.names]
             chosen = present if len(present) == len(names) else None  # all, for the caller's error to list
             each = path.stat().st_size / max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=chosen):
                 yield batch, int(each * batch.num_rows)
     else:
-        with pyarrow().OSFile(str(path)) as file:
-            for batch in batches_of(path, file):
-                for start in range(0, batch.num_rows, _BATCH_ROWS):
-                    part = batch.slice(start, _BATCH_ROWS)
-                    yield part, part.nbytes
+        for batch in read_batches(path):
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
+                part = batch.slice(start, _BATCH_ROWS)
+                yield part, part.nbytes
 
 
 def _content(found: dict[str, Any], name: str) -> Content:

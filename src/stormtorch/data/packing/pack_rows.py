@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,12 @@ from torch import Tensor
 from ...core.errors import SettingError, StorageError
 from ...core.sizes import MiB
 from ...memory.disk.calls import storage_errors
+from ..formats.columns import selected
 from ..formats.dtypes import name_of
 from ..formats.open import open_source
 from ..formats.paths import file_size, files_meant
-from ..formats.tables.arrow import CompressedArrow, batches_of
-from ..formats.tables.arrow_tables import pyarrow, rows_of, selected, tensors_of
+from ..formats.tables.arrow import CompressedArrow, read_batches
+from ..formats.tables.arrow_tables import rows_of, tensors_of
 from ..formats.tables.hf_datasets import saved_files
 from ..source import DecodedSource, Field, FileSource, Shard
 from .writer import PackWriter
@@ -82,26 +82,15 @@ def arrow_chunks(paths: Sequence[Path], columns: Sequence[str] | None) -> tuple[
     """The fields and rows of Arrow files, compressed or not."""
 
     def batches() -> Iterator[tuple[Path, int, Any]]:
-        arrow = pyarrow()
         for path in paths:
             row = 0
-            try:
-                with arrow.OSFile(str(path)) as file:
-                    for batch in batches_of(path, file):
-                        if batch.num_rows:
-                            yield path, row, batch.select(selected(str(path), batch.schema, columns))
-                        row += batch.num_rows
-            except (arrow.ArrowException, OSError) as error:
-                if isinstance(error, StorageError):
-                    raise
-                reason = (str(error).splitlines() or ["unknown"])[0]
-                raise StorageError(
-                    f"{path}, after row {row}: damaged or truncated ({reason}). Write it again."
-                ) from error
+            for batch in read_batches(path):
+                if batch.num_rows:
+                    yield path, row, batch.select(selected(str(path), "columns", batch.schema.names, columns))
+                row += batch.num_rows
 
     for path, row, batch in batches():
-        found = [rows_of(name, batch.column(name), str(path), row).field for name in batch.schema.names]
-        fields = tuple(found)
+        fields = tuple(rows_of(name, batch.column(name), str(path), row).field for name in batch.schema.names)
         return fields, (tensors_of(fields, later, str(place), at) for place, at, later in batches())
     raise SettingError(f"{paths[0]} has no rows (files read: {len(paths)}). Give data with at least one row.")
 
@@ -121,14 +110,11 @@ def _chunks_of_shard(fields: Sequence[Field], shard: Shard) -> Iterator[Chunk]:
 
 
 def _read(path: Path, offset: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    data = np.empty(count, dtype=np.uint8)
-    done = 0
-    with storage_errors(f"read {path}", numbers=f"{count} bytes at {offset}"), path.open("rb", buffering=0) as file:
-        while done < count and (got := os.preadv(file.fileno(), [data.data[done:]], offset + done)):
-            done += got
-    if done < count:
+    with storage_errors(f"read {path}", numbers=f"{count} bytes at {offset}"):
+        data = np.fromfile(path, dtype=np.uint8, count=count, offset=offset)
+    if len(data) < count:
         raise StorageError(
-            f"{path} ends at byte {offset + done}, but {count} bytes at {offset} were expected: it was truncated while "
-            "it was read. Restore it."
+            f"{path} ends at byte {offset + len(data)}, but {count} bytes at {offset} were expected: it was truncated "
+            "while it was read. Restore it."
         )
     return data

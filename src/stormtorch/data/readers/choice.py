@@ -13,12 +13,13 @@ from ...memory.books import limits
 from ...memory.books.ledger import Ledger
 from ...memory.disk.files import open_file
 from ...native.cores import usable_count
-from ..source import FileSource
+from ..source import DecodedSource, FileSource
 from .cached_reader import CachedReader
+from .decoded_windows import DecodedWindows
 from .file_windows import FileWindows
 from .order import Order
 from .reader import Reader
-from .window_reader import WindowReader, windows_needed
+from .window_reader import WindowReader, Windows, windows_needed
 
 Reading = Literal["auto", "cached", "direct"]
 _MIN_CORES = 4  # to launch work and gather rows, and one or two for one more copy
@@ -26,16 +27,18 @@ _MIN_CORES = 4  # to launch work and gather rows, and one or two for one more co
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``cached`` or ``direct``, and the reason."""
+    """How a source is read, and the reason. ``processes``: torch's own loader reads it, not a reader."""
 
-    mode: Literal["cached", "direct"]
+    mode: Literal["cached", "direct", "decoded", "processes"]
     reason: str
 
 
-def choose(source: FileSource, reading: Reading) -> Choice:
+def choose(source: FileSource | DecodedSource, reading: Reading) -> Choice:
     """How to read ``source``, by its size and the free RAM."""
     if reading not in ("auto", "cached", "direct"):
         raise SettingError(f"reading={reading!r} is not accepted. Accepted: 'auto', 'cached', 'direct'.")
+    if isinstance(source, DecodedSource):
+        return Choice("decoded", "rows must be decoded")
     if reading != "auto":
         return Choice(reading, f"reading={reading!r}")
     size = source.rows * source.row_bytes
@@ -46,7 +49,7 @@ def choose(source: FileSource, reading: Reading) -> Choice:
 
 
 def open_reader(
-    source: FileSource,
+    source: FileSource | DecodedSource,
     order: Order,
     choice: Choice,
     *,
@@ -58,24 +61,27 @@ def open_reader(
 ) -> Reader:
     """The reader of that choice, for batches to ``device``. Starts threads; takes memory for windows."""
     copiers = threads or max(1, min(4, usable_count() - 1))  # the calling thread helps while it waits
-    if choice.mode == "cached":
-        return CachedReader(source, order, threads=copiers, reason=choice.reason)
+    if isinstance(source, FileSource) and choice.mode == "cached":
+        return CachedReader(source, order, threads=copiers)
     if order.settings.shuffle == "full":
+        if choice.mode == "direct":
+            how, other = f"read from disk ({choice.reason})", "reading='cached' if RAM is large enough"
+        else:
+            how, other = "decoded in whole groups", "`storm data pack` the data first"
         raise SettingError(
-            f"shuffle='full' reads rows one by one, in random order, and {source.name} is read from disk "
-            f"({choice.reason}). Use shuffle=True, or reading='cached' if RAM is large enough."
+            f"shuffle='full' reads rows one by one, in random order, and {source.name} is {how}. Use shuffle=True, or "
+            f"{other}."
         )
-    with open_file(source.shards[0].strips[0].path) as trial:
-        direct, why = trial.mode == "direct", trial.mode_reason
-    windows = FileWindows(
-        source,
-        order,
-        ledger=ledger,
-        count=windows_needed(order, batch_rows),
-        direct=direct,
-        staged=device.type == "cuda" and usable_count() >= _MIN_CORES,
-        reason=f"{choice.reason}; {why}",
-    )
+    count = windows_needed(order, batch_rows)
+    windows: Windows
+    if isinstance(source, DecodedSource):
+        copiers = threads or min(4, usable_count())
+        windows = DecodedWindows(source, ledger=ledger, count=count, threads=copiers)
+    else:
+        with open_file(source.shards[0].strips[0].path) as trial:
+            direct = trial.mode == "direct"
+        staged = device.type == "cuda" and usable_count() >= _MIN_CORES
+        windows = FileWindows(source, order, ledger=ledger, count=count, direct=direct, staged=staged)
     try:
         return WindowReader(windows, order, threads=copiers, used_rows=used_rows)
     except BaseException:

@@ -12,16 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 from torch import Tensor
 
-from ...core.errors import OutOfBudget, SettingError
+from ...core.errors import OutOfBudget
 from ...core.sizes import format_bytes
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger, Reservation
-from ...native.cores import usable_count
 from ..source import DecodedSource
-from .order import Order, Window
+from .order import Window
 from .permutations import Rows
-from .reader import Reader
-from .window_reader import Load, WindowReader, Windows, windows_needed
+from .window_reader import Load, Windows
 
 _TICK_S = 0.2  # Ctrl-C can interrupt a wait for a thread only between slices
 
@@ -36,11 +34,8 @@ class _Group:
 class DecodedWindows(Windows):
     """Up to ``count`` windows of ``source``; charges each group before decoding it."""
 
-    mode = "decoded"
-
     def __init__(self, source: DecodedSource, *, ledger: Ledger, count: int, threads: int) -> None:
         self.source, self._ledger, self.room = source, ledger, count
-        self.reason = "rows must be decoded"
         self.row_bytes = [field.row_bytes for field in source.fields]
         self.ends = np.cumsum(np.asarray(source.groups, dtype=np.int64))
         self.starts = self.ends - np.asarray(source.groups, dtype=np.int64)
@@ -147,29 +142,8 @@ class _DecodedLoad(Load):
             bases[number] = tensor.data_ptr()
         firsts = np.asarray([bases[number] for number in self._numbers.tolist()], dtype=np.int64)
         firsts += (window.firsts - windows.starts[self._numbers]) * size
-        starts = np.cumsum(window.counts) - window.counts
-        natural = np.arange(int(window.counts.sum()), dtype=np.int64) * size
-        natural += np.repeat(firsts - starts * size, window.counts)
-        return natural if window.mixed is None else natural[window.mixed]
+        return window.places(firsts, np.full_like(window.counts, size))
 
     def release(self) -> None:
         self._windows.let_go(self.held)
         self._windows.room += 1
-
-
-def open_decoded_reader(
-    source: DecodedSource, order: Order, *, ledger: Ledger, threads: int | None, batch_rows: int, used_rows: int
-) -> Reader:
-    """Start threads; take no memory before the first batch."""
-    if order.settings.shuffle == "full":
-        raise SettingError(
-            f"shuffle='full' reads rows one by one, in random order, and {source.name} is decoded in whole groups. "
-            "Use shuffle=True, or `storm data pack` the data first."
-        )
-    threads = threads or min(4, usable_count())
-    windows = DecodedWindows(source, ledger=ledger, count=windows_needed(order, batch_rows), threads=threads)
-    try:
-        return WindowReader(windows, order, threads=threads, used_rows=used_rows)
-    except BaseException:
-        windows.close()
-        raise

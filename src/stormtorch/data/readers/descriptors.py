@@ -1,4 +1,4 @@
-"""Open files of a dataset that may have more files than a process may open: closes the least recently used."""
+"""Open files of a dataset, each opened when it is first needed, and kept open."""
 
 from __future__ import annotations
 
@@ -9,135 +9,89 @@ import os
 import resource
 import stat
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from ...core.errors import SettingError
 from ...native.rows.c_rows import map_file, unmap_file
+from .permutations import Rows
 
-_MAX_OPEN = 4096
-
-
-class CannotOpen(Exception):
-    """File number ``file`` cannot be opened, for the kernel's reason. A caller that knows the row reports it."""
-
-    def __init__(self, file: int, cause: OSError) -> None:
-        super().__init__(file, cause)
-        self.file, self.cause = file, cause
+NOT_OPEN = (1 << 31) - 1  # no file has this number: the kernel refuses to read from it
+_FACTOR = 8  # a dataset's files take at most this fraction of those that the process may open, where that is possible
+_MOST_MAPS = 4096  # the kernel allows a process 65,530, and malloc needs some
 
 
-def open_limit() -> int:
-    """The most files to keep open: half of the process's limit, to leave room for user code."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_OPEN if soft == resource.RLIM_INFINITY else max(8, min(_MAX_OPEN, soft // 2))
-
-
-@dataclass(frozen=True, slots=True)
-class OpenFile:
-    """A descriptor, and the address of a mapping of the file's first ``mapped_bytes``; 0: none."""
-
-    fd: int
-    map: int = 0
-    mapped_bytes: int = 0
-
-    def close(self) -> None:
-        if self.map:
-            unmap_file(self.map, self.mapped_bytes)
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
+def allow_open(files: int) -> None:
+    """Raise the process's limit of open files, if necessary, so that ``files`` more leave room to other code."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = NOT_OPEN if hard == resource.RLIM_INFINITY else hard
+    if 2 * files > most:
+        raise SettingError(
+            f"Cannot read from {files} files: this process may open {most}, and half of them are left to other code. "
+            "Raise that limit (ulimit -Hn), or `storm data pack` the data into fewer files."
+        )
+    wanted = min(_FACTOR * files, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Descriptors:
-    """The files at ``paths``, by number, opened when first lent. For one thread at a time."""
+    """The files at ``paths``, by number. For one thread at a time.
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        *,
-        direct: bool,
-        limit: int | None = None,
-        mapped_bytes: Sequence[int] | None = None,
-    ) -> None:
+    ``fds``: the descriptor of each, or ``NOT_OPEN``; ``maps``: the address of its mapping, or 0. ``errors``: why a file
+    could not be opened. Reads from such a file fail when they are due: those before them are still good.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, direct: bool, mapped_bytes: Sequence[int] | None = None) -> None:
         """``mapped_bytes``: how much of each file to map; shorter files are not mapped."""
-        self.limit = limit or open_limit()
-        self._paths, self._direct, self._mapped_bytes = paths, direct, mapped_bytes
-        self._open: OrderedDict[int, OpenFile] = OrderedDict()  # by number, least recently used first
-        self._users: dict[int, int] = {}
-        self._end = weakref.finalize(self, _close_all, self._open)
+        allow_open(len(paths))
+        self._paths, self._direct = paths, direct
+        self._sizes = mapped_bytes if len(paths) <= _MOST_MAPS else None
+        self.fds: Rows = np.full(len(paths), NOT_OPEN, dtype=np.int64)
+        self.maps: Rows = np.zeros(len(paths), dtype=np.int64)
+        self.errors: dict[int, OSError] = {}
+        self._end = weakref.finalize(self, _close_all, self.fds, self.maps, self._sizes)
 
-    def lend(self, files: Sequence[int]) -> list[OpenFile] | None:
-        """The open ``files``, which remain open until ``give_back``; None if too many others are lent.
-
-        Raises CannotOpen.
-        """
-        if len(files) > self.limit:
-            raise self.too_many(len(files))
-        for file in files:
-            self._users[file] = self._users.get(file, 0) + 1
-        try:
-            lent = [self._opened(file) for file in files]
-        except BaseException:
-            self.give_back(files)
-            raise
-        found = [file for file in lent if file is not None]
-        if len(found) < len(files):
-            self.give_back(files)
-            return None
-        return found
-
-    def too_many(self, count: int) -> SettingError:
-        """The error for a read that needs more files than the limit."""
-        return SettingError(
-            f"Cannot read from {count} files at once: {self.limit} may be open. The limit is half of ulimit -n, at "
-            f"most {_MAX_OPEN}. Raise it, or `storm data pack` the data into fewer files."
-        )
-
-    def give_back(self, files: Sequence[int]) -> None:
-        for file in files:
-            left = self._users.get(file, 0) - 1
-            if left > 0:
-                self._users[file] = left
-            else:
-                self._users.pop(file, None)
-
-    def give_back_all(self) -> None:
-        """Give back all files: nothing reads any more."""
-        self._users.clear()
+    def open(self, files: Rows) -> None:
+        """Open those of ``files``, which may repeat, that are not open yet."""
+        missing = files[self.fds[files] == NOT_OPEN]
+        for file in set(missing.tolist()):
+            try:
+                self._open(file)
+                self.errors.pop(file, None)
+            except OSError as error:
+                self.errors[file] = error
+                _close(file, self.fds, self.maps, None)
 
     def close(self) -> None:
-        """Close all; nothing may still read from them. Idempotent; ``lend`` opens them again."""
-        self._users.clear()
-        _close_all(self._open)
+        """Close all; nothing may still read from them. Idempotent; ``open`` opens them again."""
+        _close_all(self.fds, self.maps, self._sizes)
 
-    def _opened(self, file: int) -> OpenFile | None:
-        opened = self._open.get(file)
-        if opened is not None:
-            self._open.move_to_end(file)
-            return opened
-        while len(self._open) >= self.limit:
-            idle = next((old for old in self._open if old not in self._users), None)
-            if idle is None:
-                return None
-            self._open.pop(idle).close()
+    def _open(self, file: int) -> None:
         path = self._paths[file]
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # NONBLOCK: a pipe would wait for its writer
-        except OSError as error:
-            raise CannotOpen(file, error) from error
-        self._open[file] = OpenFile(fd)  # before a call that may fail, so that ``close`` finds it
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # NONBLOCK: a pipe would wait for its writer
+        self.fds[file] = fd  # before a call that may fail, so that it is closed then
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise CannotOpen(file, OSError(errno.EISDIR, f"{path} is not a regular file"))
+            raise OSError(errno.EISDIR, f"{path} is not a regular file")
         if self._direct:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-        if self._mapped_bytes is not None and self._mapped_bytes[file] <= status.st_size:
-            size = self._mapped_bytes[file]
-            self._open[file] = OpenFile(fd, map_file(fd, size), size)
-        return self._open[file]
+        if self._sizes is not None and self._sizes[file] <= status.st_size:
+            self.maps[file] = map_file(fd, self._sizes[file])
 
 
-def _close_all(opened: OrderedDict[int, OpenFile]) -> None:
-    while opened:
-        opened.popitem()[1].close()
+def _close(file: int, fds: Rows, maps: Rows, sizes: Sequence[int] | None) -> None:
+    fd, address = int(fds[file]), int(maps[file])
+    fds[file], maps[file] = NOT_OPEN, 0
+    if address and sizes is not None:
+        unmap_file(address, sizes[file])
+    if fd != NOT_OPEN:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _close_all(fds: Rows, maps: Rows, sizes: Sequence[int] | None) -> None:
+    for file in np.flatnonzero(fds != NOT_OPEN).tolist():
+        _close(file, fds, maps, sizes)

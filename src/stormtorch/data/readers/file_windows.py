@@ -23,10 +23,10 @@ from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger, Reservation
 from ...memory.disk.files import ALIGNMENT
 from ...memory.host.arena import HostArena
-from ...native.rows.jobs import DONE, FAILED, PENDING, PIECE, Failure, RowsJob
+from ...native.rows.jobs import DONE, FAILED, PENDING, PIECE, Failure
 from ...native.rows.open import open_rows
 from ..source import FileSource
-from .descriptors import CannotOpen, Descriptors
+from .descriptors import Descriptors
 from .layout import Layout
 from .order import Order, Window
 from .permutations import Rows
@@ -49,8 +49,6 @@ class _Group:
 class FileWindows(Windows):
     """Memory for ``count`` windows of ``source``, charged before it is mapped."""
 
-    mode = "direct"
-
     def __init__(
         self,
         source: FileSource,
@@ -60,10 +58,9 @@ class FileWindows(Windows):
         count: int,
         direct: bool,
         staged: bool,
-        reason: str,
     ) -> None:
         """``staged``: the CPU has time for one more copy, which makes the disk faster."""
-        self.layout, self.reason = Layout(source), reason
+        self.layout = Layout(source)
         self.row_bytes = [column.row_bytes for column in self.layout.columns]
         self._groups = _groups(self.layout)
         self.descriptors = Descriptors(self.layout.files, direct=direct)
@@ -135,16 +132,16 @@ class FileWindows(Windows):
 class _FileLoad(Load):
     def __init__(self, windows: FileWindows, window: Window, memory: torch.Tensor) -> None:
         self._windows, self._window, self._memory = windows, window, memory
-        layout = windows.layout
+        layout, descriptors = windows.layout, windows.descriptors
         self._shards = layout.shards_of(window.firsts)
         self._bases: list[Rows] = []  # by group: the address of the first row of each run
-        inside = window.firsts - layout.starts[self._shards]
         lines = []
         address = memory.data_ptr()
-        self._files: list[int] = []
         for group in windows._groups:
             column = layout.columns[group.first]
-            begin = column.offsets[self._shards] + inside * column.strides[self._shards]
+            files = column.files[self._shards]
+            descriptors.open(files)
+            begin = layout.begins(window.firsts, self._shards, column)
             end = begin + (window.counts - 1) * column.strides[self._shards] + group.span
             low = begin - begin % ALIGNMENT
             high = end + -end % ALIGNMENT
@@ -152,71 +149,34 @@ class _FileLoad(Load):
             address += int((high - low).sum())
             self._bases.append(places + (begin - low))
             unmapped = np.zeros_like(low)
-            lines.append(np.stack([column.files[self._shards], low, high - low, end - low, places, unmapped], axis=1))
+            lines.append(np.stack([descriptors.fds[files], low, high - low, end - low, places, unmapped], axis=1))
         assert address - memory.data_ptr() <= memory.nbytes, "a window exceeds the largest size"
         # By run, then by group: neighbours on the disk are read one after another.
-        pieces = np.stack(lines, axis=1).reshape(-1, len(PIECE))
-        self._job: RowsJob | None = None
-        self._failed: StormError | None = None  # raised when it is due: earlier windows are still good
-        files = np.unique(pieces[:, 0]).tolist()
-        try:
-            lent = windows.descriptors.lend(files)
-        except CannotOpen as error:
-            self._failed = layout.open_error(window.firsts, error.file, error.cause)
-            return
-        if lent is None:
-            raise OutOfBudget(
-                f"Cannot open {len(files)} files for a window of {layout.source.name}",
-                f"{windows.descriptors.limit} may be open, and those of the previous window are still being read",
-                "The limit is half of ulimit -n.",
-                "Raise it, or `storm data pack` the data into fewer files.",
-            )
-        self._files = files
-        pieces[:, 0] = np.asarray([file.fd for file in lent])[np.searchsorted(files, pieces[:, 0])]
-        self._job = windows.pool.submit(np.ascontiguousarray(pieces), memory)
+        pieces = np.ascontiguousarray(np.stack(lines, axis=1).reshape(-1, len(PIECE)))
+        self._job = windows.pool.submit(pieces, memory)
 
     def ready(self) -> bool:
-        if self._job is None or self._windows.pool.state(self._job) != DONE:
-            return False
-        self._give_back_files()
-        return True
+        return self._windows.pool.state(self._job) == DONE
 
     def wait(self) -> None:
-        if self._failed is not None:
-            raise self._failed
-        assert self._job is not None
         state = self._windows.pool.wait(self._job)
-        self._give_back_files()
         if state == FAILED:
             raise self._error(self._job.failure())
         assert state == DONE, "waited for a cancelled window"
 
     def failed(self) -> bool:
-        return self._job is None or self._windows.pool.state(self._job) not in (PENDING, DONE)
+        return self._windows.pool.state(self._job) not in (PENDING, DONE)
 
     def addresses(self, field: int) -> Rows:
-        windows, window = self._windows, self._window
-        at = next(number for number, group in enumerate(windows._groups) if field in group.fields)
-        column, first = windows.layout.columns[field], windows.layout.columns[windows._groups[at].first]
-        base = self._bases[at] + column.offsets[self._shards] - first.offsets[self._shards]
-        starts = np.cumsum(window.counts) - window.counts
-        strides = column.strides[self._shards]
-        number = np.arange(int(window.counts.sum()), dtype=np.int64)
-        number -= np.repeat(starts, window.counts)
-        number *= np.repeat(strides, window.counts)
-        natural: Rows = number + np.repeat(base, window.counts)
-        return natural if window.mixed is None else natural[window.mixed]
+        layout, groups = self._windows.layout, self._windows._groups
+        at = next(number for number, group in enumerate(groups) if field in group.fields)
+        column, first = layout.columns[field], layout.columns[groups[at].first]
+        bases = self._bases[at] + column.offsets[self._shards] - first.offsets[self._shards]
+        return self._window.places(bases, column.strides[self._shards])
 
     def release(self) -> None:
-        if self._job is not None:
-            self._windows.pool.wait(self._job)
-        self._give_back_files()
+        self._windows.pool.wait(self._job)
         self._windows.free.append(self._memory)
-
-    def _give_back_files(self) -> None:
-        """Give the files back once the job is over."""
-        files, self._files = self._files, []
-        self._windows.descriptors.give_back(files)
 
     def _error(self, failure: Failure) -> StormError:
         layout = self._windows.layout
@@ -224,11 +184,11 @@ class _FileLoad(Load):
         group = self._windows._groups[at]
         shard, first = int(self._shards[run]), int(self._window.firsts[run])
         column = layout.columns[group.first]
-        begin = int(column.offsets[shard]) + (first - int(layout.starts[shard])) * int(column.strides[shard])
+        begin = int(layout.begins(self._window.firsts, self._shards, column)[run])
         there = max(0, failure.got - begin % ALIGNMENT)  # bytes of rows that were read
         whole = 0 if there < group.span else (there - group.span) // int(column.strides[shard]) + 1
         row = first + min(whole, int(self._window.counts[run]) - 1)
-        return layout.read_error(row, group.fields[-1], failure.error)
+        return layout.read_error(row, group.fields[-1], failure.error, self._windows.descriptors.errors)
 
 
 def _groups(layout: Layout) -> Sequence[_Group]:
@@ -251,8 +211,7 @@ def _groups(layout: Layout) -> Sequence[_Group]:
     found = []
     for members in groups:
         members.sort(key=lambda number: int(layout.columns[number].offsets[0]))
-        first, last = layout.columns[members[0]], layout.columns[members[-1]]
+        first = layout.columns[members[0]]
         ends = [int(layout.columns[n].offsets[0] - first.offsets[0]) + layout.columns[n].row_bytes for n in members]
         found.append(_Group(tuple(members), members[0], max(ends)))
-        assert last.row_bytes > 0
     return found

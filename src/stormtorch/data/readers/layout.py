@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +42,8 @@ class Layout:
             for at, field in enumerate(source.fields)
         ]
         self.files = list(numbers)
-        self.ends = np.cumsum(_array(shard.rows for shard in source.shards))
-        self.starts = self.ends - _array(shard.rows for shard in source.shards)
+        self.ends: Rows = np.cumsum(_array(shard.rows for shard in source.shards))
+        self.starts: Rows = self.ends - _array(shard.rows for shard in source.shards)
 
     def file_ends(self) -> list[int]:
         """For each file, the end of its last row."""
@@ -57,34 +58,33 @@ class Layout:
         """The shard of each row."""
         return np.searchsorted(self.ends, rows, side="right")
 
-    def place_of(self, row: int, field: int) -> tuple[Path, int, int]:
-        """The file of a row, its number in its shard, and where its bytes end in the file."""
-        shard = int(np.searchsorted(self.ends, row, side="right"))
-        column, inside = self.columns[field], row - int(self.starts[shard])
-        begin = int(column.offsets[shard]) + inside * int(column.strides[shard])
-        return self.files[int(column.files[shard])], inside, begin + column.row_bytes
+    def begins(self, rows: Rows, shards: Rows, column: Column) -> Rows:
+        """The offset of one field of each row in its file."""
+        return column.offsets[shards] + (rows - self.starts[shards]) * column.strides[shards]
 
-    def open_error(self, rows: Rows, file: int, cause: OSError) -> StorageError:
-        """The error for a file that cannot be opened, with the first of ``rows`` that lies in it."""
+    def place_of(self, row: int, field: int) -> tuple[int, int, int]:
+        """The number of a row's file, the row's number in its shard, and where its bytes end in the file."""
+        rows, column = np.asarray([row]), self.columns[field]
         shards = self.shards_of(rows)
-        for number, column in enumerate(self.columns):
-            inside = np.flatnonzero(column.files[shards] == file)
-            if len(inside):
-                row = int(rows[inside[0]])
-                return storage_error(f"read {self.describe(row, number)}", cause)
-        raise AssertionError("none of the rows lies in the file")
+        end = int(self.begins(rows, shards, column)[0]) + column.row_bytes
+        return int(column.files[shards[0]]), row - int(self.starts[shards[0]]), end
 
     def describe(self, row: int, field: int) -> str:
         """A row for errors: its file and its number."""
-        path, inside, _ = self.place_of(row, field)
-        return f"row {inside} of {path} (row {row} of {self.source.name})"
+        file, inside, _ = self.place_of(row, field)
+        return f"row {inside} of {self.files[file]} (row {row} of {self.source.name})"
 
-    def read_error(self, row: int, field: int, code: int) -> StorageError:
-        """The error for a failed read of one row, with the file, the row and the file's present size."""
-        path, _, end = self.place_of(row, field)
+    def read_error(self, row: int, field: int, code: int, unopened: Mapping[int, OSError]) -> StorageError:
+        """The error for a failed read of one row, with the file, the row and the file's present size.
+
+        ``unopened``: the files that could not be opened, by number.
+        """
+        file, _, end = self.place_of(row, field)
         what = f"read {self.describe(row, field)}"
+        if file in unopened:
+            return storage_error(what, unopened[file])
         try:
-            size = path.stat().st_size
+            size = self.files[file].stat().st_size
         except OSError as error:
             return storage_error(what, error)
         if size < end or code == errno.ENODATA:

@@ -55,17 +55,17 @@ class Window:
     counts: Rows
     mixed: Rows | None
 
-    def natural(self) -> Rows:
-        """The row numbers, run by run."""
-        starts = np.cumsum(self.counts) - self.counts
-        rows = np.arange(int(self.counts.sum()), dtype=np.int64)
-        rows += np.repeat(self.firsts - starts, self.counts)
-        return rows
-
     def rows(self) -> Rows:
         """The row numbers in the order of use."""
-        natural = self.natural()
-        return natural if self.mixed is None else natural[self.mixed]
+        return self.places(self.firsts, np.ones_like(self.counts))
+
+    def places(self, bases: Rows, strides: Rows) -> Rows:
+        """A number for each row, in the order of use: the base of its run, and a stride more for each row after."""
+        starts = np.cumsum(self.counts) - self.counts
+        found = np.arange(int(self.counts.sum()), dtype=np.int64)
+        found *= np.repeat(strides, self.counts)
+        found += np.repeat(bases - starts * strides, self.counts)
+        return found if self.mixed is None else found[self.mixed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +108,14 @@ class Order:
         # Equal sizes: with a small last window, the disk would be idle while the one before it is used up.
         self.window_rows = max(1, -(-self.rows_per_epoch // max(1, -(-self.rows_per_epoch // most))))
         rows = np.asarray(shards, dtype=np.int64)
-        block = max(1, BLOCK_BYTES // max(1, row_bytes))
-        per_shard = np.ones_like(rows) if whole_shards else -(-rows // block)
+        block = max(1, max(shards) if whole_shards else BLOCK_BYTES // max(1, row_bytes))
+        per_shard = -(-rows // block)
         starts = np.cumsum(rows) - rows
         numbers = np.arange(int(per_shard.sum()), dtype=np.int64) - np.repeat(
             np.cumsum(per_shard) - per_shard, per_shard
         )
         self._firsts = np.repeat(starts, per_shard) + numbers * block
-        self._counts = (
-            np.repeat(rows, per_shard)
-            if whole_shards
-            else np.minimum(np.repeat(rows, per_shard) - numbers * block, block)
-        )
-        there = self._counts > 0  # shards without rows are in no run
-        self._firsts, self._counts = self._firsts[there], self._counts[there]
+        self._counts = np.minimum(np.repeat(rows, per_shard) - numbers * block, block)
         self._line: tuple[int, Rows, Rows, Rows] | None = None  # epoch, firsts, counts, ends
         self._rows: tuple[int, int, Rows] | None = None  # epoch, window, its rows
         self._scatter: tuple[int, Scatter] | None = None

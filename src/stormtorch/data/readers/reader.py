@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ...core.errors import OutOfBudget, StormError
+from ...core.errors import OutOfBudget
 from .permutations import Rows
 
 
@@ -23,24 +23,9 @@ class Read(ABC):
         """Block until it is complete. Raises StormError, with the file and the row, if it failed."""
 
 
-class FailedRead(Read):
-    """A batch whose read could not start. It raises when it is due: earlier batches are still good."""
-
-    def __init__(self, rows: Rows, error: StormError) -> None:
-        self.rows, self._error = rows, error
-
-    def ready(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        raise self._error
-
-
 class Reader(ABC):
     """Reads batches in the order of the epochs. For one thread at a time."""
 
-    mode: str
-    reason: str
     refused: OutOfBudget | None = None  # the reason of the last ``start`` that gave None, if it was memory
 
     @abstractmethod

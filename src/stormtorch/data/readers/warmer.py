@@ -14,7 +14,7 @@ import numpy as np
 
 from ...native.rows.jobs import PENDING, PIECE, RowsJob, RowsPool
 from ...native.rows.open import open_rows
-from .descriptors import CannotOpen, Descriptors
+from .descriptors import Descriptors
 from .layout import Layout
 from .order import Order, Window
 
@@ -28,14 +28,14 @@ class Warmer:
         """Start with the window of place ``first`` of ``epoch``."""
         self._layout, self._descriptors = layout, descriptors
         self._windows: Iterator[Window] = order.windows_from(epoch, first)
-        self._jobs: deque[tuple[RowsJob, list[int]]] = deque()
+        self._jobs: deque[RowsJob] = deque()
         self._pool: RowsPool | None = open_rows(1)
 
     def step(self) -> None:
         """Queue the next windows, if the thread has few left. Does not block."""
         while self._pool is not None:
-            while self._jobs and self._pool.state(self._jobs[0][0]) != PENDING:
-                self._descriptors.give_back(self._jobs.popleft()[1])
+            while self._jobs and self._pool.state(self._jobs[0]) != PENDING:
+                self._jobs.popleft()
             if len(self._jobs) >= _JOBS:
                 return
             window = next(self._windows, None)
@@ -56,25 +56,16 @@ class Warmer:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-        while self._jobs:
-            self._descriptors.give_back(self._jobs.popleft()[1])
+        self._jobs.clear()
 
     def _queue(self, window: Window) -> None:
         layout = self._layout
         shards = layout.shards_of(window.firsts)
-        inside = window.firsts - layout.starts[shards]
         pieces = np.zeros((len(layout.columns) * len(shards), len(PIECE)), dtype=np.int64)
         for lines, column in zip(np.split(pieces, len(layout.columns)), layout.columns, strict=True):
-            lines[:, 0] = column.files[shards]
-            lines[:, 1] = column.offsets[shards] + inside * column.strides[shards]
+            self._descriptors.open(column.files[shards])  # what it cannot open, the read that needs the file reports
+            lines[:, 0] = self._descriptors.fds[column.files[shards]]
+            lines[:, 1] = layout.begins(window.firsts, shards, column)
             lines[:, 2] = lines[:, 3] = (window.counts - 1) * column.strides[shards] + column.row_bytes
-        files: list[int] = np.unique(pieces[:, 0]).tolist()
-        try:
-            lent = self._descriptors.lend(files) if len(files) <= self._descriptors.limit // 4 else None
-        except CannotOpen:
-            return  # the read that needs the file reports it
-        if lent is None:
-            return  # warming is only a hint: leave the descriptors to reads
-        pieces[:, 0] = np.asarray([file.fd for file in lent])[np.searchsorted(files, pieces[:, 0])]
         assert self._pool is not None
-        self._jobs.append((self._pool.submit(pieces, None), files))
+        self._jobs.append(self._pool.submit(pieces, None))

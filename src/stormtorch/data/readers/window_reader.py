@@ -52,8 +52,6 @@ class Load(ABC):
 class Windows(ABC):
     """Memory for a few windows, and the code that fills it."""
 
-    mode: str
-    reason: str
     row_bytes: Sequence[int]  # of each field
 
     @abstractmethod
@@ -142,7 +140,6 @@ class WindowReader(Reader):
 
     def __init__(self, windows: Windows, order: Order, *, threads: int, used_rows: int) -> None:
         """``used_rows``: the rows of an epoch that are requested; ``drop_last`` may leave some out."""
-        self.mode, self.reason = windows.mode, windows.reason
         self.pool: RowsPool = open_rows(threads)
         self._windows, self._order, self._used_rows = windows, order, used_rows
         self._resident: deque[_Resident] = deque()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import tokenize
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,17 +43,7 @@ def npy_source(path: Path) -> FileSource:
             offset = file.tell()
     except OSError as error:
         raise error if isinstance(error, StorageError) else storage_error(f"read {path}", error) from error
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-        tokenize.TokenError,
-    ) as error:  # numpy parses the header as a Python literal; the file may come from an untrusted source
+    except Exception as error:  # numpy parses the header as a Python literal; the file may come from anywhere
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise StorageError(
             f"Cannot read {path}: its .npy header is damaged ({reason}). Write the file again."
@@ -75,7 +64,7 @@ def npy_source(path: Path) -> FileSource:
             f"{path} is truncated: {size} bytes, its header promises {offset + shape[0] * stride} ({shape[0]} rows of "
             f"{stride} bytes). The last whole row is {max((size - offset) // max(stride, 1), 0) - 1}. Write it again."
         )
-    return _source(str(path), path, record, shape[0], offset, stride)
+    return array_source(path, record, shape[0], offset, stride)
 
 
 def memmap_source(array: np.memmap) -> FileSource:
@@ -89,9 +78,8 @@ def memmap_source(array: np.memmap) -> FileSource:
         )
     place = Path(path)
     stride = dtype.itemsize * math.prod(shape[1:])
-    return one_after_another(
-        str(place), [_source(str(place), place, _record(place, dtype, shape[1:]), shape[0], array.offset, stride)]
-    )
+    source = array_source(place, _record(place, dtype, shape[1:]), shape[0], array.offset, stride)
+    return one_after_another(str(place), [source])
 
 
 def raw(paths: Paths, *, dtype: object, shape: int | Iterable[int] = (), offset: int = 0) -> FileSource:
@@ -118,14 +106,15 @@ def raw(paths: Paths, *, dtype: object, shape: int | Iterable[int] = (), offset:
                 f"{path} has {size} bytes: after {offset} bytes of header, {rows} rows of {row_bytes} bytes and {rest} "
                 "bytes more. It is truncated, or dtype, shape or offset is wrong."
             )
-        sources.append(_source(str(path), path, record, rows, offset, row_bytes))
+        sources.append(array_source(path, record, rows, offset, row_bytes))
     return one_after_another(name_of_paths(paths), sources)
 
 
-def _source(name: str, path: Path, record: Record, rows: int, offset: int, stride: int) -> FileSource:
+def array_source(path: Path, record: Record, rows: int, offset: int, stride: int) -> FileSource:
+    """``rows`` records in one file, the first at ``offset``, each next one ``stride`` bytes further."""
     strips = tuple(Strip(path=path, offset=offset + inner, stride=stride) for _, inner in record)
     fields = tuple(field for field, _ in record)
-    return FileSource(name=name, fields=fields, shards=(Shard(rows=rows, strips=strips),))
+    return FileSource(name=str(path), fields=fields, shards=(Shard(rows=rows, strips=strips),))
 
 
 def _record(path: Path, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Record:

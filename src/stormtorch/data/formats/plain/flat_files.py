@@ -7,18 +7,18 @@ beside it, llm.c's ``.bin`` (a header of 256 int32), and files without a header,
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ....core.errors import SettingError, StorageError
+from ...source import Field, FileSource
 from ..columns import describe
 from ..dtypes import BY_NAME, INTEGERS, name_of
 from ..paths import file_size, read_at
-from .arrays import npy_source
-from .packed import is_packed, read_index
+from .arrays import array_source, npy_source
+from .packed import is_packed, packed_tokens
 
 NAME = "tokens"
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -28,64 +28,35 @@ _LLMC_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # by magic an
 _LLMC_HEADER_BYTES = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flat:
-    """A contiguous run of ``count`` tokens. Each column has a name, a dtype, a file and the offset of its first one."""
-
-    name: str
-    count: int
-    columns: tuple[tuple[str, torch.dtype, Path, int], ...]
-
-
-def flat_parts(path: Path, given: torch.dtype | None) -> list[Flat]:
-    """The runs of tokens of one file or packed directory. ``given``: the dtype that the user names, if any."""
+def flat_tokens(path: Path, given: torch.dtype | None) -> FileSource:
+    """The tokens of one file or packed directory, each a row. ``given``: the dtype that the user names, if any."""
     if is_packed(path):
-        flats = _packed(path)
+        flat = packed_tokens(path)
     else:
         size = file_size(path)
         index = path.with_suffix(".idx")
         head = read_at(path, 0, 4 * 3)
         if head.startswith(b"\x93NUMPY"):
-            flats = [_npy(path)]
+            flat = _npy(path)
         elif path.suffix == ".bin" and index.exists():
-            flats = [_megatron(path, index, size)]
+            flat = _megatron(path, index, size)
         elif len(head) == 12 and struct.unpack_from("<2i", head) in _LLMC_DTYPES and size >= _LLMC_HEADER_BYTES:
-            flats = [_llmc(path, head, size)]
+            flat = _llmc(path, head, size)
         else:
-            flats = [_headless(path, given, size)]
-    found = flats[0].columns[0][1]
+            flat = _headless(path, given, size)
+    found = flat.fields[0].dtype
     if given is not None and found != given:
         raise SettingError(
             f"{path} holds {name_of(found)} tokens, and dtype={name_of(given)!r} was given. Leave dtype out."
         )
-    return flats
+    return flat
 
 
-def _flat(path: Path, dtype: torch.dtype, count: int, offset: int = 0) -> Flat:
-    return Flat(name=str(path), count=count, columns=((NAME, dtype, path, offset),))
+def _flat(path: Path, dtype: torch.dtype, count: int, offset: int = 0) -> FileSource:
+    return array_source(path, [(Field(name=NAME, dtype=dtype, shape=()), 0)], count, offset, dtype.itemsize)
 
 
-def _packed(directory: Path) -> list[Flat]:
-    index = read_index(directory)
-    if index.kind != "tokens":
-        raise SettingError(
-            f"{directory} is packed data of kind {index.kind!r} ({describe(index.fields)}), not tokens. "
-            "Give the path itself to the loader."
-        )
-    return [
-        Flat(
-            name=str(directory),
-            count=shard.rows,
-            columns=tuple(
-                (field.name, field.dtype, directory / file.name, 0)
-                for field, file in zip(index.fields, shard.files, strict=True)
-            ),
-        )
-        for shard in index.shards
-    ]
-
-
-def _npy(path: Path) -> Flat:
+def _npy(path: Path) -> FileSource:
     source = npy_source(path)
     field, shard = source.fields[0], source.shards[0]
     if len(source.fields) != 1 or field.shape or name_of(field.dtype) not in INTEGERS:
@@ -96,7 +67,7 @@ def _npy(path: Path) -> Flat:
     return _flat(path, field.dtype, shard.rows, shard.strips[0].offset)
 
 
-def _megatron(path: Path, index: Path, size: int) -> Flat:
+def _megatron(path: Path, index: Path, size: int) -> FileSource:
     """Megatron's ``.bin``: sequences one after another. The ``.idx`` holds their dtype, lengths and offsets."""
     whole = file_size(index)
     head = read_at(index, 0, _MEGATRON_HEADER.size)
@@ -129,7 +100,7 @@ def _megatron(path: Path, index: Path, size: int) -> Flat:
     return _flat(path, dtype, size // dtype.itemsize)
 
 
-def _llmc(path: Path, head: bytes, size: int) -> Flat:
+def _llmc(path: Path, head: bytes, size: int) -> FileSource:
     """llm.c's ``.bin``: 256 int32 (magic, version, number of tokens, zeros), then the tokens."""
     magic, version, count = struct.unpack("<3i", head)
     dtype = BY_NAME[_LLMC_DTYPES[magic, version]]
@@ -142,7 +113,7 @@ def _llmc(path: Path, head: bytes, size: int) -> Flat:
     return _flat(path, dtype, count, _LLMC_HEADER_BYTES)
 
 
-def _headless(path: Path, given: torch.dtype | None, size: int) -> Flat:
+def _headless(path: Path, given: torch.dtype | None, size: int) -> FileSource:
     dtype = given or torch.uint16
     count, rest = divmod(size, dtype.itemsize)
     if rest:

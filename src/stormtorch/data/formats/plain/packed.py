@@ -19,6 +19,7 @@ from ....core.errors import SettingError, StorageError
 from ....memory.disk.calls import storage_errors
 from ....memory.disk.contained import inside, parse_json, read_small
 from ...source import Field, FileSource, Shard, Strip
+from ..columns import describe
 from ..dtypes import BY_NAME
 from ..paths import file_size
 
@@ -79,17 +80,27 @@ def packed_rows(directory: Path) -> FileSource:
         raise SettingError(
             f"{directory} holds packed tokens. Give the length of a row: tokens({str(directory)!r}, sequence=2048)."
         )
-    shards = tuple(
-        Shard(
-            rows=shard.rows,
-            strips=tuple(
-                Strip(path=directory / file.name, offset=0, stride=field.row_bytes)
-                for file, field in zip(shard.files, index.fields, strict=True)
-            ),
+    return _source(directory, index)
+
+
+def packed_tokens(directory: Path) -> FileSource:
+    """The source of a packed directory of kind tokens: each token is a row."""
+    index = read_index(directory)
+    if index.kind != "tokens":
+        raise SettingError(
+            f"{directory} is packed data of kind {index.kind!r} ({describe(index.fields)}), not tokens. "
+            "Give the path itself to the loader."
         )
-        for shard in index.shards
-    )
-    return FileSource(name=str(directory), fields=index.fields, shards=shards)
+    return _source(directory, index)
+
+
+def _source(directory: Path, index: Index) -> FileSource:
+    shards = []
+    for shard in index.shards:
+        columns = zip(shard.files, index.fields, strict=True)
+        strips = (Strip(path=directory / file.name, offset=0, stride=field.row_bytes) for file, field in columns)
+        shards.append(Shard(rows=shard.rows, strips=tuple(strips)))
+    return FileSource(name=str(directory), fields=index.fields, shards=tuple(shards))
 
 
 def verify(directory: Path, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -147,7 +158,7 @@ def _parse(place: Path, text: bytes) -> Index:
             PackedShard(
                 rows=_count(shard["rows"]),
                 files=tuple(
-                    PackedFile(name=_plain(f["name"]), bytes=_count(f["bytes"]), crc32=int(f["crc32"], 16))
+                    PackedFile(name=str(f["name"]), bytes=_count(f["bytes"]), crc32=int(f["crc32"], 16))
                     for f in shard["files"]
                 ),
             )
@@ -172,15 +183,6 @@ def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{str(value)[:40]!r} is not a count")
     return value
-
-
-def _plain(name: object) -> str:
-    """A file's name, which must not lead out of the directory."""
-    if not isinstance(name, str) or "/" in name or name in {"", ".", ".."}:
-        raise ValueError(f"{name!r} is not a file name")
-    if "\0" in name or len(name.encode("utf-8", "replace")) > 255:
-        raise ValueError("a file name is not valid")
-    return name
 
 
 def _damaged(place: Path, why: str) -> StorageError:

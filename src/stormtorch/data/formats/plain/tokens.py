@@ -13,15 +13,14 @@ of the file, half or a quarter of int64, and cast on the device (``Cast`` in the
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from dataclasses import replace
 
 from ....core.errors import SettingError
-from ...source import Field, FileSource, Shard, Strip
+from ...source import FileSource, Shard
 from ..columns import one_after_another
 from ..dtypes import INTEGERS, name_of, parse_dtype
-from ..paths import Paths, files_meant, name_of_paths, whole_number
-from .flat_files import Flat, flat_parts
+from ..paths import Paths, listed, name_of_paths, whole_number
+from .flat_files import flat_tokens
 from .packed import is_packed
 
 
@@ -40,28 +39,22 @@ def tokens(
     if given is not None and name_of(given) not in INTEGERS:
         raise SettingError(f"dtype={dtype!r} is not a dtype of tokens. Accepted: {', '.join(sorted(INTEGERS))}.")
     name = name_of_paths(paths)
-    flats = [flat for path in _places(paths) for flat in flat_parts(path, given)]
+    flats = [flat_tokens(path, given) for path in listed(paths, whole=is_packed)]
     sources = [_windows(flat, length + extra, step) for flat in flats]
     if not any(source.rows for source in sources):
-        longest = max(flat.count for flat in flats)
+        counts = [shard.rows for flat in flats for shard in flat.shards]
         raise SettingError(
             f"{name} has no rows: a row needs {length + extra} tokens (sequence={length}, extra={extra}), the longest "
-            f"of {len(flats)} files has {longest}. Lower sequence, or give more data."
+            f"of {len(counts)} files has {max(counts)}. Lower sequence, or give more data."
         )
     return one_after_another(name, sources)
 
 
-def _places(paths: Paths) -> list[Path]:
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    if not given:
-        raise SettingError("No paths were given. Name at least one file.")
-    return [file for path in given for file in ([Path(path)] if is_packed(Path(path)) else files_meant(path))]
-
-
-def _windows(flat: Flat, length: int, stride: int) -> FileSource:
-    rows = max((flat.count - length) // stride + 1, 0)
-    fields = tuple(Field(name=name, dtype=dtype, shape=(length,)) for name, dtype, _, _ in flat.columns)
-    strips = tuple(
-        Strip(path=path, offset=offset, stride=stride * dtype.itemsize) for _, dtype, path, offset in flat.columns
-    )
-    return FileSource(name=flat.name, fields=fields, shards=(Shard(rows=rows, strips=strips),))
+def _windows(flat: FileSource, length: int, stride: int) -> FileSource:
+    shards = []
+    for shard in flat.shards:
+        rows = max((shard.rows - length) // stride + 1, 0)
+        strips = tuple(replace(strip, stride=stride * strip.stride) for strip in shard.strips)
+        shards.append(Shard(rows=rows, strips=strips))
+    fields = tuple(replace(field, shape=(length,)) for field in flat.fields)
+    return FileSource(name=flat.name, fields=fields, shards=tuple(shards))

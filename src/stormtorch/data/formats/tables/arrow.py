@@ -13,9 +13,9 @@ from typing import Any
 
 from ....core.errors import SettingError, StorageError
 from ...source import Field, FileSource, Shard, Strip
-from ..columns import cut_together
+from ..columns import cut_together, selected
 from ..paths import file_size, read_at
-from .arrow_tables import Rows, pyarrow, rows_of, selected
+from .arrow_tables import Rows, arrow_errors, pyarrow, rows_of
 
 Locate = Callable[[Rows], Strip | None]  # the strip of the rows; None if they are in no file
 
@@ -30,19 +30,16 @@ def arrow_source(path: Path, columns: Sequence[str] | None = None) -> FileSource
     if size == 0:
         raise StorageError(f"{path} is empty: 0 bytes are not an Arrow file. Write it again.")
     arrow = pyarrow()
-    try:
-        with arrow.memory_map(str(path)) as mapped:
-            buffer = mapped.read_buffer()
+    with arrow_errors(str(path)), arrow.memory_map(str(path)) as mapped:
+        buffer = mapped.read_buffer()
 
-            def locate(rows: Rows) -> Strip | None:
-                offset = rows.address - buffer.address
-                inside = 0 <= offset <= size - rows.count * rows.field.row_bytes
-                return Strip(path=path, offset=offset, stride=rows.field.row_bytes) if inside else None
+        def locate(rows: Rows) -> Strip | None:
+            offset = rows.address - buffer.address
+            inside = 0 <= offset <= size - rows.count * rows.field.row_bytes
+            return Strip(path=path, offset=offset, stride=rows.field.row_bytes) if inside else None
 
-            tables = (_checked(batch) for batch in batches_of(path, arrow.BufferReader(buffer)))
-            fields, shards = shards_of(str(path), tables, columns, locate)
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for names of columns
-        raise error if isinstance(error, StorageError) else _damaged(path, error) from error
+        tables = (_checked(batch) for batch in batches_of(path, arrow.BufferReader(buffer)))
+        fields, shards = shards_of(str(path), tables, columns, locate)
     if None in shards:
         raise CompressedArrow(
             f"{path} is compressed, so its columns cannot be read from it directly. Write it without compression "
@@ -61,6 +58,12 @@ def batches_of(path: Path, opened: Any) -> Iterator[Any]:
         yield from ipc.open_stream(opened)
 
 
+def read_batches(path: Path) -> Iterator[Any]:
+    """The record batches of an Arrow IPC file or stream, compressed or not. Raises StorageError for a damaged one."""
+    with arrow_errors(str(path)), pyarrow().OSFile(str(path)) as file:
+        yield from batches_of(path, file)
+
+
 def shards_of(
     where: str, tables: Iterable[Any], columns: Sequence[str] | None, locate: Locate
 ) -> tuple[tuple[Field, ...], list[Shard | None]]:
@@ -69,7 +72,7 @@ def shards_of(
     shards: list[Shard | None] = []
     first_row = 0
     for table in tables:
-        chosen = selected(where, table.schema, columns)
+        chosen = selected(where, "columns", table.schema.names, columns)
         pieces: list[list[tuple[int, Strip]]] = []
         found: list[Field] = []
         for name in chosen:
@@ -103,8 +106,3 @@ def _checked(batch: Any) -> Any:
     """A batch as a table, after checking that its buffers are long enough for its columns."""
     batch.validate()
     return pyarrow().Table.from_batches([batch])
-
-
-def _damaged(path: Path, error: Exception) -> StorageError:
-    reason = (str(error).splitlines() or ["unknown"])[0]
-    return StorageError(f"{path} is not a complete Arrow file ({reason}). It is truncated or damaged: write it again.")

@@ -6,18 +6,20 @@ not. Nulls are refused: a tensor cannot hold them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.errors import SettingError
+from ....core.errors import SettingError, StorageError
 from ...source import DecodedSource, Field
+from ..columns import selected
 from ..dtypes import BY_NAME
 
 _TYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # by Arrow's name
@@ -33,6 +35,20 @@ def pyarrow(part: str = "") -> Any:
     except ImportError as error:
         raise SettingError(
             f"Arrow and Parquet files need pyarrow ({error}). Install it: pip install 'stormtorch[data]'."
+        ) from error
+
+
+@contextlib.contextmanager
+def arrow_errors(where: str, kind: Literal["Arrow", "Parquet"] = "Arrow") -> Iterator[None]:
+    """Raise errors of pyarrow and of the disk in the block as StorageError."""
+    try:
+        yield
+    except (pyarrow().ArrowException, OSError, UnicodeDecodeError) as error:  # the last for names of columns
+        if isinstance(error, StorageError):
+            raise
+        reason = (str(error).splitlines() or ["unknown"])[0]
+        raise StorageError(
+            f"{where} is not a complete {kind} file ({reason}). It is truncated or damaged: write it again."
         ) from error
 
 
@@ -110,7 +126,7 @@ class TableSource(DecodedSource):
 
     def __init__(self, name: str, table: Any, columns: Sequence[str] | None) -> None:
         self.name = name
-        chosen = table.select(selected(name, table.schema, columns))
+        chosen = table.select(selected(name, "columns", table.schema.names, columns))
         self._batches = chosen.to_batches(max_chunksize=_GROUP_ROWS)
         self.groups = [batch.num_rows for batch in self._batches]
         self.fields = tuple(
@@ -134,20 +150,6 @@ def tensors_of(fields: Sequence[Field], batch: Any, where: str, first_row: int) 
             )
         tensors[field.name] = rows.tensor()
     return tensors
-
-
-def selected(where: str, schema: Any, columns: Sequence[str] | None) -> list[str]:
-    """The columns to read: all, or ``columns`` in that order."""
-    names = list(schema.names)
-    if columns is None:
-        columns = names
-    missing = [name for name in columns if name not in names]
-    if missing or not columns or len(set(columns)) < len(columns):
-        raise SettingError(
-            f"{where} has columns {', '.join(names) or '(none)'}; asked for {', '.join(columns) or 'none'}. "
-            "Name some of them, each once."
-        )
-    return list(columns)
 
 
 def _equal_length(name: str, offsets: np.ndarray[Any, np.dtype[Any]], where: str, first_row: int, per_row: int) -> int:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ....core.errors import SettingError, StorageError
 from ...source import DecodedSource, Field
-from ..columns import check_equal_fields
+from ..columns import check_equal_fields, selected
 from ..paths import file_size
-from .arrow_tables import pyarrow, rows_of, selected, tensors_of
+from .arrow_tables import arrow_errors, pyarrow, rows_of, tensors_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class ParquetSource(DecodedSource):
                 self._footers[path] = footer = file.metadata
                 if footer.num_rows == 0:
                     continue
-                chosen = selected(str(path), file.schema_arrow, columns)
+                chosen = selected(str(path), "columns", file.schema_arrow.names, columns)
                 fields = _fields(path, file, chosen)
             if not groups:
                 self.fields = fields
@@ -56,14 +56,11 @@ class ParquetSource(DecodedSource):
 
     def decode(self, group: int) -> Mapping[str, Tensor]:
         place = self._places[group]
-        arrow, names = pyarrow(), [field.name for field in self.fields]
+        names = [field.name for field in self.fields]
         where = f"{place.path}, row group {place.number}"
-        try:
-            with _opened(place.path, self._footers[place.path]) as file:
-                # One thread: the loader decodes as many groups at once as it has cores for.
-                table = file.read_row_group(place.number, columns=names, use_threads=False)
-        except (arrow.ArrowException, OSError) as error:
-            raise error if isinstance(error, StorageError) else _damaged(where, error) from error
+        with arrow_errors(where, "Parquet"), _opened(place.path, self._footers[place.path]) as file:
+            # One thread: the loader decodes as many groups at once as it has cores for.
+            table = file.read_row_group(place.number, columns=names, use_threads=False)
         if table.num_rows != self.groups[group]:
             raise StorageError(
                 f"{where} has {table.num_rows} rows, its footer says {self.groups[group]}. Write it again."
@@ -86,19 +83,13 @@ def _opened(path: Path, footer: Any = None) -> Any:
     """A ParquetFile, to be closed by its ``with``."""
     if file_size(path) == 0:
         raise StorageError(f"{path} is empty: 0 bytes are not a Parquet file. Write it again.")
-    arrow = pyarrow()
-    try:
+    with arrow_errors(str(path), "Parquet"):
         return pyarrow(".parquet").ParquetFile(path, metadata=footer)
-    except (arrow.ArrowException, OSError) as error:
-        raise _damaged(str(path), error) from error
 
 
 def _fields(path: Path, file: Any, chosen: Sequence[str]) -> tuple[Field, ...]:
-    arrow = pyarrow()
-    try:
+    with arrow_errors(str(path), "Parquet"):
         first = next(iter(file.iter_batches(batch_size=1, columns=list(chosen), use_threads=False)))
-    except (arrow.ArrowException, OSError) as error:
-        raise _damaged(str(path), error) from error
     return tuple(rows_of(name, first.column(name), str(path), 0).field for name in chosen)
 
 
@@ -115,10 +106,3 @@ def _check_lengths(path: Path, footer: Any, number: int, first_row: int, fields:
                 f"{first_row + group.num_rows - 1}, and {math.prod(field.shape)} in row 0: lists of different lengths. "
                 "Leave it out (open_source(..., columns=[...])), or make tokens of it with `storm data pack`."
             )
-
-
-def _damaged(where: str, error: Exception) -> StorageError:
-    reason = (str(error).splitlines() or ["unknown"])[0]
-    return StorageError(
-        f"{where} is not a complete Parquet file ({reason}). It is truncated or damaged: write it again."
-    )
