@@ -6,6 +6,7 @@ The command's flags, the keys of a YAML file, and the output of ``--print-config
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,33 +18,16 @@ from .suggestions import suggestion
 from .values import Kind, accept, count, number, one_of, pair, path, several, size, switch, text
 
 
-def _setting(default: Any, kind: Kind, group: str, meaning: str) -> Any:
+def _setting(group: str, default: Any, kind: Kind, meaning: str) -> Any:
     return field(default=default, metadata={"kind": kind, "group": group, "help": meaning})
 
 
-def _model(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "model and memory", meaning)
-
-
-def _data(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "data", meaning)
-
-
-def _update(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "training", meaning)
-
-
-def _lora(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "LoRA", meaning)
-
-
-def _run(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "run and checkpoints", meaning)
-
-
-def _seen(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "metrics, evaluation and samples", meaning)
-
+_model = functools.partial(_setting, "model and memory")
+_data = functools.partial(_setting, "data")
+_update = functools.partial(_setting, "training")
+_lora = functools.partial(_setting, "LoRA")
+_run = functools.partial(_setting, "run and checkpoints")
+_seen = functools.partial(_setting, "metrics, evaluation and samples")
 
 METRICS = "metrics.jsonl"  # in the output
 _PATH, _PATHS = path(), several(path())

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.folders.folder import sweep
 from ...core.errors import SettingError, StorageError
 from ...data.formats.paths import file_size, whole_number
 from ...data.formats.plain.packed import read_index
@@ -28,7 +29,7 @@ from ...data.formats.text_lines import Progress
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..errors import reason
-from .cache import being_written, digest_of, sweep
+from .cache import being_written, digest_of
 from .documents import Document, Reading, settle
 from .encode import IGNORED, Encoder, Ids
 from .packed import Packed, packed_folders
