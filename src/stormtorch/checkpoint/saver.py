@@ -50,55 +50,46 @@ class Saver:
         optimizer: bool = True,
     ) -> None:
         with self._exclusive("save"):
-            self._save(directory, also=also, files=files, wait=wait, optimizer=optimizer)
-
-    def _save(
-        self,
-        directory: Directory,
-        *,
-        also: Mapping[str, Any] | None,
-        files: Callable[[Path], None] | None,
-        wait: bool,
-        optimizer: bool,
-    ) -> None:
-        self._durable.check_idle(loading=False)
-        self._finish()
-        if self._damaged is not None:
-            raise StormError(f"Cannot save: only a part of {self._damaged} was loaded. Load a whole checkpoint first.")
-        durable = self._durable
-        if durable.has_unused_gradients:
-            say_once(
-                "A checkpoint holds no gradients. Some have not been used by a step: a run that resumes from this "
-                "checkpoint loses them. Save after optimizer.step()."
-            )
-        durable.settle()
-        content = gather(self._model, durable, step=self.steps, also=also or {}, with_states=optimizer)
-        pieces = content.pieces
-        folder.sweep(place_of(directory).parent)
-        draft = None
-        try:
-            draft = Draft(directory)
-            draft.make()
-            check_space(content, draft)
-            self._write_beside(draft.path, files)
-            if not wait:
-                try:
-                    durable.still.copy_unstreamed(pieces)
-                except OutOfBudget:
-                    wait = True
-            self._writing = Writing(content, draft, durable.still)
-            durable.still.hold(pieces)
-            self._writing.start()
-            if wait:
-                self._finish()
-        except BaseException:
-            writing, self._writing = self._writing, None
-            if writing is not None:  # Ctrl-C came before its wait
-                writing.give_up()
-            durable.still.release(pieces)
-            if draft is not None:
-                draft.discard()
-            raise
+            self._durable.check_idle(loading=False)
+            self._finish()
+            if self._damaged is not None:
+                raise StormError(
+                    f"Cannot save: only a part of {self._damaged} was loaded. Load a whole checkpoint first."
+                )
+            durable = self._durable
+            if durable.has_unused_gradients:
+                say_once(
+                    "A checkpoint holds no gradients. Some have not been used by a step: a run that resumes from this "
+                    "checkpoint loses them. Save after optimizer.step()."
+                )
+            durable.settle()
+            content = gather(self._model, durable, step=self.steps, also=also or {}, with_states=optimizer)
+            pieces = content.pieces
+            folder.sweep(place_of(directory).parent)
+            draft = None
+            try:
+                draft = Draft(directory)
+                draft.make()
+                check_space(content, draft)
+                self._write_beside(draft.path, files)
+                if not wait:
+                    try:
+                        durable.still.copy_unstreamed(pieces)
+                    except OutOfBudget:
+                        wait = True
+                self._writing = Writing(content, draft, durable.still)
+                durable.still.hold(pieces)
+                self._writing.start()
+                if wait:
+                    self._finish()
+            except BaseException:
+                writing, self._writing = self._writing, None
+                if writing is not None:  # Ctrl-C came before its wait
+                    writing.give_up()
+                durable.still.release(pieces)
+                if draft is not None:
+                    draft.discard()
+                raise
 
     def _write_beside(self, path: Path, files: Callable[[Path], None] | None) -> None:
         """Write the configs, and the files that user code adds."""

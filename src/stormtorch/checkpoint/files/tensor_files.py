@@ -75,9 +75,8 @@ class Filling:
     target: torch.Tensor | None
 
 
-def fill(
-    path: Path, fillings: Sequence[Filling], *, expected: Record | None = None, stop: threading.Event | None = None
-) -> None:
+@torch.no_grad()
+def fill(path: Path, fillings: Sequence[Filling], expected: Record | None, stop: threading.Event) -> None:
     """Read tensors into existing memory: directly if it is laid out as in the file, else chunk by chunk.
 
     With ``expected`` it reads every byte of the file and verifies the checksum. Blocks."""
@@ -95,14 +94,14 @@ def fill(
 class _Source:
     """Reads a file from front to end."""
 
-    def __init__(self, fd: int, path: Path, stop: threading.Event | None, *, sums: bool) -> None:
+    def __init__(self, fd: int, path: Path, stop: threading.Event, *, sums: bool) -> None:
         self._fd, self._path, self._stop, self._sums = fd, path, stop, sums
         self._at = self.crc = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def read(self, view: memoryview) -> None:
         for at in range(0, len(view), CHUNK):
-            if self._stop is not None and self._stop.is_set():
+            if self._stop.is_set():
                 raise Stopped
             chunk = view[at : at + CHUNK]
             disk.read_exactly(self._fd, chunk, self._at, self._path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,10 +17,10 @@ from ..content.adapter import base_name, base_names, is_adapter_name
 from ..content.names import compare, names_of
 from ..content.parts import INDEX
 from ..files import disk
-from ..files.tensor_files import Filling, read_header
+from ..files.tensor_files import Filling, fill, read_header
+from ..files.threads import Task, run_all
 from ..folders.manifest import MANIFEST, STORM, check_sums, file_in, read_manifest
 from ..state.session_state import durable_of
-from .checkpoint import Job, read_all
 
 SINGLE = "model.safetensors"
 
@@ -67,7 +68,7 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
         manifest = read_manifest(path)
         sums = manifest.files
         check_sums(path, manifest, {INDEX} & sums.keys() if len(files) > 1 else ())
-    jobs = [Job(path / file, mine, sums.get(file)) for file, mine in fillings.items()]
+    jobs: list[Task] = [partial(fill, path / file, mine, sums.get(file)) for file, mine in fillings.items()]
     touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]
     durable = durable_of(model)
@@ -82,13 +83,13 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
 
 
 def _fill(
-    jobs: list[Job],
+    jobs: list[Task],
     wanted: dict[str, torch.Tensor],
     places: dict[str, list[str]],
     tensors: dict[str, torch.Tensor],
 ) -> None:
     with torch.no_grad():
-        read_all(jobs)
+        run_all(jobs)
         for name, tensor in wanted.items():
             for other in places[name][1:]:
                 plain(tensors[other]).copy_(plain(tensor))
