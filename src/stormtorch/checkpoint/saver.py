@@ -14,8 +14,8 @@ from ..core.errors import OutOfBudget, StormError
 from ..core.notices import say_once
 from ..memory.disk.calls import storage_errors
 from ..streams.bridge.handlers import handler_here, inside_step
-from .content import adapter, pretrained
 from .content.parts import gather
+from .content.pretrained import write_configs
 from .folders import folder
 from .loading.checkpoint import load_into
 from .saving.draft import Draft, place_of
@@ -23,11 +23,6 @@ from .saving.writing import Writing, check_space
 from .state.session_state import Durable
 
 Directory = Path | str | os.PathLike[str]
-
-
-def write_configs(model: nn.Module, folder: Path) -> None:
-    """Write the configs that ``from_pretrained`` of transformers or PEFT needs beside the weights."""
-    (adapter if adapter.is_adapted(model) else pretrained).write_configs(model, folder)
 
 
 class Saver:

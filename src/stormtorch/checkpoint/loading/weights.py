@@ -102,11 +102,7 @@ def _files(path: Path) -> list[str]:
     if (path / SINGLE).is_file():  # in the order of transformers
         return [file_in(path, SINGLE).name]
     if (path / INDEX).is_file():
-        try:
-            index = parse_json(disk.read_whole(file_in(path, INDEX), limit_bytes=JSON_LIMIT_BYTES))
-            files = sorted({str(file) for file in index["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path / INDEX} is damaged ({error}). Copy it again.") from None
+        files = sorted(set(weight_map(path / INDEX).values()))
         missing = [file for file in files if not _is_file(file_in(path, file))]
         if missing:
             raise CheckpointError(
@@ -122,6 +118,15 @@ def _files(path: Path) -> list[str]:
         f"{f', but {len(others)} other safetensors files such as {others[0]}' if others else ''}. Name a folder of "
         "weights."
     )
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each weight."""
+    try:
+        given = parse_json(disk.read_whole(file_in(index.parent, index.name), limit_bytes=JSON_LIMIT_BYTES))
+        return {str(name): str(file) for name, file in given["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error}). Copy it again.") from None
 
 
 def _is_file(path: Path) -> bool:
