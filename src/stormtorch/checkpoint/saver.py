@@ -103,10 +103,10 @@ class Saver:
             self._durable.check_idle(loading=True)
             self._finish()
             path = Path(directory)
-            loaded = load_into(self._model, self._durable, path, also or {}, self._begin_changing)
+            step, rest = load_into(self._model, self._durable, path, also or {}, self._begin_changing)
             self._damaged = None
-            self._steps_before = loaded.step - self._count_steps()
-            return loaded.rest
+            self._steps_before = step - self._count_steps()
+            return rest
 
     def _begin_changing(self, path: Path) -> None:
         self._damaged = str(path)

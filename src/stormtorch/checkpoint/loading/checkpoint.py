@@ -38,20 +38,16 @@ _FLAGS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "
 _FIXED = ("amsgrad", "capturable", "differentiable")
 
 
-@dataclass(frozen=True)
-class Loaded:
-    step: int
-    rest: dict[str, Any]  # saved ``also`` entries that the caller named no object for
-
-
 def load_into(
     model: nn.Module,
     durable: Durable,
     directory: Path,
     also: Mapping[str, Any],
     begin: Callable[[Path], None],
-) -> Loaded:
-    """Restore everything. Calls ``begin`` after all checks, before the first change."""
+) -> tuple[int, dict[str, Any]]:
+    """Restore everything; returns the step, and saved ``also`` entries that the caller named no object for.
+
+    Calls ``begin`` after all checks, before the first change."""
     manifest = check_complete(directory)
     check_sums(directory, manifest, [name for name in manifest.files if not is_tensors(name) and name != STATE])
     state = _read_state(directory, manifest)
@@ -88,7 +84,7 @@ def load_into(
         for name, target in also.items():
             target.load_state_dict(rest.pop(name))
         set_random_state(state["random"])  # last: the steps before may have drawn random numbers
-        return Loaded(int(state["step"]), rest)
+        return int(state["step"]), rest
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
@@ -72,27 +73,16 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]
     durable = durable_of(model)
-    if durable is None:
-        _fill(jobs, wanted, places, names.tensors)
-        torch.autograd.graph.increment_version(parameters)
-    else:
-        with durable.rewriting(parameters, with_states=False):
-            _fill(jobs, wanted, places, names.tensors)
-        durable.note_written(parameters)
-    return sorted(wanted)
-
-
-def _fill(
-    jobs: list[Task],
-    wanted: dict[str, torch.Tensor],
-    places: dict[str, list[str]],
-    tensors: dict[str, torch.Tensor],
-) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), durable.rewriting(parameters, with_states=False) if durable else contextlib.nullcontext():
         run_all(jobs)
         for name, tensor in wanted.items():
             for other in places[name][1:]:
-                plain(tensors[other]).copy_(plain(tensor))
+                plain(names.tensors[other]).copy_(plain(tensor))
+    if durable:
+        durable.note_written(parameters)
+    else:
+        torch.autograd.graph.increment_version(parameters)
+    return sorted(wanted)
 
 
 def _files(path: Path) -> list[str]:

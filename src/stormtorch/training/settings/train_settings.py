@@ -41,10 +41,8 @@ class TrainSettings:
     model: str | None = _model(
         None,
         path("a directory, a JSON file or module:callable", "MODEL"),
-        (
-            "a transformers directory with weights; a directory or a JSON file with a config alone (random weights); "
-            "or module:callable that returns an nn.Module"
-        ),
+        "a transformers directory with weights; a directory or a JSON file with a config alone (random weights); "
+        "or module:callable that returns an nn.Module",
     )
     tokenizer: str | None = _model(None, _PATH, "directory or tokenizer.json (default: the model's directory)")
     loss: str | None = _model(None, _CALLABLE, "loss(output, batch) of a module:callable model without its own")
@@ -54,7 +52,7 @@ class TrainSettings:
     dtype: str = _model(
         "auto",
         one_of("auto", "bf16", "fp32"),
-        ("of the weights; bf16 has fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it"),
+        "of the weights; bf16 has fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it",
     )
     chunked_loss: bool = _model(
         False, switch(), "never hold all logits: less device memory for large vocabularies, different rounding"
@@ -78,7 +76,7 @@ class TrainSettings:
     sequence: int = _data(1024, count(2, 1 << 24), "tokens in a row")
     packing: bool = _data(True, switch(), "join documents to full rows; without: one document per row")
     completions_only: bool | None = _data(
-        None, switch(), ("train on answers only (default: yes for chat and completion)")
+        None, switch(), "train on answers only (default: yes for chat and completion)"
     )
 
     batch: int = _update(1, count(1), "rows in a forward pass")
@@ -97,10 +95,8 @@ class TrainSettings:
     on_nan: str = _update(
         "stop",
         one_of("stop", "skip"),
-        (
-            "at a loss or gradient that is not finite: stop with status 3, or skip the update (the host then waits for "
-            "each step)"
-        ),
+        "at a loss or gradient that is not finite: stop with status 3, or skip the update (the host then waits for "
+        "each step)",
     )
 
     lora_rank: int = _lora(0, count(0), "rank of the adapters; 0 trains all weights")
@@ -109,7 +105,7 @@ class TrainSettings:
     lora_targets: tuple[str, ...] | None = _lora(
         None,
         several(text("the name of a module", "NAME")),
-        ("modules that get adapters (default: all linear layers except the head)"),
+        "modules that get adapters (default: all linear layers except the head)",
     )
 
     output: str = _run(
@@ -118,7 +114,7 @@ class TrainSettings:
     resume: str = _run(
         "auto",
         path("auto, never or a checkpoint's directory", "auto|never|PATH"),
-        ("auto: resume from the newest complete checkpoint, if there is one"),
+        "auto: resume from the newest complete checkpoint, if there is one",
     )
     save_every: int = _run(500, count(0), "steps between checkpoints; 0: only at the end")
     keep: int = _run(2, count(1), "checkpoints to keep")
