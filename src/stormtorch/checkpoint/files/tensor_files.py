@@ -69,10 +69,10 @@ def _has_file_layout(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Filling:
-    """A tensor of a file and its target memory; None: read it for the checksum alone."""
+    """A tensor of a file and its target memory."""
 
     entry: Entry
-    target: torch.Tensor | None
+    target: torch.Tensor
 
 
 @torch.no_grad()
@@ -117,9 +117,7 @@ class _Source:
 
     def fill(self, filling: Filling) -> None:
         entry, target = filling.entry, filling.target
-        if target is None:
-            self.skip_to(entry.start + entry.size)
-        elif _has_file_layout(target) and target.dtype == entry.dtype:
+        if _has_file_layout(target) and target.dtype == entry.dtype:
             self.read(bytes_of(target))
         elif target.is_contiguous():
             flat, step = target.view(-1), CHUNK // entry.dtype.itemsize
@@ -139,16 +137,8 @@ class _Source:
         return self._scratch[: count * dtype.itemsize].view(dtype)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file of a set, and the names of its tensors."""
-
-    file: str
-    names: list[str]
-
-
-def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> list[Shard]:
-    """Divide tensors into files, in order: each takes as many as fit ``limit_bytes``, at least one."""
+def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> dict[str, list[str]]:
+    """The names of the tensors of each file: in order, as many as fit ``limit_bytes``, at least one."""
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -158,6 +148,6 @@ def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> list[S
         groups[-1].append(name)
         room -= size
     if len(groups) == 1:
-        return [Shard(f"{stem}.safetensors", groups[0])]
+        return {f"{stem}.safetensors": groups[0]}
     count = len(groups)
-    return [Shard(f"{stem}-{i:05d}-of-{count:05d}.safetensors", names) for i, names in enumerate(groups, 1)]
+    return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(groups, 1)}

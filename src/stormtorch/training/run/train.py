@@ -14,7 +14,6 @@ from ...core.sizes import format_bytes
 from ...memory.books.limits import usable_device
 from ..errors import require
 from ..model.build import Built
-from ..model.chunked_loss import ChunkedLoss
 from ..output.checkpoints import Checkpoints
 from ..output.identity import RunRecord, identity, write_run_file
 from ..output.metrics import Metrics, cut_back
@@ -111,7 +110,6 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
             stopping=stopping,
             total=data.total,
             done=done,
-            before_first=built.loss.check if isinstance(built.loss, ChunkedLoss) else None,
         )
         stopping.begin_steps()
         saved = loop.run()

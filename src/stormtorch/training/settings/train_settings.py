@@ -81,16 +81,16 @@ class TrainSettings:
 
     batch: int = _update(1, count(1), "rows in a forward pass")
     accumulate: int = _update(1, count(1, 1 << 16), "forward passes in a step")
-    epochs: float = _update(1.0, number(0.0, above=True, most=1e6), "passes over the data, unless steps are given")
+    epochs: float = _update(1.0, number(above=True, most=1e6), "passes over the data, unless steps are given")
     steps: int | None = _update(None, count(1), "optimizer steps, instead of epochs")
     optimizer: str = _update("adamw", text("the name of an optimizer of torch.optim", "NAME"), "one of torch.optim")
-    lr: float = _update(1e-5, number(0.0, above=True), "maximum learning rate")
+    lr: float = _update(1e-5, number(above=True), "maximum learning rate")
     schedule: str = _update("cosine", one_of("cosine", "linear", "constant"), "of the learning rate after warm-up")
-    warmup: float = _update(0.03, number(0.0), "steps from 0 to lr; below 1: a share of all steps")
-    weight_decay: float = _update(0.0, number(0.0), "of matrices; norms and biases are not decayed")
+    warmup: float = _update(0.03, number(), "steps from 0 to lr; below 1: a share of all steps")
+    weight_decay: float = _update(0.0, number(), "of matrices; norms and biases are not decayed")
     betas: tuple[float, float] | None = _update(None, pair(), "of Adam (default: the optimizer's own)")
-    eps: float | None = _update(None, number(0.0, above=True), "of Adam (default: the optimizer's own)")
-    clip: float = _update(1.0, number(0.0), "norm at which gradients are clipped; 0: no clipping")
+    eps: float | None = _update(None, number(above=True), "of Adam (default: the optimizer's own)")
+    clip: float = _update(1.0, number(), "norm at which gradients are clipped; 0: no clipping")
     seed: int = _update(0, count(0), "of weights, dropout and the order of rows")
     on_nan: str = _update(
         "stop",
@@ -100,8 +100,8 @@ class TrainSettings:
     )
 
     lora_rank: int = _lora(0, count(0), "rank of the adapters; 0 trains all weights")
-    lora_alpha: float | None = _lora(None, number(0.0, above=True), "scale of the adapters (default: twice the rank)")
-    lora_dropout: float = _lora(0.0, number(0.0, most=0.99), "dropout in front of the adapters")
+    lora_alpha: float | None = _lora(None, number(above=True), "scale of the adapters (default: twice the rank)")
+    lora_dropout: float = _lora(0.0, number(most=0.99), "dropout in front of the adapters")
     lora_targets: tuple[str, ...] | None = _lora(
         None,
         several(text("the name of a module", "NAME")),
@@ -138,13 +138,8 @@ class TrainSettings:
             object.__setattr__(self, item.name, item.default if value in (None, ()) else value)  # an empty line of YAML
         _check_pairs(self)
 
-    @classmethod
-    def from_mapping(cls, given: Mapping[str, object], *, source: str) -> TrainSettings:
-        """Settings by name, with dashes or underscores. Raises SettingError for an unknown name."""
-        return cls(**known_names(given, source=source))
-
     def as_mapping(self) -> dict[str, Any]:
-        """Every setting by name, in the types of YAML and JSON. ``from_mapping`` reverses it."""
+        """Every setting by name, in the types of YAML and JSON."""
         found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
