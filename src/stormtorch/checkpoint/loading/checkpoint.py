@@ -282,7 +282,7 @@ def _check_optimizer(
     groups = [[called[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     for number, (mine, theirs) in enumerate(zip(groups, [group["params"] for group in saved["groups"]], strict=False)):
         if mine != theirs:
-            where = next(i for i, (a, b) in enumerate(zip_longest(mine, theirs)) if a != b)
+            where = next((i for i, (a, b) in enumerate(zip_longest(mine, theirs)) if a != b), 0)
             raise WrongModel(
                 f"{directory}: parameter group {number} held {len(theirs)} parameters and here holds {len(mine)}; the "
                 f"first difference is number {where}. Build the optimizer as it was when saving."
