@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,20 +39,13 @@ def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "This is a defect" in shown.out
 
 
-def test_without_transformers_a_module_of_its_own(
+def test_without_transformers_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = importlib.util.find_spec
-
-    def missing(name: str, package: str | None = None) -> Any:
-        return None if name == "transformers" else found(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", missing)
-    assert main(["demo", "--device", "cpu", "--steps", "3"]) == 0
-    out = capsys.readouterr().out
-    assert "transformers is not installed (pip install 'stormtorch[hf]')" in out
-    assert "device budget 3.2 MiB" in out
-    assert "plain PyTorch's" in out
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["demo", "--device", "cpu", "--steps", "3"]) == 1
+    shown = capsys.readouterr().err
+    assert "storm demo needs the package transformers. Install it: pip install 'stormtorch[hf]'." in shown
 
 
 def test_the_corpus_and_its_tokenizer() -> None:

@@ -99,7 +99,7 @@ def test_settings_are_read_without_torch() -> None:
         (["--data", "absent.jsonl"], "absent.jsonl does not exist"),
         (["--vram", "10KiB"], "Raise it"),
         (["--vram", "8"], "The limit is vram='8'. Did you mean '8GiB'? Raise it"),
-        (["--vram", "-1GiB"], "vram='-1GiB' is not a byte size"),
+        (["--vram=-1GiB"], "vram='-1GiB' is not a byte size"),
         (["--output", "/proc/storm"], "Cannot create /proc/storm: no folders can be made there"),
         (["--ram", "200KiB"], "are needed"),
     ],

@@ -68,11 +68,12 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_readings_come_in_order_and_none_is_lost(device: torch.device, ledger: Ledger) -> None:
-    readings = Readings(device, ledger)
+    readings, found = Readings(device, ledger), []
     for step in range(1, 601):  # more than there are slots
         norm = torch.tensor(float(step), device=device) if step % 2 else None
         readings.put(step, torch.tensor(step / 3, device=device), norm)
-    found = readings.all_but(2) + readings.all()
+        found += readings.all_but(2)
+    found += readings.all()
     assert [reading.step for reading in found] == list(range(1, 601))
     assert [reading.loss for reading in found] == [float(torch.tensor(step / 3)) for step in range(1, 601)]
     assert [reading.norm for reading in found] == [float(step) if step % 2 else None for step in range(1, 601)]

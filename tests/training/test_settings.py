@@ -35,7 +35,7 @@ def test_yaml_gives_the_same_settings_again(tmp_path: Path) -> None:
         path = tmp_path / "run.yaml"
         path.write_text(to_yaml(chosen), encoding="utf-8")
         assert TrainSettings(**read_yaml(path)) == chosen
-        assert TrainSettings.from_mapping(chosen.as_mapping(), source="itself") == chosen
+        assert TrainSettings(**chosen.as_mapping()) == chosen
 
 
 def test_yaml_as_people_write_it(tmp_path: Path) -> None:
@@ -117,7 +117,8 @@ def test_values_that_cannot_be_meant(changes: dict[str, Any], words: str) -> Non
 
 
 def test_numbers_are_read_exactly() -> None:
-    found = TrainSettings.from_mapping({"seed": str((1 << 63) - 1), "steps": "1e3"}, source="flags")
+    flags: dict[str, Any] = {"seed": str((1 << 63) - 1), "steps": "1e3"}
+    found = TrainSettings(**flags)
     assert (found.seed, found.steps) == ((1 << 63) - 1, 1000)  # no float is the first
 
 

@@ -89,10 +89,12 @@ class WithoutOffsets:
         return 257
 
 
-def test_a_tokenizer_without_offsets(tmp_path: Path) -> None:
+def test_a_tokenizer_without_offsets_cannot_tell_answers_from_prompts(tmp_path: Path) -> None:
     path = json_lines(tmp_path / "a.jsonl", {"prompt": "ab", "completion": "cd"})
-    _, labels = rows_of(prepare([path], WithoutOffsets(), sequence=5, cache=tmp_path / "cache"))
-    assert labels == [[-100, -100, *b"cd", END]]
+    with pytest.raises(SettingError, match=r"line 1: .* WithoutOffsets does not say\. .* --no-completions-only"):
+        prepare([path], WithoutOffsets(), sequence=5, cache=tmp_path / "cache")
+    made = prepare([path], WithoutOffsets(), sequence=5, cache=tmp_path / "cache", completions_only=False)
+    assert rows_of(made)[0] == [[*b"abcd", END]]
 
 
 @pytest.mark.parametrize("template", [CHAT, THOUGHTFUL], ids=["plain", "rewriting"])

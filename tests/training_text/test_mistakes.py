@@ -134,7 +134,6 @@ def test_text_without_a_tokenizer_or_end(tmp_path: Path) -> None:
 def test_settings(tmp_path: Path) -> None:
     path = json_lines(tmp_path / "data.jsonl", {"text": "abc"})
     assert "--sequence" in refused([path], byte_tokenizer(), sequence=1)
-    assert "Accepted: auto, text, chat, completion" in refused([path], byte_tokenizer(), format="csv")
     mixed = tmp_path / "b.txt"
     mixed.write_text("plain")
     chat = json_lines(tmp_path / "c.jsonl", {"prompt": "a", "completion": "b"})

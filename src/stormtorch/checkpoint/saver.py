@@ -14,8 +14,8 @@ from ..core.errors import OutOfBudget, StormError
 from ..core.notices import say_once
 from ..memory.disk.calls import storage_errors
 from ..streams.bridge.handlers import handler_here, inside_step
-from .content import adapter, pretrained
 from .content.parts import gather
+from .content.pretrained import write_configs
 from .folders import folder
 from .loading.checkpoint import load_into
 from .saving.draft import Draft, place_of
@@ -23,11 +23,6 @@ from .saving.writing import Writing, check_space
 from .state.session_state import Durable
 
 Directory = Path | str | os.PathLike[str]
-
-
-def write_configs(model: nn.Module, folder: Path) -> None:
-    """Write the configs that ``from_pretrained`` of transformers or PEFT needs beside the weights."""
-    (adapter if adapter.is_adapted(model) else pretrained).write_configs(model, folder)
 
 
 class Saver:
@@ -50,55 +45,46 @@ class Saver:
         optimizer: bool = True,
     ) -> None:
         with self._exclusive("save"):
-            self._save(directory, also=also, files=files, wait=wait, optimizer=optimizer)
-
-    def _save(
-        self,
-        directory: Directory,
-        *,
-        also: Mapping[str, Any] | None,
-        files: Callable[[Path], None] | None,
-        wait: bool,
-        optimizer: bool,
-    ) -> None:
-        self._durable.check_idle(loading=False)
-        self._finish()
-        if self._damaged is not None:
-            raise StormError(f"Cannot save: only a part of {self._damaged} was loaded. Load a whole checkpoint first.")
-        durable = self._durable
-        if durable.has_unused_gradients:
-            say_once(
-                "A checkpoint holds no gradients. Some have not been used by a step: a run that resumes from this "
-                "checkpoint loses them. Save after optimizer.step()."
-            )
-        durable.settle()
-        content = gather(self._model, durable, step=self.steps, also=also or {}, with_states=optimizer)
-        pieces = content.pieces
-        folder.sweep(place_of(directory).parent)
-        draft = None
-        try:
-            draft = Draft(directory)
-            draft.make()
-            check_space(content, draft)
-            self._write_beside(draft.path, files)
-            if not wait:
-                try:
-                    durable.still.copy_unstreamed(pieces)
-                except OutOfBudget:
-                    wait = True
-            self._writing = Writing(content, draft, durable.still)
-            durable.still.hold(pieces)
-            self._writing.start()
-            if wait:
-                self._finish()
-        except BaseException:
-            writing, self._writing = self._writing, None
-            if writing is not None:  # Ctrl-C came before its wait
-                writing.give_up()
-            durable.still.release(pieces)
-            if draft is not None:
-                draft.discard()
-            raise
+            self._durable.check_idle(loading=False)
+            self._finish()
+            if self._damaged is not None:
+                raise StormError(
+                    f"Cannot save: only a part of {self._damaged} was loaded. Load a whole checkpoint first."
+                )
+            durable = self._durable
+            if durable.has_unused_gradients:
+                say_once(
+                    "A checkpoint holds no gradients. Some have not been used by a step: a run that resumes from this "
+                    "checkpoint loses them. Save after optimizer.step()."
+                )
+            durable.settle()
+            content = gather(self._model, durable, step=self.steps, also=also or {}, with_states=optimizer)
+            pieces = content.pieces
+            folder.sweep(place_of(directory).parent)
+            draft = None
+            try:
+                draft = Draft(directory)
+                draft.make()
+                check_space(content, draft)
+                self._write_beside(draft.path, files)
+                if not wait:
+                    try:
+                        durable.still.copy_unstreamed(pieces)
+                    except OutOfBudget:
+                        wait = True
+                self._writing = Writing(content, draft, durable.still)
+                durable.still.hold(pieces)
+                self._writing.start()
+                if wait:
+                    self._finish()
+            except BaseException:
+                writing, self._writing = self._writing, None
+                if writing is not None:  # Ctrl-C came before its wait
+                    writing.give_up()
+                durable.still.release(pieces)
+                if draft is not None:
+                    draft.discard()
+                raise
 
     def _write_beside(self, path: Path, files: Callable[[Path], None] | None) -> None:
         """Write the configs, and the files that user code adds."""
@@ -117,10 +103,10 @@ class Saver:
             self._durable.check_idle(loading=True)
             self._finish()
             path = Path(directory)
-            loaded = load_into(self._model, self._durable, path, also or {}, self._begin_changing)
+            step, rest = load_into(self._model, self._durable, path, also or {}, self._begin_changing)
             self._damaged = None
-            self._steps_before = loaded.step - self._count_steps()
-            return loaded.rest
+            self._steps_before = step - self._count_steps()
+            return rest
 
     def _begin_changing(self, path: Path) -> None:
         self._damaged = str(path)

@@ -70,7 +70,7 @@ def _pack_documents(options: argparse.Namespace, shard_bytes: int, dtype: torch.
     from ..data.packing.text_tokenizer import TextTokenizer
     from .progress import Progress
 
-    _refuse(options, "documents", columns="--columns")
+    _refuse(options, "documents", "columns")
     tokenizer = None if options.tokenizer is None else TextTokenizer(options.tokenizer)
     paths = [file for path in options.input for file in document_files(path)]
     progress = Progress(sum(file_size(path) for path in paths))
@@ -102,14 +102,7 @@ def _pack_rows(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype
     from ..data.packing.pack_rows import pack_rows, rows_to_pack
     from .progress import Progress
 
-    _refuse(
-        options,
-        "arrays",
-        prompt_field="--prompt-field",
-        eos_id="--eos-id",
-        document_numbers="--document-numbers",
-        skip_bad_lines="--skip-bad-lines",
-    )
+    _refuse(options, "arrays", "prompt_field", "eos_id", "document_numbers", "skip_bad_lines")
     for path in options.input:
         if path.suffix.lower() in TEXTS:
             raise SettingError(f"{path} is text. Name a tokenizer: --tokenizer PATH.")
@@ -140,10 +133,11 @@ def _end_token(given: str | None, tokenizer: TextTokenizer | None) -> int | None
     return int(given)
 
 
-def _refuse(options: argparse.Namespace, kind: str, **flags: str) -> None:
+def _refuse(options: argparse.Namespace, kind: str, *names: str) -> None:
     """Refuse flags that have no effect for this kind of input."""
     from ..core.errors import SettingError
 
-    for name, flag in flags.items():
+    for name in names:
         if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
             raise SettingError(f"{flag} has no effect for {kind}. Remove it; documents need --tokenizer.")

@@ -1,14 +1,13 @@
 """``storm demo``: trains a small language model with less device memory than its weights need.
 
 It runs ``storm train`` on a bundled corpus (STORM's own documentation), and an ordinary loop of torch and transformers
-beside it; then it compares every loss and every weight, and the device memory with the budget. If transformers is
-missing, demo_module.py does the same with a plain module.
+beside it; then it compares every loss and every weight, and the device memory with the budget.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import shutil
 import tempfile
@@ -42,15 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from ..core.errors import SettingError
+    from ..training.errors import require
 
     if options.steps < 2:
         raise SettingError(f"--steps {options.steps} is not valid. Accepted: 2 or more.")
-    missing = [name for name in ("transformers", "tokenizers") if importlib.util.find_spec(name) is None]
-    if missing:
-        from . import demo_module
-
-        print(f"{missing[0]} is not installed (pip install 'stormtorch[hf]'): training STORM's own module instead.")
-        return demo_module.run(options)
+    for package in ("transformers", "tokenizers"):
+        require(package, extra="hf", why="storm demo")
     with tempfile.TemporaryDirectory(prefix="storm-demo-") as folder:
         return _run(options, Path(folder))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from ..core.sizes import format_bytes
-from .progress import Progress
+from .progress import Progress, clock_text
 
 if TYPE_CHECKING:
     from ..training.reporting.watcher import Status
@@ -115,7 +115,7 @@ def status_line(status: Status, width: int | None = None) -> str:
     speed = f"{status.tokens_per_s:,.0f}" if status.tokens_per_s is not None else "-"
     line, *more = (
         f"step {status.step}/{status.total}",
-        f"ETA {_time(status.left_s)}",
+        f"ETA {clock_text(status.left_s) if status.left_s is not None else '-'}",
         f"loss {loss}",
         f"{speed} tokens/s",
         f"{'VRAM' if status.on_gpu else 'device'} {_share(status.vram_bytes, status.vram_limit_bytes)}",
@@ -133,11 +133,3 @@ def _share(used: int, limit: int) -> str:
     text = format_bytes(limit)
     scaled = used / limit * float(text.split()[0]) if limit else 0.0
     return f"{scaled:.1f}/{text}" if scaled >= 0.1 else f"{format_bytes(used)}/{text}"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(max(round(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -9,7 +9,6 @@ import argparse
 import importlib
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +22,6 @@ COMMANDS = {
     "doctor": "report what this machine offers STORM and what is missing",
     "train": "fine-tune a language model that does not fit in VRAM, with checkpoints that survive anything",
 }
-_NEGATIVE = re.compile(r"-\.?\d+\.?\d*[A-Za-z]+$")  # argparse knows plain numbers itself
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,17 +32,6 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         importlib.import_module(f".{name}", __package__).add_arguments(command)
     return root
-
-
-def _with_values(arguments: Sequence[str]) -> list[str]:
-    """Turn ``--vram -1GiB`` into ``--vram=-1GiB``: argparse would take the value for a flag."""
-    joined: list[str] = []
-    for word in arguments:
-        if joined and _NEGATIVE.match(word) and joined[-1].startswith("--") and "=" not in joined[-1]:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -78,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes instead of an error
     name = "storm"
     try:
-        options = _parsed(_with_values(sys.argv[1:] if arguments is None else arguments))
+        options = _parsed(sys.argv[1:] if arguments is None else arguments)
         name = f"storm {options.command}"
         status = int(importlib.import_module(f".{options.command}", __package__).run(options))
         if sys.stdout is not None:

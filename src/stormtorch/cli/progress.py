@@ -41,12 +41,17 @@ class Progress:
         share = min(self.done_bytes / self.total_bytes, 1.0)
         rate = self.done_bytes / max(self._clock() - self._start, 1e-9)
         left = (self.total_bytes - self.done_bytes) / rate if rate else 0.0
-        minutes, seconds = divmod(max(round(left), 0), 60)
         filled = int(share * _WIDTH)
         bar = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] " if self._bar else ""
         amount = f"{format_bytes(min(self.done_bytes, self.total_bytes))} of {format_bytes(self.total_bytes)}"
-        return f"{bar}{share:4.0%}  {amount}  {format_bytes(int(rate))}/s  ETA {minutes}:{seconds:02d}"
+        return f"{bar}{share:4.0%}  {amount}  {format_bytes(int(rate))}/s  ETA {clock_text(left)}"
 
     def _show(self, before: str, after: str) -> None:
         clear = "\x1b[K" if self._bar else ""  # the end of a longer text before
         print(f"{before}{self.text()}{clear}", end=after, file=self._stream, flush=True)
+
+
+def clock_text(seconds: float) -> str:
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

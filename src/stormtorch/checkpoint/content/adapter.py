@@ -86,9 +86,5 @@ def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
 
 def is_adapter_name(model: Any, name: str) -> bool:
     """Whether a tensor belongs to an adapter, so that no file of the base model has it."""
-    return is_adapted(model) and any(prefix in name for prefix in _prefixes(model))
-
-
-def _prefixes(model: Any) -> list[str]:
-    prefix = getattr(getattr(model, "base_model", None), "prefix", None)
-    return [str(prefix)] if prefix else ["lora_"]
+    prefix = getattr(getattr(model, "base_model", None), "prefix", None) or "lora_"
+    return is_adapted(model) and str(prefix) in name

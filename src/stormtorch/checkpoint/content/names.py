@@ -52,9 +52,7 @@ def extra_states(names: Names) -> dict[str, Any]:
     return {name: module.get_extra_state() for name, module in names.modules_with_extra.items()}
 
 
-def compare(
-    found: Mapping[str, Entry], wanted: Mapping[str, torch.Tensor], where: str, *, dtypes: bool, what: str = "model"
-) -> None:
+def compare(found: Mapping[str, Entry], wanted: Mapping[str, torch.Tensor], where: str, *, dtypes: bool) -> None:
     """Raise WrongModel unless the file has exactly the wanted tensors, in the model's shapes."""
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted]
@@ -63,18 +61,18 @@ def compare(
         if missing:
             parts.append(f"{_some(missing)} {'is' if len(missing) == 1 else 'are'} missing there")
         if unexpected:
-            parts.append(f"{_some(unexpected)} {'is' if len(unexpected) == 1 else 'are'} not in the {what}")
-        raise WrongModel(f"{where} is of another {what}: {', '.join(parts)}. Build the {what} that it was saved from.")
+            parts.append(f"{_some(unexpected)} {'is' if len(unexpected) == 1 else 'are'} not in the model")
+        raise WrongModel(f"{where} is of another model: {', '.join(parts)}. Build the model that it was saved from.")
     for name, tensor in wanted.items():
         entry = found[name]
         if entry.shape != tuple(tensor.shape):
             raise WrongModel(
-                f"{where} is of another {what}: {name!r} has shape {entry.shape} there and {tuple(tensor.shape)} in "
-                f"the {what}. Build the {what} that it was saved from."
+                f"{where} is of another model: {name!r} has shape {entry.shape} there and {tuple(tensor.shape)} in "
+                f"the model. Build the model that it was saved from."
             )
         if dtypes and entry.dtype != tensor.dtype:
             raise WrongModel(
-                f"{where} has {name!r} in {entry.dtype}, the {what} in {tensor.dtype}. Build it in that dtype to "
+                f"{where} has {name!r} in {entry.dtype}, the model in {tensor.dtype}. Build it in that dtype to "
                 "resume exactly, or load the weights alone with load_weights, which converts them."
             )
 

@@ -18,7 +18,7 @@ from ...core.errors import SettingError
 from ...core.notices import say_once
 from ...streams.home.parameter import plain
 from ...streams.optimizer.updater import MASTER
-from ..files.tensor_files import NAMES, Shard, header_for, into_shards
+from ..files.tensor_files import NAMES, header_for, into_shards
 from ..folders.manifest import STORM, describe_versions
 from ..state.random_state import random_state
 from ..state.session_state import Durable
@@ -78,7 +78,7 @@ def gather(
     _warn_unsaved_parameters(durable.optimizer, model, also.values())
     if is_adapted(model):
         for file, tensors in adapter_files(model).items():
-            _add(content, [Shard(file, list(tensors))], {name: _piece(durable, t, name) for name, t in tensors.items()})
+            _add(content, {file: list(tensors)}, {name: _piece(durable, t, name) for name, t in tensors.items()})
     else:
         pieces = {name: _piece(durable, tensor, name) for name, tensor in names.tensors.items()}
         shards = into_shards({name: piece.tensor.nbytes for name, piece in pieces.items()}, "model", SHARD_BYTES)
@@ -111,15 +111,15 @@ def _piece(durable: Durable, tensor: torch.Tensor, name: str) -> Piece:
     return Piece(found, unit, durable.is_frozen(tensor))
 
 
-def _add(content: Content, shards: list[Shard], pieces: Mapping[str, Piece]) -> None:
-    for shard in shards:
-        mine = [pieces[name] for name in shard.names]
-        header = header_for((name, piece.tensor) for name, piece in zip(shard.names, mine, strict=True))
-        content.files.append(TensorFile(shard.file, header, mine))
+def _add(content: Content, shards: Mapping[str, list[str]], pieces: Mapping[str, Piece]) -> None:
+    for file, names in shards.items():
+        mine = [pieces[name] for name in names]
+        header = header_for((name, piece.tensor) for name, piece in zip(names, mine, strict=True))
+        content.files.append(TensorFile(file, header, mine))
 
 
-def _index(shards: list[Shard], total: int) -> bytes:
-    weight_map = {name: shard.file for shard in shards for name in shard.names}
+def _index(shards: Mapping[str, list[str]], total: int) -> bytes:
+    weight_map = {name: file for file, names in shards.items() for name in names}
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(content, indent=2) + "\n").encode()
 

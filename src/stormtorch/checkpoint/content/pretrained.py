@@ -8,9 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from . import adapter
+
 
 def write_configs(model: nn.Module, folder: Path) -> None:
-    """Write ``config.json`` and ``generation_config.json`` of a transformers model; nothing for other models."""
+    """Write the configs of a transformers or PEFT model; nothing for other models."""
+    if adapter.is_adapted(model):
+        adapter.write_configs(model, folder)
+        return
     inner: Any = getattr(model, "_orig_mod", model)
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "save_pretrained"):

@@ -69,15 +69,14 @@ def _has_file_layout(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Filling:
-    """A tensor of a file and its target memory; None: read it for the checksum alone."""
+    """A tensor of a file and its target memory."""
 
     entry: Entry
-    target: torch.Tensor | None
+    target: torch.Tensor
 
 
-def fill(
-    path: Path, fillings: Sequence[Filling], *, expected: Record | None = None, stop: threading.Event | None = None
-) -> None:
+@torch.no_grad()
+def fill(path: Path, fillings: Sequence[Filling], expected: Record | None, stop: threading.Event) -> None:
     """Read tensors into existing memory: directly if it is laid out as in the file, else chunk by chunk.
 
     With ``expected`` it reads every byte of the file and verifies the checksum. Blocks."""
@@ -95,14 +94,14 @@ def fill(
 class _Source:
     """Reads a file from front to end."""
 
-    def __init__(self, fd: int, path: Path, stop: threading.Event | None, *, sums: bool) -> None:
+    def __init__(self, fd: int, path: Path, stop: threading.Event, *, sums: bool) -> None:
         self._fd, self._path, self._stop, self._sums = fd, path, stop, sums
         self._at = self.crc = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def read(self, view: memoryview) -> None:
         for at in range(0, len(view), CHUNK):
-            if self._stop is not None and self._stop.is_set():
+            if self._stop.is_set():
                 raise Stopped
             chunk = view[at : at + CHUNK]
             disk.read_exactly(self._fd, chunk, self._at, self._path)
@@ -118,9 +117,7 @@ class _Source:
 
     def fill(self, filling: Filling) -> None:
         entry, target = filling.entry, filling.target
-        if target is None:
-            self.skip_to(entry.start + entry.size)
-        elif _has_file_layout(target) and target.dtype == entry.dtype:
+        if _has_file_layout(target) and target.dtype == entry.dtype:
             self.read(bytes_of(target))
         elif target.is_contiguous():
             flat, step = target.view(-1), CHUNK // entry.dtype.itemsize
@@ -140,16 +137,8 @@ class _Source:
         return self._scratch[: count * dtype.itemsize].view(dtype)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file of a set, and the names of its tensors."""
-
-    file: str
-    names: list[str]
-
-
-def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> list[Shard]:
-    """Divide tensors into files, in order: each takes as many as fit ``limit_bytes``, at least one."""
+def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> dict[str, list[str]]:
+    """The names of the tensors of each file: in order, as many as fit ``limit_bytes``, at least one."""
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -159,6 +148,6 @@ def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> list[S
         groups[-1].append(name)
         room -= size
     if len(groups) == 1:
-        return [Shard(f"{stem}.safetensors", groups[0])]
+        return {f"{stem}.safetensors": groups[0]}
     count = len(groups)
-    return [Shard(f"{stem}-{i:05d}-of-{count:05d}.safetensors", names) for i, names in enumerate(groups, 1)]
+    return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(groups, 1)}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import nn
 from ...core.errors import CheckpointError, SettingError, StormError, WrongModel
 from ...core.notices import say_once
 from ...memory.books.limits import host_available_bytes
-from ...memory.disk.safetensors_header import Entry
 from ...streams.home.parameter import plain
 from ...streams.optimizer.updater import MASTER
 from ..content.adapter import WEIGHTS, adapter_files, is_adapted
@@ -39,20 +39,16 @@ _FLAGS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "
 _FIXED = ("amsgrad", "capturable", "differentiable")
 
 
-@dataclass(frozen=True)
-class Loaded:
-    step: int
-    rest: dict[str, Any]  # saved ``also`` entries that the caller named no object for
-
-
 def load_into(
     model: nn.Module,
     durable: Durable,
     directory: Path,
     also: Mapping[str, Any],
     begin: Callable[[Path], None],
-) -> Loaded:
-    """Restore everything. Calls ``begin`` after all checks, before the first change."""
+) -> tuple[int, dict[str, Any]]:
+    """Restore everything; returns the step, and saved ``also`` entries that the caller named no object for.
+
+    Calls ``begin`` after all checks, before the first change."""
     manifest = check_complete(directory)
     check_sums(directory, manifest, [name for name in manifest.files if not is_tensors(name) and name != STATE])
     state = _read_state(directory, manifest)
@@ -65,7 +61,7 @@ def load_into(
         saved = state["optimizer"]
         if durable.optimizer is not None:
             if saved is not None and saved["numbers"] is None:
-                groups = _groups_that_fit(durable.optimizer, names, saved)
+                groups = _groups_that_fit(durable, durable.optimizer, names, directory, saved)
                 _warn_optimizer_restarts(directory, durable.optimizer, bool(groups))
             else:
                 states = _states(durable, names, directory, manifest, saved)
@@ -73,7 +69,7 @@ def load_into(
             _check_values(directory, durable.optimizer, groups)
     begin(directory)
     with torch.no_grad(), durable.rewriting(model.parameters(), with_states=durable.optimizer is not None):
-        read_all(jobs + states.jobs)
+        run_all(jobs + states.jobs)
         for room, value in states.single:
             room.copy_(value)
     durable.note_written(weights)
@@ -89,7 +85,7 @@ def load_into(
         for name, target in also.items():
             target.load_state_dict(rest.pop(name))
         set_random_state(state["random"])  # last: the steps before may have drawn random numbers
-        return Loaded(int(state["step"]), rest)
+        return int(state["step"]), rest
 
 
 @contextlib.contextmanager
@@ -105,28 +101,6 @@ def _unexpected_content(directory: Path) -> Iterator[None]:
             f"{directory / STATE} has unexpected content ({type(error).__name__}: {lines[0][:200]}). Use another "
             "checkpoint."
         ) from error
-
-
-@dataclass(frozen=True)
-class Job:
-    """A file to read, and the targets of its tensors."""
-
-    path: Path
-    fillings: list[Filling]
-    expected: Record | None
-
-
-def read_all(jobs: list[Job]) -> None:
-    """Read files, several at a time. Blocks."""
-
-    def task_for(job: Job) -> Task:
-        def task(stop: threading.Event) -> None:
-            with torch.no_grad():
-                fill(job.path, job.fillings, expected=job.expected, stop=stop)
-
-        return task
-
-    run_all([task_for(job) for job in jobs])
 
 
 def _read_state(directory: Path, manifest: Manifest) -> dict[str, Any]:
@@ -157,7 +131,7 @@ def _check_also(directory: Path, wanted: Mapping[str, Any], saved: Mapping[str, 
 
 def _weights(
     model: nn.Module, names: Names, directory: Path, manifest: Manifest
-) -> tuple[list[Job], list[torch.Tensor]]:
+) -> tuple[list[Task], list[torch.Tensor]]:
     """The model's tensors, or the adapters' alone, and the jobs that fill them."""
     if is_adapted(model):
         wanted_by_file = adapter_files(model)
@@ -169,7 +143,7 @@ def _weights(
         wanted_by_file = {"": names.tensors}
         if any(name.endswith(WEIGHTS) for name in manifest.files):
             raise WrongModel(f"{directory} holds an adapter of PEFT. Build the model with get_peft_model first.")
-    jobs = []
+    jobs: list[Task] = []
     for file, wanted in wanted_by_file.items():
         files = [file] if file else [name for name in manifest.files if _SHARD.fullmatch(name)]
         headers = {name: read_header(file_in(directory, name)) for name in files if name in manifest.files}
@@ -177,7 +151,7 @@ def _weights(
         compare(found, wanted, str(directory), dtypes=True)
         for name, header in headers.items():
             fillings = [Filling(entry, plain(wanted[key]).detach()) for key, entry in header.items()]
-            jobs.append(Job(directory / name, fillings, manifest.files[name]))
+            jobs.append(partial(fill, directory / name, fillings, manifest.files[name]))
     return jobs, [tensor for wanted in wanted_by_file.values() for tensor in wanted.values()]
 
 
@@ -186,7 +160,7 @@ class _States:
     """The optimizer's states after loading."""
 
     by_parameter: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[Task] = field(default_factory=list)
     single: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (target, number)
 
 
@@ -243,8 +217,11 @@ def _states(
             **rooms,
         }
     for file, header in headers.items():
-        fillings = [_filling(entry, full, parameters, states.by_parameter) for full, entry in header.items()]
-        states.jobs.append(Job(directory / file, fillings, manifest.files[file]))
+        fillings = []
+        for full, entry in header.items():
+            name, key = full.rsplit(".", 1)
+            fillings.append(Filling(entry, states.by_parameter[parameters[name]][key]))
+        states.jobs.append(partial(fill, directory / file, fillings, manifest.files[file]))
     return states
 
 
@@ -267,18 +244,16 @@ def _on_device_of(
     return {key: value if key == "step" and not keeps_step_there else moved(value) for key, value in numbers.items()}
 
 
-def _groups_that_fit(optimizer: torch.optim.Optimizer, names: Names, saved: dict[str, Any]) -> list[dict[str, Any]]:
+def _groups_that_fit(
+    durable: Durable, optimizer: torch.optim.Optimizer, names: Names, directory: Path, saved: dict[str, Any]
+) -> list[dict[str, Any]]:
     """The saved settings of the groups, e.g. learning rates, if they are of the same optimizer; else none."""
-    called = parameter_names(optimizer, names.tensors)
-    mine = [[called[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     groups: list[dict[str, Any]] = saved["groups"]
-    fits = saved["class"] == type(optimizer).__name__ and mine == [group["params"] for group in groups]
-    fits = fits and all(
-        group.get(key) == theirs.get(key)
-        for group, theirs in zip(optimizer.param_groups, groups, strict=True)
-        for key in _FIXED
-    )
-    return groups if fits else []
+    try:
+        _check_optimizer(durable, optimizer, names, directory, saved)
+    except WrongModel:
+        return []
+    return groups
 
 
 def _warn_optimizer_restarts(directory: Path, optimizer: torch.optim.Optimizer, has_groups: bool) -> None:
@@ -287,13 +262,6 @@ def _warn_optimizer_restarts(directory: Path, optimizer: torch.optim.Optimizer, 
         f"{directory} was saved without the optimizer's states: {type(optimizer).__name__} starts again, with "
         f"zero moments. {settings} of the checkpoint."
     )
-
-
-def _filling(
-    entry: Entry, full: str, parameters: Mapping[str, nn.Parameter], states: Mapping[nn.Parameter, dict[str, Any]]
-) -> Filling:
-    name, key = full.rsplit(".", 1)
-    return Filling(entry, states[parameters[name]][key])
 
 
 def _check_optimizer(
@@ -314,9 +282,7 @@ def _check_optimizer(
     groups = [[called[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     for number, (mine, theirs) in enumerate(zip(groups, [group["params"] for group in saved["groups"]], strict=False)):
         if mine != theirs:
-            where = next(
-                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
-            )
+            where = next((i for i, (a, b) in enumerate(zip_longest(mine, theirs)) if a != b), 0)
             raise WrongModel(
                 f"{directory}: parameter group {number} held {len(theirs)} parameters and here holds {len(mine)}; the "
                 f"first difference is number {where}. Build the optimizer as it was when saving."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,10 +18,10 @@ from ..content.adapter import base_name, base_names, is_adapter_name
 from ..content.names import compare, names_of
 from ..content.parts import INDEX
 from ..files import disk
-from ..files.tensor_files import Filling, read_header
+from ..files.tensor_files import Filling, fill, read_header
+from ..files.threads import Task, run_all
 from ..folders.manifest import MANIFEST, STORM, check_sums, file_in, read_manifest
 from ..state.session_state import durable_of
-from .checkpoint import Job, read_all
 
 SINGLE = "model.safetensors"
 
@@ -67,31 +69,20 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
         manifest = read_manifest(path)
         sums = manifest.files
         check_sums(path, manifest, {INDEX} & sums.keys() if len(files) > 1 else ())
-    jobs = [Job(path / file, mine, sums.get(file)) for file, mine in fillings.items()]
+    jobs: list[Task] = [partial(fill, path / file, mine, sums.get(file)) for file, mine in fillings.items()]
     touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]
     durable = durable_of(model)
-    if durable is None:
-        _fill(jobs, wanted, places, names.tensors)
-        torch.autograd.graph.increment_version(parameters)
-    else:
-        with durable.rewriting(parameters, with_states=False):
-            _fill(jobs, wanted, places, names.tensors)
-        durable.note_written(parameters)
-    return sorted(wanted)
-
-
-def _fill(
-    jobs: list[Job],
-    wanted: dict[str, torch.Tensor],
-    places: dict[str, list[str]],
-    tensors: dict[str, torch.Tensor],
-) -> None:
-    with torch.no_grad():
-        read_all(jobs)
+    with torch.no_grad(), durable.rewriting(parameters, with_states=False) if durable else contextlib.nullcontext():
+        run_all(jobs)
         for name, tensor in wanted.items():
             for other in places[name][1:]:
-                plain(tensors[other]).copy_(plain(tensor))
+                plain(names.tensors[other]).copy_(plain(tensor))
+    if durable:
+        durable.note_written(parameters)
+    else:
+        torch.autograd.graph.increment_version(parameters)
+    return sorted(wanted)
 
 
 def _files(path: Path) -> list[str]:
@@ -101,11 +92,7 @@ def _files(path: Path) -> list[str]:
     if (path / SINGLE).is_file():  # in the order of transformers
         return [file_in(path, SINGLE).name]
     if (path / INDEX).is_file():
-        try:
-            index = parse_json(disk.read_whole(file_in(path, INDEX), limit_bytes=JSON_LIMIT_BYTES))
-            files = sorted({str(file) for file in index["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path / INDEX} is damaged ({error}). Copy it again.") from None
+        files = sorted(set(weight_map(path / INDEX).values()))
         missing = [file for file in files if not _is_file(file_in(path, file))]
         if missing:
             raise CheckpointError(
@@ -121,6 +108,15 @@ def _files(path: Path) -> list[str]:
         f"{f', but {len(others)} other safetensors files such as {others[0]}' if others else ''}. Name a folder of "
         "weights."
     )
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each weight."""
+    try:
+        given = parse_json(disk.read_whole(file_in(index.parent, index.name), limit_bytes=JSON_LIMIT_BYTES))
+        return {str(name): str(file) for name, file in given["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error}). Copy it again.") from None
 
 
 def _is_file(path: Path) -> bool:

@@ -7,10 +7,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
-
-import torch
+from functools import partial
 
 from ...core.errors import StorageError
 from ...core.notices import say_once
@@ -20,9 +17,9 @@ from ...memory.disk.calls import storage_errors
 from ..content.parts import Content, TensorFile
 from ..files import disk
 from ..files.disk import FileWriter, Record, Stopped
-from ..files.threads import Task, run_all
+from ..files.threads import run_all
 from ..folders.manifest import describe_versions
-from ..state.snapshot import Piece, Released, Still
+from ..state.snapshot import Released, Still
 from .draft import Draft
 
 _NICE = 5
@@ -94,34 +91,22 @@ class Writing:
         folder, records = self._draft.path, dict[str, Record]()
         for name, data in self._content.small.items():
             records[name] = disk.write_file(folder / name, data)
-        tasks = [self._task(file, records) for file in self._content.files]
-        run_all(tasks, self._stop)
+        run_all([partial(self._write_tensors, file, records) for file in self._content.files], self._stop)
         if self._stop.is_set():
             raise Stopped
         self._draft.publish(self._content.step, records, describe_versions())
 
-    def _task(self, file: TensorFile, records: dict[str, Record]) -> Task:
-        def task(stop: threading.Event) -> None:
-            records[file.name] = write_tensors(self._draft.path / file.name, file, self._still.lend, stop)
-
-        return task
-
-
-def write_tensors(
-    path: Path,
-    file: TensorFile,
-    lend: Callable[[Piece], contextlib.AbstractContextManager[torch.Tensor]],
-    stop: threading.Event | None = None,
-) -> Record:
-    """Write a new file; borrows each piece while it writes it."""
-    with storage_errors(f"create {path.parent}"):
-        path.parent.mkdir(exist_ok=True)
-    with contextlib.closing(FileWriter(path, stop)) as writer:
-        writer.write(file.header)
-        for piece in file.pieces:
-            with lend(piece) as tensor:
-                writer.write(bytes_of(tensor.to("cpu").resolve_conj().resolve_neg().contiguous()))
-        return writer.finish()
+    def _write_tensors(self, file: TensorFile, records: dict[str, Record], stop: threading.Event) -> None:
+        """Write a new file; borrows each piece while it writes it."""
+        path = self._draft.path / file.name
+        with storage_errors(f"create {path.parent}"):
+            path.parent.mkdir(exist_ok=True)
+        with contextlib.closing(FileWriter(path, stop)) as writer:
+            writer.write(file.header)
+            for piece in file.pieces:
+                with self._still.lend(piece) as tensor:
+                    writer.write(bytes_of(tensor.to("cpu").resolve_conj().resolve_neg().contiguous()))
+            records[file.name] = writer.finish()
 
 
 def check_space(content: Content, draft: Draft) -> None:

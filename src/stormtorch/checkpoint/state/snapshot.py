@@ -25,18 +25,6 @@ class Released(Exception):
     """The save was cancelled while a thread waited for one of its pieces. Never leaves the package."""
 
 
-class Charge:
-    """RAM for the copies of several pieces, released with the last of them: a ledger is made for dozens of entries."""
-
-    def __init__(self, reservation: Reservation | None, pieces: int) -> None:
-        self._reservation, self._pieces = reservation, pieces
-
-    def release_one(self) -> None:
-        self._pieces -= 1
-        if self._pieces <= 0 and self._reservation is not None:
-            self._reservation.release()
-
-
 @dataclass(eq=False)
 class Piece:
     """One tensor of a save. ``unit``: the index of the unit that holds it; None: it is not streamed.
@@ -47,7 +35,7 @@ class Piece:
     unit: int | None = None
     frozen: bool = False
     state: str = "waiting"  # "lent", "copying", "copied" or "done"
-    charge: Charge | None = field(default=None, repr=False)
+    charge: Reservation | None = field(default=None, repr=False)  # of RAM for copies; the last piece to go ends it
 
 
 class Still:
@@ -94,14 +82,15 @@ class Still:
         try:
             charge = self._reserve(waiting)
         except OutOfBudget:
-            waiting = []
+            waiting, charge = [], None
         for piece in waiting:
             self._copy_piece(piece, charge)
+        del charge  # the pieces have it
         with self._lock:
             self._changed.wait_for(lambda: all(piece.state in ("copied", "done") for piece in group))
 
     @undisturbed  # a handler that writes the same weight would wait forever for this copy
-    def _copy_piece(self, piece: Piece, charge: Charge) -> None:
+    def _copy_piece(self, piece: Piece, charge: Reservation | None) -> None:
         """Copy a piece, unless another thread has begun to copy or write it."""
         mine = False
         try:
@@ -114,8 +103,6 @@ class Still:
                 if copy is not None and piece.state == "copying":  # else the save is over
                     piece.tensor, piece.charge, piece.state = copy, charge, "copied"
                     self.copied_bytes += copy.nbytes
-                else:
-                    charge.release_one()
                 self._changed.notify_all()
         except BaseException:  # out of memory, or Ctrl-C
             with self._lock:
@@ -124,9 +111,10 @@ class Still:
                 self._changed.notify_all()
             raise
 
-    def _reserve(self, pieces: Sequence[Piece]) -> Charge:
+    def _reserve(self, pieces: Sequence[Piece]) -> Reservation | None:
+        """RAM for the copies of several pieces, as one entry: a ledger is made for dozens of them."""
         size = sum(piece.tensor.nbytes for piece in pieces)
-        return Charge(self._ledger.reserve(Tier.HOST, Tag.CHECKPOINT, size) if size else None, len(pieces))
+        return self._ledger.reserve(Tier.HOST, Tag.CHECKPOINT, size) if size else None
 
     @contextlib.contextmanager
     def lend(self, piece: Piece) -> Iterator[torch.Tensor]:
@@ -161,10 +149,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _end(piece: Piece) -> None:
-    charge, piece.charge = piece.charge, None
-    piece.state, piece.tensor = "done", _NOTHING
-    if charge is not None:
-        charge.release_one()
+    piece.state, piece.tensor, piece.charge = "done", _NOTHING, None
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -98,6 +98,7 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
             origin = f"loaded by transformers, then moved to home memory: {reason}"
     base = model
     hf_model.take_generation_config(base, path)
+    opener = "peft.AutoPeftModelForCausalLM" if settings.lora_rank else "transformers.AutoModelForCausalLM"
     if settings.lora_rank:
         _name_base(base, path)
         model = add_adapters(model, settings)
@@ -109,7 +110,7 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
         by_tokens=True,
         origin=origin,
         copy_files=lambda folder: hf_model.copy_generation_config(path, folder),
-        opening=_opening_adapters if settings.lora_rank else _opening,
+        opening=lambda path: f"Open it: {opener}.from_pretrained({path!r})",
     )
 
 
@@ -132,11 +133,3 @@ def _check_room(model: nn.Module, path: Path) -> None:
             "The limit is the free RAM.",
             "Use a smaller model, or a machine with more RAM.",
         )
-
-
-def _opening(path: str) -> str:
-    return f"Open it: transformers.AutoModelForCausalLM.from_pretrained({path!r})"
-
-
-def _opening_adapters(path: str) -> str:
-    return f"Open it: peft.AutoPeftModelForCausalLM.from_pretrained({path!r})"

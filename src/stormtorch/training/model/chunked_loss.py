@@ -36,10 +36,13 @@ class ChunkedLoss:
         self._head: Any = head
         self._plain = self._head.forward
         self._labels: torch.Tensor | None = None
-        self._inside = False
+        self._inside = self._checked = False
         setattr(self._head, "forward", self._forward)  # noqa: B010  # of this instance alone
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        if not self._checked:
+            self._checked = True  # the check calls this too
+            self._check(model, batch)
         self._labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
         self._inside = True
         try:
@@ -48,7 +51,7 @@ class ChunkedLoss:
         finally:
             self._inside = False
 
-    def check(self, model: nn.Module, batch: Batch) -> None:
+    def _check(self, model: nn.Module, batch: Batch) -> None:
         """Raise SettingError if the model changes its logits. Leaves the model unchanged."""
         few = {name: tensor[:1, :_TOKENS] for name, tensor in batch.items()}
         few["labels"] = few["input_ids"]

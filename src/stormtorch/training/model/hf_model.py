@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...checkpoint.content.parts import INDEX
 from ...checkpoint.files.tensor_files import read_header
 from ...checkpoint.folders.manifest import check_as_model
+from ...checkpoint.loading.weights import weight_map
 from ...core.errors import SettingError, StorageError, WrongModel
 from ...core.sizes import MiB
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import inside, opened, parse_json, read_small
 from ..errors import reason, require
-from .model_folder import CONFIG_LIMIT_BYTES, check_model_folder, has_value, read_plain, weight_map
+from .model_folder import CONFIG_LIMIT_BYTES, check_model_folder, has_value, read_plain
 from .own_model import Batch
 
-INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 _FROM_THE_HUB = ("penalty_alpha", "dola_layers", "num_beam_groups", "constraints")  # methods that moved to the Hub
 _SAMPLE_BYTES = 4096
@@ -156,14 +157,10 @@ def samples(path: Path) -> str:
 
 
 def values_in_config(path: Path) -> dict[str, Any]:
-    """The values in the config's file that may change a number.
+    """The values in the config's file, which ``read_config`` has checked, that may change a number.
 
     Not those that transformers adds: they differ between its versions."""
-    file = _config_file(path)
-    try:
-        given: dict[str, Any] = dict(parse_json(read_small(file, limit_bytes=CONFIG_LIMIT_BYTES)))
-    except (ValueError, TypeError) as error:
-        raise SettingError(f"--model {path}: {file.name} cannot be used: {reason(error)}. Correct it.") from error
+    given: dict[str, Any] = parse_json(read_small(_config_file(path), limit_bytes=CONFIG_LIMIT_BYTES))
     return {name: value for name, value in given.items() if name not in _NO_NUMBERS}
 
 
@@ -263,18 +260,10 @@ def why_not_direct(model: nn.Module, path: Path) -> str | None:
 
 
 def _names_in(path: Path) -> set[str]:
-    safetensors = require("safetensors", extra="hf", why=f"--model {path}")
     index = path / INDEX
     if index.is_file():
         return set(weight_map(index))
-    names: set[str] = set()
-    for file in weight_files(path):
-        try:
-            with safetensors.safe_open(str(file), framework="pt") as opened:
-                names.update(opened.keys())
-        except (OSError, safetensors.SafetensorError) as error:
-            raise StorageError(f"{file} cannot be read ({reason(error)}). Copy it again.") from error
-    return names
+    return {name for file in weight_files(path) for name in read_header(file)}
 
 
 def take_generation_config(model: nn.Module, path: Path) -> None:

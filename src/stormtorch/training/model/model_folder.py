@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.folders.manifest import check_as_model
-from ...core.errors import StorageError
+from ...checkpoint.loading.weights import weight_map
 from ...core.notices import say_once
 from ...core.sizes import MiB
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import inside, parse_json, read_small
-from ..errors import reason
 
 CONFIG_LIMIT_BYTES = 64 * MiB
 _READ_FOLDERS = ("additional_chat_templates",)
@@ -101,14 +100,3 @@ def _check_named_files(config: Path) -> None:
     for name, value in given.items() if isinstance(given, dict) else ():
         if name.endswith("_file") and isinstance(value, str) and os.path.exists(config.parent / value):  # noqa: PTH110
             inside(config.parent, value)
-
-
-def weight_map(index: Path) -> dict[str, str]:
-    """The file of each weight."""
-    try:
-        given = parse_json(read_small(inside(index.parent, index.name)))
-        return {str(name): str(file) for name, file in given["weight_map"].items()}
-    except StorageError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{index} is damaged ({reason(error)}). Copy it again.") from error

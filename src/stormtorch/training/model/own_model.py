@@ -40,13 +40,6 @@ def find_callable(name: str, *, setting: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]  # callable() was checked
 
 
-def check_callables(model: str, loss: str | None) -> None:
-    """Raise SettingError if one of the two names no callable."""
-    find_callable(model, setting="--model")
-    if loss is not None:
-        find_callable(loss, setting="--loss")
-
-
 def make_model(name: str, dtype: torch.dtype | None) -> nn.Module:
     """Call ``name`` without arguments; ``dtype`` None leaves the model as it was built."""
     make = find_callable(name, setting="--model")

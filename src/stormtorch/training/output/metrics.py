@@ -19,8 +19,6 @@ from ...core.sizes import MiB
 from ...memory.disk.calls import storage_error, storage_errors
 from ...memory.disk.contained import check_no_link, open_to_write, opened, parse_json
 from ..errors import require
-from ..settings.train_settings import TrainSettings
-from .run_folder import RunFolder
 
 _LONGEST = 64 * MiB
 
@@ -61,19 +59,6 @@ def _is_kept(line: bytes, step: int) -> bool:
         return False
     is_ours = "kind" in record and isinstance(record.get("step"), int)
     return not is_ours or record["step"] <= step
-
-
-def check_tensorboard(settings: TrainSettings) -> None:
-    """Raise SettingError if it is wanted and not installed, before hours of loading."""
-    if settings.tensorboard:
-        require("torch.utils.tensorboard", extra="log", why="--tensorboard")
-
-
-def open_metrics(settings: TrainSettings, folder: RunFolder, done: int) -> Metrics:
-    """Open the metrics of a run after ``done`` steps."""
-    cut_back(folder.metrics, done)
-    board = folder.tensorboard if settings.tensorboard else None
-    return Metrics(folder.metrics, tensorboard=board, purge_step=done + 1)
 
 
 class Metrics(Closing):

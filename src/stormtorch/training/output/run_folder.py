@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from ...checkpoint.folders.folder import all_complete, not_created, remove_all, sweep
-from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_error
+from ...core.errors import SettingError
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, open_to_write
 from ..settings.train_settings import METRICS
 
@@ -49,28 +49,16 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         try:
-            self._make()
-            self._lock = open_to_write(self.path / _LOCK, append=True)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            with storage_errors(f"write to --output {self.path}"):
+                self._make()
+                self._lock = open_to_write(self.path / _LOCK, append=True)
+                self._take_lock(self._lock)
+                self._check_links()
+                sweep(self.checkpoints)
+                for rest in self.path.glob(f".{METRICS}.writing-*"):
+                    rest.unlink(missing_ok=True)
+        except BaseException:
             self._unlock()
-            raise SettingError(
-                f"Another storm train is running in {self.path}. Wait for it, or use --output."
-            ) from None
-        except StorageError:
-            raise
-        except OSError as error:
-            self._unlock()
-            raise storage_error(f"write to --output {self.path}", error) from error
-        try:
-            self._check_links()
-            sweep(self.checkpoints)
-            for rest in self.path.glob(f".{METRICS}.writing-*"):
-                rest.unlink(missing_ok=True)
-        except BaseException as error:
-            self._unlock()
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise storage_error(f"write to --output {self.path}", error) from error
             raise
         return self
 
@@ -86,6 +74,14 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
         except FileNotFoundError as error:
             raise not_created(self.path, error) from error
+
+    def _take_lock(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingError(
+                f"Another storm train is running in {self.path}. Wait for it, or use --output."
+            ) from None
 
     def _check_links(self) -> None:
         own = [path for path in self.checkpoints.iterdir() if self.is_own(path)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import resource
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,11 +54,6 @@ def peaks(session: Session) -> dict[str, int]:
 
 
 def peak_rss_bytes() -> int:
-    """VmHWM, which includes mapped pages of files. `getrusage` would include the process that started us."""
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """VmHWM, which includes mapped pages of files; where there is none, `getrusage`, which includes our parent."""
+    found = re.search(r"^VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(errors="replace"), re.MULTILINE)
+    return (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

@@ -11,7 +11,7 @@ run resumes from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,6 @@ class Loop:
     stopping: Stopping
     total: int
     done: int = 0
-    before_first: Callable[[nn.Module, Batch], None] | None = None  # a check on the first batch
     _pace: Pace = field(default_factory=Pace, init=False)
     _last: Reading | None = field(default=None, init=False)
     _saved: bool = field(default=True, init=False)  # whether the last save succeeded
@@ -105,9 +104,6 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(settings, step, self.total)
         given = [next(batches) for _ in range(settings.accumulate)]
-        if self.before_first is not None:
-            self.before_first(self.model, given[0])
-            self.before_first = None
         loss = forward_backward(self.model, self.loss, given, by_tokens=self.by_tokens)
         norm = None
         if settings.clip:

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from ...checkpoint import load_weights
-from ...checkpoint.saver import write_configs
+from ...checkpoint.content.pretrained import write_configs
 from ...core.errors import SettingError
 from ...session.api import Session
 from ...session.build import check_budgets
 from ...streams.settings import Settings
 from ..errors import reason
+from ..model import own_model
 from ..model.build import Built, build, build_outline, check_base
 from ..model.optimizer import make_optimizer, optimizer_and_options
-from ..model.own_model import check_callables
 from ..reporting.describe import describe_model, describe_placement, describe_schedule
 from ..reporting.usage import Spent
 from ..reporting.watcher import Watcher
@@ -45,7 +45,8 @@ def check_names(settings: TrainSettings) -> None:
     optimizer_and_options(settings)
     _seed(settings)  # importing user code may draw random numbers
     if is_callable_name(settings.model):
-        check_callables(str(settings.model), settings.loss)
+        own_model.find_callable(str(settings.model), setting="--model")
+        own_model.own_loss(settings.loss)
     elif settings.lora_rank:
         check_base(settings)
 

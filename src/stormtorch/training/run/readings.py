@@ -17,7 +17,7 @@ from ...memory.books.ledger import Ledger
 from ...memory.host.arena import HostArena
 from ...memory.host.pinning import page_lock_for
 
-_SLOTS = 256  # steps in flight; beyond that, wait for the oldest
+_SLOTS = 256  # the most steps in flight; the loop takes readings after each
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,10 @@ class Readings:
         else:
             self._arena = HostArena(_SLOTS * 16, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
             self._slots = self._arena.tensor((_SLOTS, 2), torch.float64)
-        self._arrived: list[Reading] = []
 
     def put(self, step: int, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
-        """Queue the copy of a step's numbers. Waits only for a slot."""
-        if len(self._waiting) == _SLOTS:
-            self._take(wait=True)
+        """Queue the copy of a step's numbers; waits for nothing."""
+        assert len(self._waiting) < _SLOTS
         slot = self._slots[self._next % _SLOTS]
         self._next += 1
         for place, number in ((0, loss), (1, norm)):
@@ -67,17 +65,19 @@ class Readings:
             event.record(torch.accelerator.current_stream(self._device))
         self._waiting.append((step, norm is not None, slot, event))
 
-    def ready(self) -> list[Reading]:
-        """Readings that have arrived since the last call; waits for nothing."""
-        while self._waiting and ((event := self._waiting[0][3]) is None or event.query()):
-            self._take(wait=False)
-        return self._take_arrived()
-
     def all_but(self, count: int) -> list[Reading]:
-        """All readings but the last ``count``, and those that have arrived; waits for them."""
-        while len(self._waiting) > count:
-            self._take(wait=True)
-        return self.ready()
+        """All readings but the last ``count``, for which it waits, and those of the last that have arrived."""
+        found = []
+        while self._waiting:
+            step, has_norm, slot, event = self._waiting[0]
+            if event is not None:
+                if len(self._waiting) <= count and not event.query():
+                    break
+                event.synchronize()
+            self._waiting.popleft()
+            loss, norm = slot.tolist()
+            found.append(Reading(step, loss, norm if has_norm else None))
+        return found
 
     def all(self) -> list[Reading]:
         """All readings that were not returned yet; waits for them."""
@@ -93,14 +93,3 @@ class Readings:
             del self._slots
             self._arena.close()
             self._arena = None
-
-    def _take(self, *, wait: bool) -> None:
-        step, has_norm, slot, event = self._waiting.popleft()
-        if wait and event is not None:
-            event.synchronize()
-        loss, norm = slot.tolist()
-        self._arrived.append(Reading(step, loss, norm if has_norm else None))
-
-    def _take_arrived(self) -> list[Reading]:
-        found, self._arrived = self._arrived, []
-        return found

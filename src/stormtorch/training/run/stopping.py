@@ -34,21 +34,17 @@ class Stopping:
         self.signal: signal.Signals | None = None
         self._say = say
         self._before: dict[signal.Signals, Any] = {}
-        self._stepping = self._interrupted = self._save_asked = False
+        self.save_asked = False  # whether SIGUSR1 came since the last ``take_save``
+        self._stepping = self._interrupted = False
 
     @property
     def status(self) -> int:
         """The exit status that shells expect after a signal."""
         return 128 + int(self.signal) if self.signal is not None else 0
 
-    @property
-    def save_asked(self) -> bool:
-        """Whether SIGUSR1 came since the last ``take_save``."""
-        return self._save_asked
-
     def take_save(self) -> bool:
         """Whether SIGUSR1 requested a checkpoint; clears the request."""
-        asked, self._save_asked = self._save_asked, False
+        asked, self.save_asked = self.save_asked, False
         return asked
 
     def check(self) -> None:
@@ -77,7 +73,7 @@ class Stopping:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self._save_asked = True
+            self.save_asked = True
             self._tell("SIGUSR1: saving a checkpoint after the current step; training goes on.")
             return
         again = number == signal.SIGINT and self._interrupted

@@ -12,12 +12,12 @@ import torch
 from ...core.errors import SettingError
 from ...core.sizes import format_bytes
 from ...memory.books.limits import usable_device
+from ..errors import require
 from ..model.build import Built
-from ..model.chunked_loss import ChunkedLoss
 from ..output.checkpoints import Checkpoints
 from ..output.identity import RunRecord, identity, write_run_file
-from ..output.metrics import check_tensorboard, open_metrics
-from ..output.resume import candidates, go_on, same_run
+from ..output.metrics import Metrics, cut_back
+from ..output.resume import Resumed, candidates, go_on, same_run
 from ..output.run_folder import RunFolder
 from ..reporting.usage import Spent, Times, peak_rss_bytes
 from ..reporting.watcher import Watcher
@@ -41,7 +41,8 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         found = candidates(folder, settings)
         device = usable_device(_device(settings.device))
         settings = _with_dtype(settings, device)
-        check_tensorboard(settings)
+        if settings.tensorboard:  # refused here if it is not installed, before hours of loading
+            require("torch.utils.tensorboard", extra="log", why="--tensorboard")
         check_names(settings)
         check_room(settings, device)
         data = read_text(settings, folder.data, watcher)
@@ -52,7 +53,9 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         loader = ends.enter_context(data.loader(settings, device))
         resumed = go_on(found, session, loader, folder, data.total, watcher)
         done = resumed.record.step if resumed is not None else 0
-        metrics = ends.enter_context(open_metrics(settings, folder, done))
+        cut_back(folder.metrics, done)
+        board = folder.tensorboard if settings.tensorboard else None
+        metrics = ends.enter_context(Metrics(folder.metrics, tensorboard=board, purge_step=done + 1))
         times = Times(opened.load)
         if opened.load is not None:
             metrics.write("load", done, **opened.load.as_record())
@@ -68,16 +71,7 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
                     f"{learning_rate(settings, done + 1, data.total):.3g} at first"
                 )
             if done >= data.total:
-                watcher.say(_how_to_continue(settings, done))
-                status = _say_result(built, resumed.path, watcher)
-                if resumed.record.optimizer or not settings.save_optimizer:
-                    return status
-                watcher.warn(
-                    f"{resumed.path} is not complete: it holds the weights alone, without the optimizer's states. "
-                    "Give --no-save-optimizer if that is enough. Or free space and delete it: the same command then "
-                    "trains again, from the checkpoint before it or from the beginning."
-                )
-                return 1  # like the run that made it
+                return _nothing_left(resumed, settings, built, watcher)
 
         def write_files(into: Path, step: int, optimizer: bool) -> None:
             built.copy_files(into)
@@ -116,7 +110,6 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
             stopping=stopping,
             total=data.total,
             done=done,
-            before_first=built.loss.check if isinstance(built.loss, ChunkedLoss) else None,
         )
         stopping.begin_steps()
         saved = loop.run()
@@ -124,9 +117,20 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         return _ending(loop, saved, built, times, watcher)
 
 
-def _how_to_continue(settings: TrainSettings, done: int) -> str:
+def _nothing_left(resumed: Resumed, settings: TrainSettings, built: Built, watcher: Watcher) -> int:
+    """Say how to continue a run whose last step is saved; returns the exit status."""
+    done = resumed.record.step
     more = f"--steps {2 * done}" if settings.steps is not None else f"--epochs {2 * settings.epochs:g}"
-    return f"The run is finished at step {done}: nothing is left to train. Continue it with {more}."
+    watcher.say(f"The run is finished at step {done}: nothing is left to train. Continue it with {more}.")
+    status = _say_result(built, resumed.path, watcher)
+    if resumed.record.optimizer or not settings.save_optimizer:
+        return status
+    watcher.warn(
+        f"{resumed.path} is not complete: it holds the weights alone, without the optimizer's states. Give "
+        "--no-save-optimizer if that is enough. Or free space and delete it: the same command then trains again, from "
+        "the checkpoint before it or from the beginning."
+    )
+    return 1  # like the run that made it
 
 
 def _refuse_ranks() -> None:

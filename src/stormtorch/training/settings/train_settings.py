@@ -6,6 +6,7 @@ The command's flags, the keys of a YAML file, and the output of ``--print-config
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,33 +18,16 @@ from .suggestions import suggestion
 from .values import Kind, accept, count, number, one_of, pair, path, several, size, switch, text
 
 
-def _setting(default: Any, kind: Kind, group: str, meaning: str) -> Any:
+def _setting(group: str, default: Any, kind: Kind, meaning: str) -> Any:
     return field(default=default, metadata={"kind": kind, "group": group, "help": meaning})
 
 
-def _model(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "model and memory", meaning)
-
-
-def _data(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "data", meaning)
-
-
-def _update(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "training", meaning)
-
-
-def _lora(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "LoRA", meaning)
-
-
-def _run(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "run and checkpoints", meaning)
-
-
-def _seen(default: Any, kind: Kind, meaning: str) -> Any:
-    return _setting(default, kind, "metrics, evaluation and samples", meaning)
-
+_model = functools.partial(_setting, "model and memory")
+_data = functools.partial(_setting, "data")
+_update = functools.partial(_setting, "training")
+_lora = functools.partial(_setting, "LoRA")
+_run = functools.partial(_setting, "run and checkpoints")
+_seen = functools.partial(_setting, "metrics, evaluation and samples")
 
 METRICS = "metrics.jsonl"  # in the output
 _PATH, _PATHS = path(), several(path())
@@ -57,10 +41,8 @@ class TrainSettings:
     model: str | None = _model(
         None,
         path("a directory, a JSON file or module:callable", "MODEL"),
-        (
-            "a transformers directory with weights; a directory or a JSON file with a config alone (random weights); "
-            "or module:callable that returns an nn.Module"
-        ),
+        "a transformers directory with weights; a directory or a JSON file with a config alone (random weights); "
+        "or module:callable that returns an nn.Module",
     )
     tokenizer: str | None = _model(None, _PATH, "directory or tokenizer.json (default: the model's directory)")
     loss: str | None = _model(None, _CALLABLE, "loss(output, batch) of a module:callable model without its own")
@@ -70,7 +52,7 @@ class TrainSettings:
     dtype: str = _model(
         "auto",
         one_of("auto", "bf16", "fp32"),
-        ("of the weights; bf16 has fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it"),
+        "of the weights; bf16 has fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it",
     )
     chunked_loss: bool = _model(
         False, switch(), "never hold all logits: less device memory for large vocabularies, different rounding"
@@ -94,38 +76,36 @@ class TrainSettings:
     sequence: int = _data(1024, count(2, 1 << 24), "tokens in a row")
     packing: bool = _data(True, switch(), "join documents to full rows; without: one document per row")
     completions_only: bool | None = _data(
-        None, switch(), ("train on answers only (default: yes for chat and completion)")
+        None, switch(), "train on answers only (default: yes for chat and completion)"
     )
 
     batch: int = _update(1, count(1), "rows in a forward pass")
     accumulate: int = _update(1, count(1, 1 << 16), "forward passes in a step")
-    epochs: float = _update(1.0, number(0.0, above=True, most=1e6), "passes over the data, unless steps are given")
+    epochs: float = _update(1.0, number(above=True, most=1e6), "passes over the data, unless steps are given")
     steps: int | None = _update(None, count(1), "optimizer steps, instead of epochs")
     optimizer: str = _update("adamw", text("the name of an optimizer of torch.optim", "NAME"), "one of torch.optim")
-    lr: float = _update(1e-5, number(0.0, above=True), "maximum learning rate")
+    lr: float = _update(1e-5, number(above=True), "maximum learning rate")
     schedule: str = _update("cosine", one_of("cosine", "linear", "constant"), "of the learning rate after warm-up")
-    warmup: float = _update(0.03, number(0.0), "steps from 0 to lr; below 1: a share of all steps")
-    weight_decay: float = _update(0.0, number(0.0), "of matrices; norms and biases are not decayed")
+    warmup: float = _update(0.03, number(), "steps from 0 to lr; below 1: a share of all steps")
+    weight_decay: float = _update(0.0, number(), "of matrices; norms and biases are not decayed")
     betas: tuple[float, float] | None = _update(None, pair(), "of Adam (default: the optimizer's own)")
-    eps: float | None = _update(None, number(0.0, above=True), "of Adam (default: the optimizer's own)")
-    clip: float = _update(1.0, number(0.0), "norm at which gradients are clipped; 0: no clipping")
+    eps: float | None = _update(None, number(above=True), "of Adam (default: the optimizer's own)")
+    clip: float = _update(1.0, number(), "norm at which gradients are clipped; 0: no clipping")
     seed: int = _update(0, count(0), "of weights, dropout and the order of rows")
     on_nan: str = _update(
         "stop",
         one_of("stop", "skip"),
-        (
-            "at a loss or gradient that is not finite: stop with status 3, or skip the update (the host then waits for "
-            "each step)"
-        ),
+        "at a loss or gradient that is not finite: stop with status 3, or skip the update (the host then waits for "
+        "each step)",
     )
 
     lora_rank: int = _lora(0, count(0), "rank of the adapters; 0 trains all weights")
-    lora_alpha: float | None = _lora(None, number(0.0, above=True), "scale of the adapters (default: twice the rank)")
-    lora_dropout: float = _lora(0.0, number(0.0, most=0.99), "dropout in front of the adapters")
+    lora_alpha: float | None = _lora(None, number(above=True), "scale of the adapters (default: twice the rank)")
+    lora_dropout: float = _lora(0.0, number(most=0.99), "dropout in front of the adapters")
     lora_targets: tuple[str, ...] | None = _lora(
         None,
         several(text("the name of a module", "NAME")),
-        ("modules that get adapters (default: all linear layers except the head)"),
+        "modules that get adapters (default: all linear layers except the head)",
     )
 
     output: str = _run(
@@ -134,7 +114,7 @@ class TrainSettings:
     resume: str = _run(
         "auto",
         path("auto, never or a checkpoint's directory", "auto|never|PATH"),
-        ("auto: resume from the newest complete checkpoint, if there is one"),
+        "auto: resume from the newest complete checkpoint, if there is one",
     )
     save_every: int = _run(500, count(0), "steps between checkpoints; 0: only at the end")
     keep: int = _run(2, count(1), "checkpoints to keep")
@@ -158,13 +138,8 @@ class TrainSettings:
             object.__setattr__(self, item.name, item.default if value in (None, ()) else value)  # an empty line of YAML
         _check_pairs(self)
 
-    @classmethod
-    def from_mapping(cls, given: Mapping[str, object], *, source: str) -> TrainSettings:
-        """Settings by name, with dashes or underscores. Raises SettingError for an unknown name."""
-        return cls(**known_names(given, source=source))
-
     def as_mapping(self) -> dict[str, Any]:
-        """Every setting by name, in the types of YAML and JSON. ``from_mapping`` reverses it."""
+        """Every setting by name, in the types of YAML and JSON."""
         found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 

@@ -64,16 +64,16 @@ def count(least: int, most: int = (1 << 63) - 1) -> Kind:
     return Kind(convert, f"a whole number of at least {least}{at_most}", metavar="N")
 
 
-def number(least: float = 0.0, *, above: bool = False, most: float = math.inf) -> Kind:
-    """A finite number of at least ``least``, or ``above`` it."""
+def number(*, above: bool = False, most: float = math.inf) -> Kind:
+    """A finite number of at least 0, or ``above`` it."""
 
     def convert(value: object) -> float:
         found = _number(value)
-        if found < least or (above and found == least) or found > most:
+        if found < 0 or (above and found == 0) or found > most:
             raise ValueError
         return found
 
-    least_text = f"{'above' if above else 'of at least'} {least:g}"
+    least_text = "above 0" if above else "of at least 0"
     return Kind(convert, f"a number {least_text}{f' and at most {most:g}' if most < math.inf else ''}", metavar="X")
 
 

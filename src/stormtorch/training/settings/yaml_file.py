@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ...core.errors import SettingError
 from ..errors import reason
@@ -16,25 +17,16 @@ _MAX_DEPTH = 50
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The settings in a file, by name."""
-    yaml = _yaml()
     try:
         text = path.read_text(encoding="utf-8-sig")
-        _check_plain(yaml, path, text)
+        _check_plain(path, text)
         found = yaml.safe_load(text)
         twice = _first_named_twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except OSError as error:
         raise SettingError(f"--config {path} cannot be read: {error.strerror}. Name a YAML file.") from None
     except SettingError:
         raise
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        OverflowError,
-    ) as error:  # ValueError: not UTF-8, or an invalid date
+    except Exception as error:  # not UTF-8, not YAML, or a value, such as a date, that PyYAML cannot convert
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or reason(error)
@@ -48,7 +40,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return known_names(found, source=str(path))
 
 
-def _check_plain(yaml: Any, path: Path, text: str) -> None:
+def _check_plain(path: Path, text: str) -> None:
     """Refuse aliases, which can expand to more than memory holds, and deep nesting, which PyYAML parses slowly."""
     if len(text) > _MAX_CHARACTERS:
         raise SettingError(f"--config {path} has {len(text)} characters. Accepted: at most {_MAX_CHARACTERS}.")
@@ -79,12 +71,5 @@ def _first_named_twice(node: Any) -> tuple[str, int] | None:
 
 def to_yaml(settings: TrainSettings) -> str:
     """Every setting, in the order of definition; ``read_yaml`` reverses it."""
-    text: str = _yaml().safe_dump(settings.as_mapping(), sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.safe_dump(settings.as_mapping(), sort_keys=False, allow_unicode=True, width=120)
     return text
-
-
-def _yaml() -> Any:
-    try:
-        return importlib.import_module("yaml")
-    except ImportError:
-        raise SettingError("YAML needs the package PyYAML. Install it: pip install pyyaml.") from None

@@ -1,21 +1,17 @@
-"""A cache of prepared arrays: written under another name and renamed, and swept of leftovers of dead processes.
-
-A writer locks the directory that it writes. The kernel releases the lock when the process ends, however it ends; so a
-directory that can be locked has no writer, even if its process id is in use again.
-"""
+"""A cache of prepared arrays: written under another name and renamed, like checkpoints."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...checkpoint.files.disk import sync_folder
+from ...checkpoint.folders.folder import beside, lock
 from ...core.sizes import MiB
 from ...memory.disk.contained import inside, parse_json, read_small, replace_file
 
@@ -24,14 +20,16 @@ _DIGESTS = "digests.cache"  # not the name of a data file: the cache may be in a
 
 @contextmanager
 def being_written(cache: Path, name: str) -> Iterator[Path]:
-    """Yield a directory, which becomes ``cache/name`` when the block succeeds, and is removed otherwise."""
-    directory = cache / f".{name}.writing-{os.getpid()}-{secrets.token_hex(4)}"
+    """Yield a directory, which becomes ``cache/name`` when the block succeeds, and is removed otherwise.
+
+    It has the name and the lock of a checkpoint's draft: the sweep of checkpoints removes what a killed process left.
+    """
+    directory = beside(cache / name, "writing")
     directory.mkdir()
-    lock = os.open(directory, os.O_RDONLY)
+    held = lock(directory)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield directory
-        os.fsync(lock)
+        sync_folder(directory)
         try:
             directory.rename(cache / name)
         except OSError:
@@ -39,23 +37,8 @@ def being_written(cache: Path, name: str) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
-
-
-def sweep(cache: Path) -> None:
-    """Remove incomplete directories of dead processes."""
-    for directory in cache.glob(".*.writing-*"):
-        try:
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(lock)
+        if held is not None:
+            os.close(held)
 
 
 def digest_of(files: Sequence[Path], cache: Path) -> list[str]:

@@ -14,8 +14,6 @@ from ...core.errors import SettingError, StorageError
 from .chat import ChatTemplate
 from .records import Record
 
-Format = Literal["auto", "text", "chat", "completion"]
-FORMATS = ("auto", "text", "chat", "completion")
 Span = tuple[int, int]
 
 
@@ -96,8 +94,6 @@ def settle(
     first: Record, *, format: str, completions_only: bool | None, text_field: str | None, tokenizer: Any
 ) -> Reading:
     """How to read data that begins with ``first``. Raises SettingError if the settings contradict it."""
-    if format not in FORMATS:
-        raise SettingError(f"--format {format} is not accepted. Accepted: {', '.join(FORMATS)}.")
     kind = _detected(first, text_field) if format == "auto" else format
     if kind == "text" and completions_only:
         raise SettingError(

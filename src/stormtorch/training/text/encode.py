@@ -84,7 +84,13 @@ class Encoder:
     def _texts(self, documents: Sequence[Document], *, opening: bool) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
         if self._tokenizer is None:
             raise SettingError(f"{documents[0].place}: text needs a tokenizer. Name one: --tokenizer PATH.")
-        masked = self._offsets and any(document.learn is not None for document in documents)
+        masked = any(document.learn is not None for document in documents)
+        if masked and not self._offsets:
+            raise SettingError(
+                f"{documents[0].place}: training on answers alone needs to know which characters each token stands "
+                f"for, and {type(self._tokenizer).__name__} does not say. Use a tokenizer with a tokenizer.json, or "
+                "train on everything: --no-completions-only."
+            )
         try:
             made = self._call([str(document.content) for document in documents], opening, offsets=masked)
         except Exception as error:  # tokenizers raises TypeError, or bare Exception
@@ -93,10 +99,8 @@ class Encoder:
             ids = made["input_ids"][at]
             if document.learn is None:
                 learn = np.ones(len(ids), dtype=np.bool_)
-            elif masked:
-                learn = _within(np.array(made["offset_mapping"][at], dtype=np.int64).reshape(-1, 2), document.learn)
             else:
-                learn = self._by_prefixes(document, ids, opening)
+                learn = _within(np.array(made["offset_mapping"][at], dtype=np.int64).reshape(-1, 2), document.learn)
             if not document.last and opening and ids and ids[-1] == self._tokenizer.eos_token_id:
                 ids, learn = ids[:-1], learn[:-1]  # some tokenizers end every text, but this document goes on
             if document.ending and (not ids or ids[-1] != self._end()):
@@ -104,16 +108,6 @@ class Encoder:
             elif document.ending:
                 learn[-1] = True  # the tokenizer has added the end token itself
             yield np.array(ids, dtype=np.int32), learn
-
-    def _by_prefixes(self, document: Document, ids: Sequence[int], opening: bool) -> npt.NDArray[np.bool_]:
-        """For a tokenizer without character offsets: by the number of tokens of each prefix."""
-        learn = np.zeros(len(ids), dtype=np.bool_)
-        for start, end in document.learn or ():
-            text = str(document.content)
-            heads = self._call([text[:start], text[:end]], opening, offsets=False)["input_ids"]
-            first, last = (_common(head, ids) for head in heads)
-            learn[first : len(ids) if end == len(text) else last] = True
-        return learn
 
     def _call(self, texts: list[str], opening: bool, *, offsets: bool) -> Any:
         extra = {"return_offsets_mapping": True} if offsets else {}
@@ -176,13 +170,6 @@ def _within(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArra
     for start, end in spans:
         learn |= (ends > start) & (starts < end) & (ends > starts)
     return learn
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    for at, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return at
-    return min(len(one), len(other))
 
 
 def _batched(documents: Iterable[Document]) -> Iterator[list[Document]]:

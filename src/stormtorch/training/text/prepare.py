@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.folders.folder import sweep
 from ...core.errors import SettingError, StorageError
 from ...data.formats.paths import file_size, whole_number
 from ...data.formats.plain.packed import read_index
@@ -28,7 +29,7 @@ from ...data.formats.text_lines import Progress
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..errors import reason
-from .cache import being_written, digest_of, sweep
+from .cache import being_written, digest_of
 from .documents import Document, Reading, settle
 from .encode import IGNORED, Encoder, Ids
 from .packed import Packed, packed_folders
@@ -228,12 +229,9 @@ def _found(
     try:
         inside(directory.parent, directory.name)
         facts = parse_json(read_small(inside(directory, "prepared.json")))
-        marks = facts.get("marks", {})  # older files have no marks, or no sum
-        if facts.pop("sum", None) not in (None, _sum(facts)):
+        if facts.pop("sum") != _sum(facts):
             raise ValueError("the checksum of prepared.json is wrong")
-        if not isinstance(marks, dict):
-            raise ValueError("prepared.json holds no checksums")
-        facts.pop("marks", None)
+        marks = facts.pop("marks")
         arrays = {name: inside(directory, f"{name}.npy") for name in ("input_ids", "labels")}
         found = Prepared(arrays=arrays, reused=reused, **facts)
         _check_arrays(found, marks, padding)
@@ -258,7 +256,7 @@ def _check_arrays(found: Prepared, marks: Mapping[str, Sequence[int]], padding: 
         for (name, path), what in zip(found.arrays.items(), held, strict=True):
             if what is None:
                 raise ValueError(f"{path.name} does not have the size that was written")
-            if name in marks and what.crc != marks[name][0]:
+            if what.crc != marks[name][0]:
                 raise ValueError(f"the checksum of {path.name} is {what.crc:08x}, {marks[name][0]:08x} was written")
             least = 0 if name == "input_ids" else IGNORED
             if what.least < least or what.largest > max(found.largest_token, padding):

@@ -84,26 +84,18 @@ def _objects(path: Path, progress: Progress | None) -> Iterator[Record]:
 
 
 def _pieces(path: Path, progress: Progress | None) -> Iterator[Record]:
-    """Yields one piece late, because only the end of the file tells which was the last."""
-    held: Record | None = None
+    """A piece ends when a line follows that it has no room for: the last one is known as such."""
     piece: list[str] = []
-    size, first_line, number = 0, 1, 0
+    size, first_line = 0, 1
     for number, line in _lines(path, progress):
+        if size >= _PIECE_CHARACTERS:
+            place = f"{path}, from line {first_line}"
+            yield Record(place=place, content="".join(piece), first=first_line == 1, last=False)
+            piece, size, first_line = [], 0, number
         piece.append(line)
         size += len(line)
-        if size >= _PIECE_CHARACTERS:
-            if held is not None:
-                yield held
-            held = Record(
-                place=f"{path}, from line {first_line}", content="".join(piece), first=first_line == 1, last=False
-            )
-            piece, size, first_line = [], 0, number + 1
     if piece:
-        if held is not None:
-            yield held
-        held = Record(place=f"{path}, from line {first_line}", content="".join(piece), first=first_line == 1)
-    if held is not None:
-        yield Record(place=held.place, content=held.content, first=held.first)
+        yield Record(place=f"{path}, from line {first_line}", content="".join(piece), first=first_line == 1)
 
 
 def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, str]]:
