@@ -99,23 +99,20 @@ def test_a_gpu_with_work_ahead_has_no_launches_onto_idle() -> None:
     assert (counts.launches_after_yes, counts.yes) == (0, 0)
 
 
-def test_a_launch_into_a_full_queue_is_no_launch_onto_idle() -> None:
-    """A GPU that computes for 40 of 60 ms. For 20 ms of these a launch waits for room in the queue, and the driver
-    answers nothing; it has to be taken for busy in all 40 ms, and was taken for idle by half of the blocked questions
-    where each of them counted as a launch."""
+def test_questions_that_take_longer_than_a_launch_are_believed() -> None:
+    """As behind a launch that waits for room in the queue of the GPU: the answer is how the GPU is."""
+    numbers = itertools.count()
 
     def answer(_subject: int | None) -> int:
-        place_s = time.perf_counter() % 0.06
-        if place_s < 0.02:
-            return 0
-        if place_s < 0.04:
-            time.sleep(0.04 - place_s)
+        if next(numbers) >= 7:  # the first sample shows how short a question can be
+            time.sleep(0.005)
         return 600
 
-    counts = sampled(answer, launch_ns=300_000, enough=lambda counts: counts.asked > 200)
-    assert counts.yes > 0.2 * counts.asked
-    assert counts.blocked < 0.05 * counts.asked
-    assert counts.launches < 0.05 * counts.asked
+    counts = sampled(answer, launch_ns=1_000_000, enough=lambda counts: counts.asked >= 20)
+    assert counts.asked >= 20
+    # The first sample's questions may have waited for a core.
+    assert counts.blocked <= 1
+    assert counts.launches <= 5
 
 
 def test_bad_arguments_are_refused() -> None:
