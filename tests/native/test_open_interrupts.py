@@ -12,7 +12,6 @@ import pytest
 
 from stormtorch.native.library import Library
 from stormtorch.native.rows.c_rows import NativeRows
-from stormtorch.native.rows.python_rows import ThreadRows
 from stormtorch.native.worker.c_worker import PoolWorker
 from stormtorch.native.worker.python_worker import ThreadWorker
 
@@ -23,7 +22,6 @@ def opening(kind: str, native: Library) -> tuple[Callable[[], object], str]:
     """What starts threads, and the file of its code."""
     return {
         "native rows": (lambda: NativeRows(native, 2), "native/rows/c_rows.py"),
-        "rows": (lambda: ThreadRows(2), "native/rows/python_rows.py"),
         "native worker": (lambda: PoolWorker(native, threads=2, cores=[0]), "native/worker/c_worker.py"),
         "worker": (lambda: ThreadWorker(threads=1, cores=[0]), "native/worker/python_worker.py"),
     }[kind]
@@ -47,7 +45,7 @@ def _quick_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_quick_collection")
-@pytest.mark.parametrize("kind", ["native rows", "rows", "native worker", "worker"])
+@pytest.mark.parametrize("kind", ["native rows", "native worker", "worker"])
 def test_ctrl_c_at_every_line_of_starting_threads(kind: str, native: Library) -> None:
     start, file = opening(kind, native)
     before = threads_now()

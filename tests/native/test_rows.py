@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ from stormtorch.native.rows.open import open_rows
 
 OpenRows = Callable[..., RowsPool]
 Bytes = NDArray[np.uint8]
+
+with_threads = pytest.mark.parametrize("open_any", ["native", "staged"], indirect=True)
 
 
 @pytest.fixture(params=["native", "staged", "fallback"])
@@ -305,6 +308,7 @@ def test_many_jobs_from_several_owners_end_in_order_of_arrival(open_any: OpenRow
         assert np.array_equal(target, content[number * 7 : number * 7 + 50_000])
 
 
+@with_threads
 def test_cancelled_jobs_are_over_and_let_go(open_any: OpenRows, content: Bytes, fd: int) -> None:
     pool = open_any(1)
     target: Bytes = np.zeros(1 << 20, dtype=np.uint8)
@@ -338,6 +342,7 @@ def test_close_ends_threads_and_jobs(open_any: OpenRows, fd: int) -> None:
     assert not threads_now() - before
 
 
+@with_threads
 def test_a_dropped_pool_ends_its_threads(open_any: OpenRows, fd: int) -> None:
     target: Bytes = np.zeros(1 << 20, dtype=np.uint8)
     pool = open_rows(2)
@@ -393,6 +398,7 @@ def test_a_forked_child_is_refused(open_any: OpenRows, fd: int) -> None:
     assert pool.wait(pool.submit(pieces, target)) == DONE
 
 
+@with_threads
 def test_close_waits_for_a_thread_that_helps(open_any: OpenRows) -> None:
     """It is a thread of the caller's; after close, memory and pieces of all jobs may go."""
     small, large = 16 << 20, 256 << 20
@@ -413,6 +419,7 @@ def test_close_waits_for_a_thread_that_helps(open_any: OpenRows) -> None:
     assert is_whole == (target[-1] == 1), "it was still being written"
 
 
+@with_threads
 def test_a_wait_can_be_interrupted(open_any: OpenRows, fd: int) -> None:
     pool = open_any(1)
     target: Bytes = np.zeros(1 << 20, dtype=np.uint8)
@@ -429,6 +436,30 @@ def test_a_wait_can_be_interrupted(open_any: OpenRows, fd: int) -> None:
         timer.join()
     assert time.monotonic() - begin < 15
     pool.close()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_submit_can_be_interrupted(
+    monkeypatch: pytest.MonkeyPatch, content: Bytes, fd: int
+) -> None:
+    target: Bytes = np.zeros(1 << 20, dtype=np.uint8)
+    pieces = lines(*((fd, i * 1024, 1024, 1024, target.ctypes.data + i * 1024) for i in range(1024)))
+    pool, real, calls = open_rows(1), os.preadv, 0
+
+    def interrupted(*arguments: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 500:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(pieces, target)
+    assert calls == 500
+    assert pool.wait(pool.submit(pieces, target)) == DONE, "the pool goes on"
+    assert np.array_equal(target, content)
 
 
 EXIT = """

@@ -66,7 +66,10 @@ class RowsPool(Closing, abc.ABC):
 
     @abc.abstractmethod
     def submit(self, pieces: Pieces, keep: object) -> RowsJob:
-        """Queue a job; returns at once. ``pieces``: a contiguous array ``(n, 6)``, not to be changed afterwards."""
+        """Queue a job; returns at once, except without the C library, where it does the job.
+
+        ``pieces``: a contiguous array ``(n, 6)``, not to be changed afterwards.
+        """
 
     @abc.abstractmethod
     def state(self, job: RowsJob) -> int:

@@ -1,4 +1,4 @@
-"""Opens threads that read: native ones if the library was built, else Python's."""
+"""Opens threads that read if the library was built; else the calling thread reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...core.notices import say_once
 from ..library import describe, library
 from .c_rows import NativeRows
 from .jobs import RowsPool
-from .python_rows import ThreadRows
+from .python_rows import CallerRows
 
 
 def open_rows(threads: int, *, stage_bytes: int = 0) -> RowsPool:
@@ -18,4 +18,4 @@ def open_rows(threads: int, *, stage_bytes: int = 0) -> RowsPool:
     if native is not None:
         return NativeRows(native, threads, stage_bytes)
     say_once(describe())
-    return ThreadRows(threads)
+    return CallerRows(threads)
