@@ -168,21 +168,21 @@ def test_tensors_go_when_no_lock_is_held(open_any: OpenAny, make_tensors: MakeTe
 
 
 def test_ctrl_c_in_the_fallback_leaves_no_wrong_count(thread_worker: ThreadWorker, make_tensors: MakeTensors) -> None:
-    class Interrupted(list[Any]):
-        def append(self, item: Any) -> None:
-            super().append(item)
+    class Interrupted(dict[int, Any]):
+        def __setitem__(self, ticket: int, job: Any) -> None:
+            super().__setitem__(ticket, job)
             interrupt()
 
     queue = thread_worker._queue
     with queue.lock:
-        queue.waiting = Interrupted()
+        queue.jobs = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         thread_worker.submit(make_tensors(10), STEP)
     end = time.monotonic() + 300
     while thread_worker.stats().finished == 0 and time.monotonic() < end:
         time.sleep(0.001)  # not drain, which could wake the thread
     with queue.lock:
-        queue.waiting = list(queue.waiting)
+        queue.jobs = dict(queue.jobs)
     thread_worker.submit(make_tensors(10), STEP)
     assert thread_worker.drain(20)
     stats = thread_worker.stats()
@@ -280,7 +280,7 @@ def test_a_worker_collected_on_its_own_thread(
     worker.submit(make_tensors(10), STEP, done=words.at(0))
     worker.submit(make_tensors(10), STEP, ready=words.at(9), done=words.at(1))
     worker.itself = worker  # a cycle: only the collector can end it
-    while not queue.ready:
+    while not queue.jobs[1].begun:
         time.sleep(0.001)
     gc.disable()
     try:

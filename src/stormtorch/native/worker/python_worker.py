@@ -3,18 +3,18 @@
 Torch's operations release the GIL and use their own threads, so a choice of threads and cores has no effect here.
 
 Ctrl-C can end a call between any two of its operations, and the garbage collector can drop a worker on any thread, the
-worker's own included. So there is no counter beside the lists that could disagree with them, and only the worker's
-thread takes jobs off them: other threads add a job, or ask it to stop. Code enters the lock itself, never its
-condition, whose ``__enter__`` is Python that Ctrl-C can end with the lock taken; for the same reason only the worker's
-thread waits on the condition.
+worker's own included. So one table holds the jobs, no counter beside it could disagree with it, and only the worker's
+thread takes jobs out: other threads add a job, or ask it to stop. The thread sleeps in ``SimpleQueue.get``, which wakes
+on a ``put`` from anywhere, and takes no lock that Ctrl-C could leave behind.
 """
 
 from __future__ import annotations
 
-import heapq
+import contextlib
 import itertools
 import math
 import os
+import queue
 import threading
 import time
 import weakref
@@ -29,7 +29,7 @@ from ..update import AdamStep, AdamTensors
 from .jobs import FlagValue, Worker, WorkerStats, check_job
 
 _POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the thread that launches
-_IDLE_S = 1.0  # between two checks without jobs: the collector may call stop here while the thread is about to sleep
+_IDLE_S = 1.0  # between two checks without jobs: Ctrl-C may come between a job's arrival and the call that wakes
 _DRAIN_S = 0.001  # between two checks of a waiting caller; also the delay of a Ctrl-C just before its sleep
 
 
@@ -46,18 +46,11 @@ class _Job:
     next: int = 0  # elements already updated
     scale: torch.Tensor | float | None = None  # fallback.read_scale, once begun
 
-    def __lt__(self, other: _Job) -> bool:
-        return (self.priority, self.ticket) < (other.priority, other.ticket)
-
     def is_ready(self) -> bool:
-        return self.ready is None or self.ready.reached()
+        return self.begun or self.ready is None or self.ready.reached()
 
     def is_aborted(self) -> bool:
-        return self.abort is not None and self.abort.reached()
-
-    def write_done(self) -> None:
-        if self.done is not None:
-            self.done.write()
+        return not self.begun and self.abort is not None and self.abort.reached()
 
 
 class _Queue:
@@ -69,92 +62,84 @@ class _Queue:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.lock = threading.RLock()  # guards everything below
-        self.changed = threading.Condition(self.lock)  # the thread should check again
-        self.waiting: list[_Job] = []
-        self.ready: list[_Job] = []  # heap; a job remains here until it is over
+        self.jobs: dict[int, _Job] = {}  # by ticket; a job remains here until it is over
         self.tickets = itertools.count(1)
         self.finished = self.abandoned = self.elements = 0
         self.busy_s = 0.0
         self.stopping = False
         self.error: BaseException | None = None
         self.error_was_raised = False
+        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._loop, name="storm-adam-0", daemon=True)
 
     def start(self) -> None:
         self.thread.start()
 
-    @property
-    def pending(self) -> int:
-        return len(self.waiting) + len(self.ready)
-
     def _loop(self) -> None:
         try:
-            while (job := self._take()) is not None:
-                last = min(job.next + fallback.CHUNK, job.tensors.numel)
-                start = time.perf_counter()
-                if job.scale is None:  # not earlier: the writer of the ready flag writes the factor before it
-                    job.scale = fallback.read_scale(job.tensors, job.scalars)
-                fallback.update_(job.tensors, job.scalars, job.next, last, job.scale)
-                with self.lock:
-                    self.busy_s += time.perf_counter() - start
-                    self.elements += last - job.next
-                    job.next = last
-                    if last == job.tensors.numel:
-                        heapq.heappop(self.ready)  # this job: only _take adds to the heap
-                        self.finished += 1
-                        job.write_done()
-                del job  # a sleeping thread must not keep the last tensors alive
+            while not (self.stopping and not self.jobs):
+                if not self._run_chunk():
+                    with contextlib.suppress(queue.Empty):
+                        self.wake.get(timeout=_POLL_S if self.jobs else _IDLE_S)
         except BaseException as error:  # raised again, chained, on the thread that makes the next call
             with self.lock:
                 self.error, self.stopping = error, True
-                gone = self.waiting + self.ready
-                self.waiting, self.ready = [], []
-                self._abandon(gone)
+                gone = self._abandon(list(self.jobs.values()))
+            gone.clear()
 
-    def _take(self) -> _Job | None:
-        """The most urgent ready job, left on the heap; blocks until there is one. None: the thread should end."""
-        while True:
-            with self.lock:
-                gone = self._look_at_flags()
-                if self.ready:
-                    self.ready[0].begun = True
-                    return self.ready[0]
-                if self.stopping and not self.waiting:
-                    return None
-                if not gone:
-                    self.changed.wait(_POLL_S if self.waiting else _IDLE_S)
-            gone.clear()  # after the lock: finalizers of their tensors may need it
+    def _run_chunk(self) -> bool:
+        """Run a chunk of the most urgent ready job; False if no job is ready."""
+        job = self._choose()
+        if job is None:
+            return False
+        last = min(job.next + fallback.CHUNK, job.tensors.numel)
+        start = time.perf_counter()
+        if job.scale is None:  # not earlier: the writer of the ready flag writes the factor before it
+            job.scale = fallback.read_scale(job.tensors, job.scalars)
+        fallback.update_(job.tensors, job.scalars, job.next, last, job.scale)
+        with self.lock:
+            self.busy_s += time.perf_counter() - start
+            self.elements += last - job.next
+            job.next = last
+            if last == job.tensors.numel:
+                self.finished += 1
+                self._end(job)
+        return True
 
-    def _look_at_flags(self) -> list[_Job]:
-        """Move ready jobs to the heap; returns abandoned ones. Checks abort flags last: see csrc/worker.c."""
-        gone: list[_Job] = []
-        looked_at, self.waiting = self.waiting, []
-        for job in looked_at:
-            if job.is_ready():
-                heapq.heappush(self.ready, job)
-            elif self.stopping or job.is_aborted():
-                gone.append(job)
-            else:
-                self.waiting.append(job)
-        if self.stopping:
-            gone += [job for job in self.ready if not job.begun]
-            self.ready = sorted(job for job in self.ready if job.begun)
-        while self.ready and not self.ready[0].begun and self.ready[0].is_aborted():
-            gone.append(heapq.heappop(self.ready))
-        self._abandon(gone)
-        return gone
+    def _choose(self) -> _Job | None:
+        """The most urgent ready job, begun from now on. Abandons those that are to be."""
+        chosen = None
+        with self.lock:
+            gone: list[_Job] = []
+            for job in sorted(self.jobs.values(), key=lambda job: (job.priority, job.ticket)):
+                is_ready = job.is_ready()  # before the abort flag: see csrc/worker.c
+                if job.is_aborted() or (self.stopping and not job.begun):
+                    gone.append(job)
+                elif is_ready and chosen is None:
+                    chosen = job
+            if chosen is not None:
+                chosen.begun = True
+            self._abandon(gone)
+        gone.clear()  # after the lock: finalizers of their tensors may need it
+        return chosen
 
-    def _abandon(self, jobs: list[_Job]) -> None:
+    def _abandon(self, jobs: list[_Job]) -> list[_Job]:
         self.abandoned += len(jobs)
         for job in jobs:
-            job.write_done()
+            self._end(job)
+        return jobs
+
+    def _end(self, job: _Job) -> None:
+        if job.done is not None:
+            job.done.write()
+        del self.jobs[job.ticket]
 
     def stop(self) -> None:
         if os.getpid() != self.pid:  # the thread remained in the parent
             return
         with self.lock:
             self.stopping = True
-            self.changed.notify_all()
+        self.wake.put(None)
         if threading.current_thread() is not self.thread and self.thread.is_alive():
             self.thread.join()  # not if the worker was collected on the thread itself: it then ends by itself
 
@@ -177,13 +162,13 @@ class ThreadWorker(Worker):
         return self._queue
 
     def _raise_error(self) -> None:
-        queue = self._queue
-        if queue.error is not None:
-            queue.error_was_raised = True
+        work = self._queue
+        if work.error is not None:
+            work.error_was_raised = True
             raise LaneError(
-                f"The optimizer's worker failed: {queue.error!r}. {queue.abandoned} jobs were abandoned; "
+                f"The optimizer's worker failed: {work.error!r}. {work.abandoned} jobs were abandoned; "
                 "the tensors of the one that failed are partly updated."
-            ) from queue.error
+            ) from work.error
 
     def submit(
         self,
@@ -196,37 +181,37 @@ class ThreadWorker(Worker):
         abort: FlagValue | None = None,
     ) -> int:
         check_job(tensors, priority)
-        queue = self._own()
-        with queue.lock:
+        work = self._own()
+        with work.lock:
             self._raise_error()
-            if queue.stopping:
+            if work.stopping:
                 raise LaneError("Cannot submit to a worker that was closed. Open another one.")
-            ticket = next(queue.tickets)
-            queue.changed.notify_all()  # takes effect when the lock is released; Ctrl-C cannot come between
-            queue.waiting.append(_Job(tensors, step.scalars, priority, ticket, ready, done, abort))
+            ticket = next(work.tickets)
+            work.jobs[ticket] = _Job(tensors, step.scalars, priority, ticket, ready, done, abort)
+        work.wake.put(None)
         return ticket
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        queue = self._own()
+        work = self._own()
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            with queue.lock:
+            with work.lock:
                 self._raise_error()
-                if queue.pending == 0:
+                if not work.jobs:
                     return True
             if (left := until - time.monotonic()) <= 0:
                 return False
             time.sleep(min(left, _DRAIN_S))
 
     def stats(self) -> WorkerStats:
-        queue = self._own()
-        with queue.lock:
+        work = self._own()
+        with work.lock:
             return WorkerStats(
-                busy_s=queue.busy_s,
-                elements=queue.elements,
-                finished=queue.finished,
-                abandoned=queue.abandoned,
-                pending=queue.pending,
+                busy_s=work.busy_s,
+                elements=work.elements,
+                finished=work.finished,
+                abandoned=work.abandoned,
+                pending=len(work.jobs),
             )
 
     def close(self) -> int:
