@@ -55,7 +55,8 @@ def _measured(power: int, rounds: int) -> list[Row]:
 
     def on_worker(tensors: AdamTensors) -> None:
         worker.submit(tensors, step)
-        worker.drain()
+        while worker.stats().pending:
+            time.sleep(1e-4)
 
     with open_worker() as worker:
         ways: dict[str, tuple[Callable[[], object], int]] = {

@@ -18,6 +18,8 @@ from stormtorch.native.flag_words import has_reached
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker.open import open_worker
 
+from ..drained import drained
+
 
 @given(st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 31) - 1))
 def test_the_comparison_is_cyclic(value: int, ahead: int) -> None:
@@ -99,9 +101,9 @@ def test_abort_drops_the_jobs_that_wait_for_the_board(ledger: Ledger) -> None:
             done=flags[1].at(1),
             abort=flags.aborted.at(1),
         )
-        assert not worker.drain(timeout_s=0.05)
+        assert not drained(worker, 0.05)
         flags.abort(RuntimeError("the loop ended"))
-        assert worker.drain(timeout_s=30)
+        assert drained(worker, 30)
         assert worker.stats().abandoned == 1
     assert bool((tensors.weight == 1).all())
     assert flags[1].read() == 1, "a stream that waits for the update goes on"

@@ -14,6 +14,8 @@ from stormtorch.native.split import join
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker.jobs import Worker
 
+from ..drained import drained
+
 MakeTensors = Callable[..., AdamTensors]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -112,7 +114,7 @@ def test_modes_of_the_caller_have_no_effect(
         with torch.inference_mode():
             adamw_(outside[0], step)
             worker.submit(outside[1], step)
-            assert worker.drain(20)
+            assert drained(worker, 20)
     finally:
         torch.set_default_device(None)
     for tensors in outside + inside:

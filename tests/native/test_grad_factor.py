@@ -16,6 +16,8 @@ from stormtorch.native.library import library
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker.jobs import Worker
 
+from ..drained import drained
+
 MakeTensors = Callable[..., AdamTensors]
 OpenAny = Callable[..., Worker]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -88,10 +90,10 @@ def test_a_worker_reads_it_after_the_ready_flag(
     ours, theirs = with_factor(make_tensors(100_003, weight), 55.0), make_tensors(100_003, weight)
     assert ours.grad_factor is not None
     worker.submit(ours, AdamStep(lr=1e-2, step=3, grad_scale=SCALE), ready=words.at(0))
-    assert not worker.drain(0.02)
+    assert not drained(worker, 0.02)
     ours.grad_factor.fill_(FACTOR)
     words[0] = 1
-    assert worker.drain(20)
+    assert drained(worker, 20)
     adamw_(theirs, AdamStep(lr=1e-2, step=3, grad_scale=PRODUCT))
     assert_same_bits(ours, theirs)
 
@@ -106,6 +108,6 @@ def test_a_worker_reads_it_once(open_any: OpenAny, make_tensors: MakeTensors, mo
     while worker.stats().elements == 0:
         pass
     ours.grad_factor.fill_(55.0)
-    assert worker.drain(60)
+    assert drained(worker, 60)
     adamw_(theirs, AdamStep(lr=1e-2, step=3, grad_scale=PRODUCT))
     assert_same_bits(ours, theirs)

@@ -20,6 +20,8 @@ from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker.jobs import Worker
 from stormtorch.native.worker.open import open_worker
 
+from ..drained import drained
+
 MakeTensors = Callable[..., AdamTensors]
 OpenAny = Callable[..., Worker]
 STEP = AdamStep(lr=1e-2, step=3)
@@ -56,7 +58,7 @@ def test_priority_then_order_of_submission(open_any: OpenAny, make_tensors: Make
         worker.submit(tensors, step, priority=priority, ready=words.at(0))
     time.sleep(0.02)
     words[0] = 1
-    assert worker.drain(20)
+    assert drained(worker, 20)
 
     def in_order(wanted: list[tuple[int, AdamStep]]) -> torch.Tensor:
         expected = make_tensors(1000)
@@ -81,7 +83,7 @@ def test_an_urgent_job_overtakes(open_any: OpenAny, make_tensors: MakeTensors, w
     stats = worker.stats()
     assert stats.pending > 0
     assert stats.finished < turns
-    assert worker.drain(60)
+    assert drained(worker, 60)
     assert worker.stats().finished == turns + 1
 
 
@@ -90,11 +92,11 @@ def test_nothing_happens_before_the_flag(open_any: OpenAny, make_tensors: MakeTe
     tensors, before = make_tensors(1000), make_tensors(1000)
     words[0] = 8
     worker.submit(tensors, STEP, ready=words.at(0, 9), done=words.at(1))
-    assert not worker.drain(0.05)
+    assert not drained(worker, 0.05)
     assert torch.equal(tensors.weight, before.weight)
     assert words[1] == 0
     words[0] = 9
-    assert worker.drain(20)
+    assert drained(worker, 20)
     assert words[1] == 1
     assert not torch.equal(tensors.weight, before.weight)
 
@@ -106,16 +108,16 @@ def test_a_waiting_job_does_not_hold_up_a_ready_one(open_any: OpenAny, make_tens
     assert until(lambda: words[2] == 1)
     assert words[1] == 0
     words[0] = 1
-    assert worker.drain(20)
+    assert drained(worker, 20)
 
 
 def test_flags_count_round_the_end(open_any: OpenAny, make_tensors: MakeTensors, words: Any) -> None:
     worker = open_any()
     words[0] = 0xFFFFFFFE
     worker.submit(make_tensors(10), STEP, ready=words.at(0, 2), done=words.at(1, 1 << 32 | 7))
-    assert not worker.drain(0.03)
+    assert not drained(worker, 0.03)
     words[0] = 3
-    assert worker.drain(20)
+    assert drained(worker, 20)
     assert words[1] == 7
 
 
@@ -127,7 +129,7 @@ def test_many_jobs(open_any: OpenAny, make_tensors: MakeTensors, words: Any) -> 
         worker.submit(tensors, STEP, priority=index % 11, ready=gate, done=words.at(index))
     for gate in range(7):
         words[900 + gate] = 1
-    assert worker.drain(60)
+    assert drained(worker, 60)
     assert [words[i] for i in range(300)] == [1] * 300
     for index in range(0, 300, 37):
         expected = make_tensors(jobs[index].numel, seed=index)
@@ -152,7 +154,7 @@ def test_many_submitters(open_any: OpenAny, make_tensors: MakeTensors) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert worker.drain(60)
+    assert drained(worker, 60)
     assert sorted(tickets) == list(range(1, 201))
     assert worker.stats().finished == 200
 
@@ -166,7 +168,7 @@ def test_tensors_live_as_long_as_their_job(open_any: OpenAny, make_tensors: Make
     gc.collect()
     assert alive() is not None
     words[0] = 1
-    assert worker.drain(20)
+    assert drained(worker, 20)
     assert until(lambda: gc.collect() >= 0 and alive() is None, 5)
 
 
@@ -192,7 +194,7 @@ def test_close_abandons_what_never_began(open_any: OpenAny, make_tensors: MakeTe
     assert torch.equal(jobs[4].weight, make_tensors(1000, seed=4).weight)
     assert worker.close() == 20
     assert worker.stats().abandoned == 20
-    assert worker.drain(0)
+    assert drained(worker, 0)
     with pytest.raises(LaneError, match="closed"):
         worker.submit(jobs[0], STEP)
 
@@ -233,6 +235,6 @@ def test_a_worker_that_is_dropped_writes_its_flags(open_any: OpenAny, make_tenso
 def test_with_statement_closes(open_any: OpenAny, make_tensors: MakeTensors) -> None:
     with open_any() as worker:
         worker.submit(make_tensors(10), STEP)
-        assert worker.drain(20)
+        assert drained(worker, 20)
     with pytest.raises(LaneError):
         worker.submit(make_tensors(10), STEP)

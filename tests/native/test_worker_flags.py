@@ -15,6 +15,8 @@ from stormtorch.native.library import library
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker.jobs import FlagValue, Worker
 
+from ..drained import drained
+
 MakeTensors = Callable[..., AdamTensors]
 OpenAny = Callable[..., Worker]
 STEP = AdamStep(lr=1e-2, step=3)
@@ -60,18 +62,18 @@ def test_abort_ends_what_waits(open_any: OpenAny, make_tensors: MakeTensors, wor
         worker.submit(tensors, STEP, ready=words.at(9), done=words.at(index, 4), abort=words.at(8))
     other = make_tensors(1000)
     worker.submit(other, STEP, ready=words.at(10), done=words.at(7), abort=words.at(11))
-    assert not worker.drain(0.03)
+    assert not drained(worker, 0.03)
     words[8] = 1
     while worker.stats().pending > 1:
         time.sleep(0.001)
     assert [words[index] for index in range(5)] == [4] * 5
     assert torch.equal(jobs[3].weight, make_tensors(1000, seed=3).weight)
     words[10] = 1
-    assert worker.drain(20)
+    assert drained(worker, 20)
     stats = worker.stats()
     assert (stats.abandoned, stats.finished) == (5, 1), "the other board was not aborted"
     worker.submit(make_tensors(10), STEP, done=words.at(20))
-    assert worker.drain(20)
+    assert drained(worker, 20)
     assert words[20] == 1, "a worker outlives an abort"
 
 
@@ -85,7 +87,7 @@ def test_a_gradient_that_comes_after_the_abort_is_not_used(
         worker.submit(tensors, STEP, ready=words.at(0, turn), done=words.at(2, turn), abort=words.at(1, turn))
         words.at(1, turn).write()
         words.at(0, turn).write()  # what a GPU does once its waits were let pass
-        assert worker.drain(20)
+        assert drained(worker, 20)
         assert torch.equal(tensors.weight, before.weight)
         assert words[2] == turn
     assert worker.stats().abandoned == 100
@@ -100,7 +102,7 @@ def test_a_ready_job_is_dropped_and_a_begun_one_finished(
     worker.submit(ready, STEP, done=words.at(0, 2), abort=words.at(2))
     words[2] = 1
     assert worker.stats().finished == 0
-    assert worker.drain(60)
+    assert drained(worker, 60)
     stats = worker.stats()
     assert (stats.finished, stats.abandoned, stats.elements) == (1, 1, begun.numel)
     assert torch.equal(ready.weight, before.weight)
@@ -111,7 +113,7 @@ def test_what_is_submitted_after_the_abort_never_runs(open_any: OpenAny, make_te
     worker = open_any()
     words[0] = 1
     worker.submit(make_tensors(10), STEP, done=words.at(1), abort=words.at(0))
-    assert worker.drain(20)
+    assert drained(worker, 20)
     assert (worker.stats().abandoned, words[1]) == (1, 1)
 
 
@@ -133,7 +135,7 @@ def test_owners_of_flags_live_as_long_as_the_job(open_any: OpenAny, make_tensors
     gc.collect()
     assert all(board() is not None for board in alive)
     words[0] = 1
-    assert worker.drain(20)
+    assert drained(worker, 20)
     end = time.monotonic() + 300
     while any(board() is not None for board in alive) and time.monotonic() < end:
         worker.stats()

@@ -20,6 +20,7 @@ from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker.jobs import Worker
 from stormtorch.native.worker.open import open_worker
 
+from ..drained import drained
 from ..forkserver import run
 
 MakeTensors = Callable[..., AdamTensors]
@@ -36,7 +37,7 @@ def cpu_seconds_while_sleeping(seconds: float) -> float:
 def test_an_idle_worker_burns_nothing(open_any: OpenAny, make_tensors: MakeTensors) -> None:
     worker = open_any(threads=8)
     worker.submit(make_tensors(10), STEP)
-    assert worker.drain(20)
+    assert drained(worker, 20)
     time.sleep(0.2)  # torch's own threads spin for a while after an operation
     assert cpu_seconds_while_sleeping(0.3) < 0.01
 
@@ -47,7 +48,7 @@ def test_one_thread_polls_and_the_others_sleep(open_any: OpenAny, make_tensors: 
     time.sleep(0.2)
     assert cpu_seconds_while_sleeping(0.4) < 0.2
     words[0] = 1
-    assert worker.drain(20)
+    assert drained(worker, 20)
 
 
 @pytest.mark.usefixtures("native")
@@ -90,7 +91,7 @@ def test_a_forked_child_is_refused(open_any: OpenAny, make_tensors: MakeTensors,
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert words[1] == 0
     words[0] = 1
-    assert worker.drain(20)
+    assert drained(worker, 20)
 
 
 EXIT = """
@@ -130,8 +131,9 @@ def test_an_error_in_the_fallback_surfaces(
     worker = open_worker()
     worker.submit(make_tensors(10), STEP, priority=2, ready=words.at(5), done=words.at(0))
     worker.submit(make_tensors(10), STEP, priority=1, done=words.at(1))
+    assert drained(worker)
     with pytest.raises(LaneError, match="no memory left") as caught:
-        worker.drain(20)
+        worker.submit(make_tensors(10), STEP)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert (words[0], words[1]) == (1, 1), "a GPU that waits for a flag must not wait for ever"
     with pytest.raises(LaneError, match="no memory left"):

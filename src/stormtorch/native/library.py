@@ -92,7 +92,6 @@ _SIGNATURES = {
     "storm_pool_open": (_I32, (ctypes.POINTER(_I32), _I32, _I32, _I32, ctypes.POINTER(_P))),
     "storm_pool_submit": (_I32, (_P, ctypes.POINTER(Update), _I64, _I32, FlagWord, FlagWord, FlagWord)),
     "storm_pool_reap": (_I64, (_P, ctypes.POINTER(_I64), _I64)),
-    "storm_pool_drain": (_I32, (_P, _F64)),
     "storm_pool_read_stats": (None, (_P, ctypes.POINTER(PoolStats))),
     "storm_pool_stop": (_I64, (_P,)),
     "storm_pool_free": (None, (_P,)),

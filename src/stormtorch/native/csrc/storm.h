@@ -53,8 +53,6 @@ STORM_API int32_t storm_pool_submit(storm_pool *pool, const storm_update *update
                                     storm_flag ready, storm_flag done, storm_flag abort);
 /* Moves up to `capacity` tickets of jobs that are over into `tickets`; returns how many. */
 STORM_API int64_t storm_pool_reap(storm_pool *pool, int64_t *tickets, int64_t capacity);
-/* 1 when no job is left, 0 when `timeout_s` passed first. */
-STORM_API int32_t storm_pool_drain(storm_pool *pool, double timeout_s);
 STORM_API void storm_pool_read_stats(storm_pool *pool, storm_pool_stats *stats);
 /* Ends the threads; returns how many jobs were abandoned. Reaping still works afterwards. Call it before free. */
 STORM_API int64_t storm_pool_stop(storm_pool *pool);

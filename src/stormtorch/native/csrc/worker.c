@@ -57,7 +57,6 @@ typedef struct {
 struct storm_pool {
     pthread_mutex_t lock; /* guards everything below */
     pthread_cond_t work;  /* a thread should look again */
-    pthread_cond_t idle;  /* no job is left */
     pthread_t *threads;
     int32_t thread_count;
     int32_t isa;
@@ -113,11 +112,8 @@ static void end_job(storm_pool *pool, job *over) {
     pool->reaped[pool->reap_count++] = over->ticket;
     pool->stats.pending--;
     free(over);
-    if (pool->stats.pending == 0) {
-        pthread_cond_broadcast(&pool->idle);
-        if (pool->stopping)
-            pthread_cond_broadcast(&pool->work);
-    }
+    if (pool->stats.pending == 0 && pool->stopping)
+        pthread_cond_broadcast(&pool->work);
 }
 
 static void abandon_job(storm_pool *pool, job *dropped) {
@@ -260,13 +256,8 @@ int32_t storm_pool_open(const int32_t *cores, int32_t core_count, int32_t thread
     if (!pool)
         return -ENOMEM;
     pool->isa = isa;
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
-    pthread_cond_init(&pool->idle, &monotonic);
-    pthread_condattr_destroy(&monotonic);
     pool->threads = calloc((size_t)threads, sizeof *pool->threads);
     int32_t error = pool->threads ? start_threads(pool, cores, core_count, threads) : -ENOMEM;
     if (error) {
@@ -346,17 +337,6 @@ int64_t storm_pool_reap(storm_pool *pool, int64_t *tickets, int64_t capacity) {
     return moved;
 }
 
-int32_t storm_pool_drain(storm_pool *pool, double timeout_s) {
-    struct timespec until = storm_deadline(timeout_s);
-    int error = 0;
-    pthread_mutex_lock(&pool->lock);
-    while (pool->stats.pending > 0 && error != ETIMEDOUT)
-        error = pthread_cond_timedwait(&pool->idle, &pool->lock, &until);
-    int32_t drained = pool->stats.pending == 0;
-    pthread_mutex_unlock(&pool->lock);
-    return drained;
-}
-
 void storm_pool_read_stats(storm_pool *pool, storm_pool_stats *stats) {
     pthread_mutex_lock(&pool->lock);
     *stats = pool->stats;
@@ -386,7 +366,6 @@ int64_t storm_pool_stop(storm_pool *pool) {
 }
 
 void storm_pool_free(storm_pool *pool) {
-    pthread_cond_destroy(&pool->idle);
     pthread_cond_destroy(&pool->work);
     pthread_mutex_destroy(&pool->lock);
     free(pool->waiting.items);

@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import os
 import threading
-import time
 import weakref
 
 from ...core.errors import LaneError, SettingError
@@ -14,7 +13,6 @@ from ..library import FlagWord, Library, PoolStats
 from ..update import AdamStep, AdamTensors
 from .jobs import FlagValue, Worker, WorkerStats, check_job
 
-_SLICE_S = 0.1  # longest time inside C per call, so that Ctrl-C is noticed
 _REAP = 16  # tickets fetched at once
 
 
@@ -43,8 +41,8 @@ class _Pool:
         self.tickets = itertools.count(1)
         self.held: dict[int, object] = {}  # ticket → tensors and flags of a job that may still be running
         self.over = (ctypes.c_int64 * _REAP)()  # the tickets last fetched
-        self.inside = 0  # threads inside a C call without the lock
-        self.final: WorkerStats | None = None  # set once the threads have ended
+        self.counted = PoolStats()  # when last asked
+        self.stopped = False
 
     def start(self, threads: int, cores: list[int]) -> None:
         mask = (ctypes.c_int32 * len(cores))(*cores)
@@ -68,24 +66,21 @@ class _Pool:
 
     def stats(self) -> WorkerStats:
         """Statistics so far. Needs the lock."""
-        if self.final is not None:
-            return self.final
-        counted = PoolStats()
         if self.pointer:
-            self.c.storm_pool_read_stats(self.pointer, ctypes.byref(counted))
-        return WorkerStats(**{name: getattr(counted, name) for name, _ in PoolStats._fields_})
+            self.c.storm_pool_read_stats(self.pointer, ctypes.byref(self.counted))
+        return WorkerStats(**{name: getattr(self.counted, name) for name, _ in PoolStats._fields_})
 
     def stop(self) -> int:
         if os.getpid() != self.pid:  # threads and jobs remained in the parent
             return 0
         gone: dict[int, object] = {}
         with self.lock:
-            if self.final is None:
+            if not self.stopped:
                 if self.pointer:
                     self.c.storm_pool_stop(self.pointer)
+                self.stopped = True
                 gone, self.held = self.held, gone
-                self.final = self.stats()
-            abandoned = self.final.abandoned
+            abandoned = self.stats().abandoned
         gone.clear()
         return abandoned
 
@@ -94,9 +89,7 @@ class _Pool:
         if os.getpid() == self.pid:
             self.stop()
             with self.lock:
-                if (
-                    self.inside == 0 and self.pointer
-                ):  # at exit a daemon thread may be in drain; its memory then goes with the process
+                if self.pointer:
                     self.c.storm_pool_free(self.pointer)
                     self.pointer = ctypes.c_void_p()
 
@@ -132,7 +125,7 @@ class PoolWorker(Worker):
         pool, update, flags = self._own(), tensors.bind(step.scalars), (ready, done, abort)
         words = [_word(flag) for flag in flags]
         with pool.lock:
-            if pool.final is not None:
+            if pool.stopped:
                 raise LaneError("Cannot submit to a worker that was closed. Open another one.")
             ticket = next(pool.tickets)
             pool.held[ticket] = tensors, flags  # before the call: Ctrl-C may come right after it
@@ -143,26 +136,6 @@ class PoolWorker(Worker):
             gone = pool.reap()
         gone.clear()
         return ticket
-
-    def drain(self, timeout_s: float | None = None) -> bool:
-        pool = self._own()
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        with pool.lock:
-            if pool.final is not None:
-                return True
-            pool.inside += 1
-        try:
-            while True:
-                left = _SLICE_S if until is None else max(0.0, until - time.monotonic())
-                if pool.c.storm_pool_drain(pool.pointer, min(left, _SLICE_S)):
-                    return True
-                if until is not None and time.monotonic() >= until:
-                    return False
-        finally:
-            with pool.lock:
-                pool.inside -= 1
-                gone = pool.reap()
-            gone.clear()
 
     def stats(self) -> WorkerStats:
         pool = self._own()

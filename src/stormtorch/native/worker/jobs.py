@@ -71,8 +71,8 @@ class Worker(Closing, abc.ABC):
     flag is written, which happens for every accepted job: after it was finished, or when it was abandoned.
 
     A job that has begun is always finished. One that has not begun is abandoned by ``close``, and when its abort flag
-    is reached, whether or not its ready flag ever is, so that ``drain`` ends after an abort. Code that aborts must
-    write the abort flag before it lets ready flags be reached without gradients; then no such gradient is ever used.
+    is reached, whether or not its ready flag ever is. Code that aborts must write the abort flag before it lets ready
+    flags be reached without gradients; then no such gradient is ever used.
     """
 
     threads: int
@@ -98,10 +98,6 @@ class Worker(Closing, abc.ABC):
         """
 
     @abc.abstractmethod
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Block until no job is left; False if the time ran out first. Ctrl-C gets through."""
-
-    @abc.abstractmethod
     def stats(self) -> WorkerStats:
         """Statistics so far. Readable after ``close`` too."""
 
@@ -109,7 +105,7 @@ class Worker(Closing, abc.ABC):
     def close(self) -> int:
         """End the threads and return how many jobs were abandoned in all. May be called again.
 
-        Jobs that have not begun are abandoned. Drain first to keep them.
+        Jobs that have not begun are abandoned. Wait for their done flags first to keep them.
         """
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import queue
 import threading
@@ -30,7 +29,6 @@ from .jobs import FlagValue, Worker, WorkerStats, check_job
 
 _POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the thread that launches
 _IDLE_S = 1.0  # between two checks without jobs: Ctrl-C may come between a job's arrival and the call that wakes
-_DRAIN_S = 0.001  # between two checks of a waiting caller; also the delay of a Ctrl-C just before its sleep
 
 
 @dataclass(slots=True, eq=False)
@@ -190,18 +188,6 @@ class ThreadWorker(Worker):
             work.jobs[ticket] = _Job(tensors, step.scalars, priority, ticket, ready, done, abort)
         work.wake.put(None)
         return ticket
-
-    def drain(self, timeout_s: float | None = None) -> bool:
-        work = self._own()
-        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            with work.lock:
-                self._raise_error()
-                if not work.jobs:
-                    return True
-            if (left := until - time.monotonic()) <= 0:
-                return False
-            time.sleep(min(left, _DRAIN_S))
 
     def stats(self) -> WorkerStats:
         work = self._own()
