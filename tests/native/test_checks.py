@@ -57,13 +57,11 @@ def test_numbers_that_cannot_be_meant(bad: dict[str, object]) -> None:
         AdamStep(**{"lr": 1e-3, "step": 1} | bad)  # type: ignore[arg-type]
 
 
-def test_threads_cores_and_instruction_sets(make_tensors: MakeTensors) -> None:
+def test_numbers_of_threads(make_tensors: MakeTensors) -> None:
     with pytest.raises(SettingError, match="threads=0"):
         adamw_(make_tensors(1), AdamStep(lr=1e-3, step=1), threads=0)
     with pytest.raises(SettingError, match="threads=-1"):
         open_worker(threads=-1)
-    with pytest.raises(SettingError, match=r"cores=\[100000\]"):
-        open_worker(cores=[100_000])
 
 
 def test_unknown_instruction_set(native: Library, make_tensors: MakeTensors) -> None:

@@ -23,7 +23,7 @@ def opening(kind: str, native: Library) -> tuple[Callable[[], object], str]:
     return {
         "native rows": (lambda: NativeRows(native, 2), "native/rows/c_rows.py"),
         "native worker": (lambda: PoolWorker(native, threads=2, cores=[0]), "native/worker/c_worker.py"),
-        "worker": (lambda: ThreadWorker(threads=1, cores=[0]), "native/worker/python_worker.py"),
+        "worker": (lambda: ThreadWorker(threads=1), "native/worker/python_worker.py"),
     }[kind]
 
 

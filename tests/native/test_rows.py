@@ -292,7 +292,7 @@ def test_a_job_that_never_came_to_the_pool_is_not_waited_for(open_any: OpenRows)
     if isinstance(pool, NativeRows):
         pool._native.held.append(job)
     pool.cancel()
-    assert pool.wait(job, 1.0) == DROPPED
+    assert pool.wait(job) == DROPPED
 
 
 def test_many_jobs_from_several_owners_end_in_order_of_arrival(open_any: OpenRows, content: Bytes, fd: int) -> None:

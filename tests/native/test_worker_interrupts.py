@@ -57,7 +57,7 @@ def pool_worker(native: Library) -> PoolWorker:
 
 @pytest.fixture
 def thread_worker() -> ThreadWorker:
-    return ThreadWorker(threads=1, cores=[])
+    return ThreadWorker(threads=1)
 
 
 def test_ctrl_c_after_c_took_the_job(

@@ -16,7 +16,9 @@ import pytest
 
 from stormtorch.core.errors import LaneError
 from stormtorch.native import fallback
+from stormtorch.native.library import Library
 from stormtorch.native.update import AdamStep, AdamTensors
+from stormtorch.native.worker.c_worker import PoolWorker
 from stormtorch.native.worker.jobs import Worker
 from stormtorch.native.worker.open import open_worker
 
@@ -51,8 +53,7 @@ def test_one_thread_polls_and_the_others_sleep(open_any: OpenAny, make_tensors: 
     assert drained(worker, 20)
 
 
-@pytest.mark.usefixtures("native")
-def test_threads_have_names_and_cores() -> None:
+def test_threads_have_names_and_cores(native: Library) -> None:
     def ours() -> set[int]:
         found = set()
         for task in Path("/proc/self/task").iterdir():
@@ -63,7 +64,7 @@ def test_threads_have_names_and_cores() -> None:
 
     already = ours()
     core = max(os.sched_getaffinity(0))
-    with open_worker(threads=3, cores=[core]) as worker:
+    with PoolWorker(native, threads=3, cores=[core]) as worker:
         threads = ours() - already
         assert len(threads) == worker.threads == 3
         assert all(os.sched_getaffinity(thread) == {core} for thread in threads)

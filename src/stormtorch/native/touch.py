@@ -17,16 +17,13 @@ def can_touch_beside_writers() -> bool:
     return library() is not None
 
 
-def first_touch(address: int, size_bytes: int, threads: int | None = None) -> None:
-    """Make the pages of a range exist by writing to each page its own content. Blocks, without the GIL.
-
-    ``threads``: by default all usable cores.
-    """
+def first_touch(address: int, size_bytes: int) -> None:
+    """Make the pages of a range exist by writing to each its own content. Blocks, without the GIL, on all cores."""
     native = library()
     if native is None:
         pages = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
         pages[::_PAGE] |= 0
         pages[-1:] |= 0
         return
-    status = native.c.storm_touch(address, size_bytes, threads or usable_count())
-    assert status == 0, f"storm_touch refused {threads} threads"
+    status = native.c.storm_touch(address, size_bytes, usable_count())
+    assert status == 0, f"storm_touch failed: {status}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 import weakref
 from collections import deque
 
@@ -103,22 +102,19 @@ class NativeRows(RowsPool):
     def state(self, job: RowsJob) -> int:
         return int(self._load_state(job.address))
 
-    def wait(self, job: RowsJob, timeout_s: float | None = None, *, help: bool = False) -> int:
+    def wait(self, job: RowsJob, *, help: bool = False) -> int:
         if (state := int(self._load_state(job.address))) != PENDING:
             return state
         native = self._native
         check_process(native.pid)
-        until = None if timeout_s is None else time.monotonic() + timeout_s
         with native.lock:
             if native.stopped:
                 return self.state(job)
             native.inside += 1
         try:
-            while True:
-                left = _SLICE_S if until is None else max(0.0, until - time.monotonic())
-                state = int(native.c.storm_rows_wait(native.pointer, job.outcome, min(left, _SLICE_S), help))
-                if state != PENDING or (until is not None and time.monotonic() >= until):
-                    return state
+            while state == PENDING:
+                state = int(native.c.storm_rows_wait(native.pointer, job.outcome, _SLICE_S, help))
+            return state
         finally:
             native.inside -= 1
 

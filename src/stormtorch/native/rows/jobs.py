@@ -76,8 +76,8 @@ class RowsPool(Closing, abc.ABC):
         """PENDING, DONE, FAILED or DROPPED. Does not block. The data of a job that is DONE is visible then."""
 
     @abc.abstractmethod
-    def wait(self, job: RowsJob, timeout_s: float | None = None, *, help: bool = False) -> int:
-        """Block until the job is over or the time has passed; returns its state. Ctrl-C gets through.
+    def wait(self, job: RowsJob, *, help: bool = False) -> int:
+        """Block until the job is over; returns its state. Ctrl-C gets through.
 
         With ``help`` this thread works on the queue until no piece of the job is left to take.
         """

@@ -56,7 +56,7 @@ class CallerRows(RowsPool):
     def state(self, job: RowsJob) -> int:
         return int(job.outcome.state)
 
-    def wait(self, job: RowsJob, timeout_s: float | None = None, *, help: bool = False) -> int:  # noqa: ARG002
+    def wait(self, job: RowsJob, *, help: bool = False) -> int:  # noqa: ARG002
         assert job.outcome.state != PENDING
         return self.state(job)
 

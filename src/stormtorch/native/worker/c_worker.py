@@ -98,7 +98,7 @@ class PoolWorker(Worker):
     """Native threads that never need the GIL."""
 
     def __init__(self, library: Library, *, threads: int, cores: list[int]) -> None:
-        self.threads, self.cores = threads, cores
+        self.threads = threads
         self._pool = _Pool(library)
         self._finalizer = weakref.finalize(self, self._pool.end)
         self._pool.start(threads, cores)

@@ -76,7 +76,6 @@ class Worker(Closing, abc.ABC):
     """
 
     threads: int
-    cores: list[int]
 
     @abc.abstractmethod
     def submit(

@@ -145,8 +145,8 @@ class _Queue:
 class ThreadWorker(Worker):
     """A Python thread instead of the native ones."""
 
-    def __init__(self, *, threads: int, cores: list[int]) -> None:
-        self.threads, self.cores = threads, cores
+    def __init__(self, *, threads: int) -> None:
+        self.threads = threads
         self._queue = _Queue()
         self._finalizer = weakref.finalize(self, self._queue.stop)
         self._queue.start()
