@@ -41,7 +41,7 @@ class HostPool(Pool):
         if not arena.pinned and not self._pageable:
             arena.close()
             raise cannot_lock(arena.capacity_bytes, self._tag, self._ledger, 'use activations="recompute"')
-        self._blocks.append(Block(_Arena(arena), None))
+        self._blocks.append(Block(arena.tensor((arena.capacity_bytes,), torch.uint8), arena.close, None))
 
     def room(self, size: int, lane: Lane) -> Piece:
         """Take ``size`` bytes and let ``lane`` wait for their last uses; raises OutOfBudget if RAM is short."""
@@ -71,7 +71,7 @@ class HostPool(Pool):
         """Return unused blocks: they had no room for the request, and sizes may go on changing."""
         for block in list(self._blocks):
             if not block.extents.taken_bytes and all(event.done() for _, _, event in block.uses):
-                block.memory.close()
+                block.close()
                 self._blocks.remove(block)
 
     def _put_aside(self) -> None:
@@ -86,19 +86,3 @@ class HostPool(Pool):
             for piece, last_uses in pieces:
                 self._melt(piece, last_uses)
         self._aside.clear()
-
-
-class _Arena:
-    """An arena as the memory of one block."""
-
-    def __init__(self, arena: HostArena) -> None:
-        self._arena, self.size = arena, arena.capacity_bytes
-        self._bytes: torch.Tensor | None = arena.tensor((self.size,), torch.uint8)
-
-    def tensor(self) -> torch.Tensor:
-        assert self._bytes is not None
-        return self._bytes
-
-    def close(self) -> None:
-        self._bytes = None
-        self._arena.close()

@@ -16,7 +16,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from ..books.ledger import Ledger
 from ..lanes.build import Lanes
 from ..lanes.lane import Event, Lane
 from .alias import alias
-from .device import DeviceBlock
+from .device import charged_bytes
 
 GRAIN = 512  # the alignment of torch's CUDA allocator: kernels then choose as for its own tensors
 
@@ -40,33 +40,38 @@ class Piece:
 
     def __init__(self, block: Block, offset: int, size: int) -> None:
         self.block, self.offset, self.size = block, offset, size
-        self.bytes = block.memory.tensor()[offset : offset + size]
+        assert block.bytes is not None, "the block was closed"
+        self.bytes = block.bytes[offset : offset + size]
 
     def tensor(self, dtype: torch.dtype, count: int, *, offset: int = 0) -> torch.Tensor:
         """``count`` elements that start ``offset`` bytes into the piece."""
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
 
-class Memory(Protocol):
-    """The memory of a block."""
-
-    size: int
-
-    def tensor(self) -> torch.Tensor:
-        """All of it, as bytes."""
-
-    def close(self) -> None:
-        """Return it."""
-
-
 class Block:
     """One allocation of the pool: its memory, its free parts, and uses of free bytes that may still run."""
 
-    def __init__(self, memory: Memory, fresh: Event | None, *, single: bool = False, place: Hashable = None) -> None:
-        """``single``: it serves one piece of exactly its size. ``place``: compute's stream at allocation."""
-        self.memory, self.single, self.place = memory, single, place
-        self.extents = Extents(memory.size, grain=GRAIN)
-        self.uses: list[tuple[int, int, Event]] = [] if fresh is None else [(0, memory.size, fresh)]
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        end: Callable[[], object],
+        fresh: Event | None,
+        *,
+        single: bool = False,
+        place: Hashable = None,
+    ) -> None:
+        """``end`` ends its charge. ``single``: it serves one piece of exactly its size. ``place``: compute's stream at
+        allocation."""
+        self.bytes: torch.Tensor | None = memory
+        self.size, self.address, self.single, self.place = memory.nbytes, memory.data_ptr(), single, place
+        self._end = end
+        self.extents = Extents(self.size, grain=GRAIN)
+        self.uses: list[tuple[int, int, Event]] = [] if fresh is None else [(0, self.size, fresh)]
+
+    def close(self) -> None:
+        """Return the memory. All work on it must have ended, or be ordered by other means."""
+        self.bytes = None
+        self._end()
 
     def note(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
         """Let the next user of these bytes wait for ``last_uses``."""
@@ -106,7 +111,7 @@ class Pool(ABC):
 
     @property
     def capacity_bytes(self) -> int:
-        return sum(block.memory.size for block in self._blocks)
+        return sum(block.size for block in self._blocks)
 
     @property
     def taken_bytes(self) -> int:
@@ -155,7 +160,7 @@ class Pool(ABC):
                     event.synchronize()
         finally:
             for block in self._blocks:
-                block.memory.close()
+                block.close()
             self._blocks.clear()
 
     def _sort_in(self) -> None:
@@ -224,12 +229,13 @@ class DevicePool(Pool):
 
     def _add(self, size: int, *, single: bool) -> None:
         start_s = time.perf_counter()
-        memory = DeviceBlock(self.device, size, ledger=self._ledger, tag=self._tag)
-        low, high = self.span
-        address = memory.tensor().data_ptr()
-        self.span = min(low or address, address), max(high, address + size)
+        memory, charge = charged_bytes(self.device, size, ledger=self._ledger, tag=self._tag)
         # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
-        self._blocks.append(Block(memory, self._compute.record(), single=single, place=self._compute.place()))
+        fresh, place = self._compute.record(), self._compute.place()
+        block = Block(memory, charge.release, fresh, single=single, place=place)
+        low, high = self.span
+        self.span = min(low or block.address, block.address), max(high, block.address + size)
+        self._blocks.append(block)
         self._changed(start_s)
 
     def _changed(self, start_s: float) -> None:
@@ -238,7 +244,7 @@ class DevicePool(Pool):
 
     def singles(self) -> list[tuple[int, int]]:
         """Address and size of each block of ``add_single``, the latest first."""
-        return [(b.memory.tensor().data_ptr(), b.memory.size) for b in reversed(self._blocks) if b.single]
+        return [(b.address, b.size) for b in reversed(self._blocks) if b.single]
 
     def give_back(self, address: int | None = None) -> int:
         """Return blocks to torch, all or the one at ``address``; keeps those with pieces that are out. Returns the
@@ -246,7 +252,7 @@ class DevicePool(Pool):
         self._sort_in()
         start_s, given = time.perf_counter(), 0
         for block in list(self._blocks):
-            if block.extents.taken_bytes or address not in (None, block.memory.tensor().data_ptr()):
+            if block.extents.taken_bytes or address not in (None, block.address):
                 continue
             # Else torch hands the memory to another stream than the current one.
             is_ordered = block.place == self._compute.place()
@@ -256,8 +262,8 @@ class DevicePool(Pool):
                 else:
                     event.synchronize()
             self._blocks.remove(block)
-            given += block.memory.size
-            block.memory.close()
+            given += block.size
+            block.close()
         if given:
             self._changed(start_s)
         return given
@@ -287,7 +293,7 @@ class DevicePool(Pool):
 
     def _offering(self, size: int) -> Iterable[Block]:
         whole = round_up(size, GRAIN)
-        yield from (block for block in self._blocks if block.single and block.memory.size == whole)
+        yield from (block for block in self._blocks if block.single and block.size == whole)
         yield from (block for block in self._blocks if not block.single)
 
     def _find(self, block: Block, size: int) -> int | None:
