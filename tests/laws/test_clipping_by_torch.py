@@ -13,8 +13,6 @@ from stormtorch.streams.gradients.home import GradHome
 
 from .models import CHAIN, MAX_NORM, Pair, Side, adamw, gradients, one_thread, stream  # noqa: F401
 
-FAR = "blocks.6.up.weight"  # a parameter in the middle of what moves
-
 
 @pytest.fixture(params=[0, 99], ids=["", "kept"])
 def pair(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
@@ -27,7 +25,14 @@ def parameters(side: Side) -> list[nn.Parameter]:
     return list(side.model.parameters())
 
 
-def clip(side: Side, norm: float = MAX_NORM) -> object:
+def far(side: Side) -> torch.Tensor:
+    """The gradient of a parameter in the middle of what moves."""
+    grad = side.named("blocks.6.up.weight").grad
+    assert grad is not None
+    return grad
+
+
+def clip(side: Side, norm: float = MAX_NORM) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(side.model.parameters(), norm)
 
 
@@ -62,24 +67,25 @@ def clip_and_look(side: Side) -> object:
 
 
 def clip_and_look_at_one(side: Side) -> object:
-    return clip(side), side.named(FAR).grad[0].clone()
+    return clip(side), far(side)[0].clone()
 
 
 def clip_and_drop_one(side: Side) -> object:
     norm = clip(side)
-    side.named(FAR).grad = None
+    side.named("blocks.6.up.weight").grad = None
     return norm
 
 
 def clip_and_edit_one(side: Side) -> object:
     norm = clip(side)
-    side.named(FAR).grad.add_(1e-3)
+    far(side).add_(1e-3)
     return norm
 
 
 def scale_by_a_number_that_changes(side: Side) -> object:
     factor = torch.tensor(0.5)
     for parameter in parameters(side):
+        assert parameter.grad is not None
         parameter.grad.mul_(factor)
         factor.mul_(0.9)
     return gradients(side.model)
@@ -87,15 +93,16 @@ def scale_by_a_number_that_changes(side: Side) -> object:
 
 def scale_one_twice(side: Side) -> object:
     factor = torch.tensor(0.3)
-    for parameter in (*parameters(side), side.named(FAR)):
+    for parameter in (*parameters(side), side.named("blocks.6.up.weight")):
+        assert parameter.grad is not None
         parameter.grad.mul_(factor)
     return factor
 
 
 def scale_through_an_array(side: Side) -> object:
     """Whoever has the memory itself must see the result: nothing may be put off."""
-    array = side.named(FAR).grad.detach().cpu().numpy()
-    side.named(FAR).grad.mul_(torch.tensor(0.25))
+    array = far(side).detach().cpu().numpy()
+    far(side).mul_(torch.tensor(0.25))
     return torch.from_numpy(array.copy())
 
 
@@ -104,7 +111,7 @@ def clip_by_the_largest(side: Side) -> object:
 
 
 def not_finite(side: Side) -> object:
-    side.named(FAR).grad[0] = float("nan")
+    far(side)[0] = float("nan")
     return clip(side).isnan()
 
 
@@ -168,7 +175,7 @@ def test_gradients_that_are_not_finite(pair: Pair) -> None:
 
 
 def test_a_gradient_is_one_object_while_it_is_held(pair: Pair) -> None:
-    def run(side: Side) -> object:
+    def run(side: Side) -> list[bool]:
         side.loss(0).backward()
         held = [parameter.grad for parameter in parameters(side)]
         return [parameter.grad is grad for parameter, grad in zip(parameters(side), held, strict=True)]

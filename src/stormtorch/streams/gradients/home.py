@@ -24,7 +24,6 @@ class Family(weakref.WeakValueDictionary[int, HomeView]):
     whole: weakref.ref[HomeView] | None = None
 
 
-
 class GradState(enum.Enum):
     """Where a unit's gradients are, and what they occupy. Home buffers remain taken in every state."""
 

@@ -40,7 +40,6 @@ from .param_groups import ParamGroups
 from .state_home import StateHome, States
 from .updater import MASTER, Conductor, Snapshot, Updater
 
-
 _EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -141,7 +140,9 @@ class AdamStream(Updater):
         scaling, self._scaling = self._scaling, None
         if scaling is not None and not scaling.is_one:
             for home in self._gradients.homes:
-                self._multiply(home, scaling.factor, [i for i in home.present if (home.unit.index, i) in scaling.places])
+                self._multiply(
+                    home, scaling.factor, [i for i in home.present if (home.unit.index, i) in scaling.places]
+                )
         if self._factor is None:
             return
         self._lanes.store.synchronize()
