@@ -6,7 +6,6 @@ ordinary again.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ from ..streams.optimizer.stream import OptimizerStream
 from ..streams.optimizer.torch_step import TorchStep, is_whole
 from ..streams.optimizer.updater import MASTER, NoUpdater, Updater
 from ..streams.settings import Settings, Trial
-from ..streams.units.unit import Unit
 from ..streams.weights.graph_twins import GraphTwins
 from ..streams.weights.residency import Residence, Residency
 from ..streams.weights.stream import ParameterStream
@@ -132,7 +130,19 @@ def _open(
         look=ground.look,
     )
     parameters, gradients = _open_streams(ground, images, flags, tuning, serial=settings.step == "serial")
-    inference = _open_inference(ground, tuning, parameters, gradients) if optimizer is None else None
+    inference = None
+    if optimizer is None:
+        inference = Inference(
+            ground.device,
+            ground.meter,
+            ledger=ground.ledger,
+            pool=ground.pool,
+            placement=ground.placement,
+            partition=ground.partition,
+            parameters=parameters,
+            gradients=gradients,
+            foreign_bytes=lambda: tuning.foreign_bytes,
+        )
     schedule = Schedule(
         parameters,
         gradients,
@@ -200,8 +210,8 @@ def _open_streams(
         lanes=ground.lanes,
         residency=residency,
         waits=ground.waits,
-        make_own=functools.partial(_own_grads, ground),
-        make_wide=functools.partial(_wide_grads, ground),
+        make_own=lambda: _grads(ground, ground.homes.gradients, [unit.grad_bytes for unit in ground.units]),
+        make_wide=lambda unit: _grads(ground, unit.wide_bytes, [unit.wide_bytes])[0],
         serial=serial,
         poison=ground.poison,
     )
@@ -210,17 +220,11 @@ def _open_streams(
     return parameters, gradients
 
 
-def _own_grads(ground: Ground) -> list[torch.Tensor]:
-    """Home memory for gradients, taken with the first ones; ends late: the model takes over its contents."""
-    arena = ground.arena(ground.homes.gradients, Tag.GRADIENTS)
+def _grads(ground: Ground, capacity: int | list[int], sizes: list[int]) -> list[torch.Tensor]:
+    """Home memory for gradients, taken when it is needed; ends late: the model takes over its contents."""
+    arena = ground.arena(capacity, Tag.GRADIENTS)
     ground.endings.after_others(arena.close)
-    return [arena.tensor((unit.grad_bytes,), torch.uint8) for unit in ground.units]
-
-
-def _wide_grads(ground: Ground, unit: Unit) -> torch.Tensor:
-    arena = ground.arena(unit.wide_bytes, Tag.GRADIENTS)
-    ground.endings.after_others(arena.close)
-    return arena.tensor((unit.wide_bytes,), torch.uint8)
+    return [arena.tensor((size,), torch.uint8) for size in sizes]
 
 
 def _arrange(
@@ -260,22 +264,6 @@ def _arrange(
 
     schedule.saving, end = open_saving(model, mode, around, on_device, trial)
     ground.endings.before_others(end)
-
-
-def _open_inference(
-    ground: Ground, tuning: Tuning, parameters: ParameterStream, gradients: GradientStream
-) -> Inference:
-    return Inference(
-        ground.device,
-        ground.meter,
-        ledger=ground.ledger,
-        pool=ground.pool,
-        placement=ground.placement,
-        partition=ground.partition,
-        parameters=parameters,
-        gradients=gradients,
-        foreign_bytes=lambda: tuning.foreign_bytes,
-    )
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -42,16 +42,22 @@ from ..streams.units.unit import Unit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
-    """Memory and lanes of a session, without streams."""
+class Outline:
+    """Resources that a session will take, before it takes any."""
 
     device: torch.device
     ledger: Ledger
-    endings: Endings
     partition: Partition
     placement: Placement
     homes: Homes
     meter: DeviceMeter | None  # None: memory on the device is not counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground(Outline):
+    """Memory and lanes of a session, without streams."""
+
+    endings: Endings
     page_lock: PageLock | None
     recorder: Recorder
     lanes: Lanes
@@ -87,18 +93,6 @@ class Ground:
     def can_copy(self, arena: HostArena) -> bool:
         """Whether lanes can copy that memory: it is page-locked, or there is a page-locked ring."""
         return arena.pinned or self.page_lock is None or self.lanes.ring is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outline:
-    """Resources that a session will take, before it takes any."""
-
-    device: torch.device
-    ledger: Ledger
-    partition: Partition
-    placement: Placement
-    homes: Homes
-    meter: DeviceMeter | None
 
 
 def outline(
@@ -143,8 +137,7 @@ def open_ground(
     """Open the ground and home memory, and move the weights of all units there."""
     endings.last(handlers.begin(endings))
     outlined = outline(model, optimizer, settings, trial)
-    device, ledger, homes, placement = outlined.device, outlined.ledger, outlined.homes, outlined.placement
-    units = outlined.partition.units
+    device, ledger, homes, units = outlined.device, outlined.ledger, outlined.homes, outlined.partition.units
     endings.last(expand_segments(device))  # the pool's memory returns to the driver
     page_lock = page_lock_for(device)
     recorder = Recorder()
@@ -175,18 +168,13 @@ def open_ground(
     poison = lanes.store if trial.poison else None
     pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, sink=recorder, poison=poison)
     endings.before_others(pool.close)
-    pool.grow(placement.pool_bytes)
+    pool.grow(outlined.placement.pool_bytes)
     idle = idle_meter_for(device)
     if idle is not None:
         endings.before_others(idle.close)
     ground = Ground(
-        device=device,
-        ledger=ledger,
+        **vars(outlined),
         endings=endings,
-        partition=outlined.partition,
-        placement=placement,
-        homes=homes,
-        meter=outlined.meter,
         page_lock=page_lock,
         recorder=recorder,
         lanes=lanes,
