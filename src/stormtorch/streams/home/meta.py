@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ...core.errors import SettingError, StormError
 from ...core.sizes import MiB
-from ..units.unit import Place, Unit
+from ..units.unit import Place, Unit, is_dense
 from .parameter import plain
 
 _ONES = 0xFF
@@ -144,13 +144,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _is_all(tensor: torch.Tensor, byte: int) -> bool:
     """Whether memory is still full of ``byte``. The first bytes nearly always tell. Compares part by part: all at once
     would take as much memory again."""
-    if tensor.numel() and not _is_dense(tensor):
+    if tensor.numel() and not is_dense(tensor):
         return False  # user code has put another tensor in its place
     flat = _bytes_of(tensor)
     return all(bool((part == byte).all()) for part in (flat[:64], *flat.split(_AT_ONCE)))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are one piece of memory, in any order."""
-    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return length == tensor.numel()

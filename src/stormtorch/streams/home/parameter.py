@@ -269,7 +269,8 @@ def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Ma
     with without_torch_function():
         if name in ("__get__", "__set__", "__delete__"):
             attribute: str = getattr(getattr(func, "__self__", None), "__name__", "")
-            special = _ATTRIBUTES.get((attribute, name))
+            table = _OF_PARAMETERS if isinstance(args[0], HomeParameter) else _OF_VIEWS
+            special = table.get((attribute, name))
             if special is not None and hasattr(args[0], "_storm"):
                 return special(func, args)
             if attribute in METADATA:
@@ -444,33 +445,6 @@ def _any_on_device(values: Iterable[Any]) -> bool:
     )
 
 
-def _get_grad(func: Any, args: tuple[Any, ...]) -> Any:
-    if isinstance(args[0], HomeView):
-        return func(*args)
-    access, place = args[0]._storm
-    return access.grad(place)
-
-
-def _set_grad(func: Any, args: tuple[Any, ...]) -> Any:
-    if isinstance(args[0], HomeView):
-        return func(*args)
-    access, place = args[0]._storm
-    access.set_grad(place, args[1] if len(args) > 1 else None)
-    return None
-
-
-def _get_device(func: Any, args: tuple[Any, ...]) -> Any:
-    return args[0]._storm[0].device if isinstance(args[0], HomeParameter) else func(*args)
-
-
-def _is_cuda(func: Any, args: tuple[Any, ...]) -> Any:
-    return args[0]._storm[0].device.type == "cuda" if isinstance(args[0], HomeParameter) else func(*args)
-
-
-def _is_cpu(func: Any, args: tuple[Any, ...]) -> Any:
-    return args[0]._storm[0].device.type == "cpu" if isinstance(args[0], HomeParameter) else func(*args)
-
-
 def _get_data(func: Any, args: tuple[Any, ...]) -> Any:
     home = args[0]
     if isinstance(home, HomeParameter) and _in_forward([home]):
@@ -576,13 +550,23 @@ _OF_GRADIENTS: dict[Any, Callable[[Any, Any], torch.Tensor | None]] = {
     torch.linalg.vector_norm: _norm,
     torch.Tensor.mul_: _scale,
 }
-_ATTRIBUTES: dict[tuple[str, str], Callable[[Any, tuple[Any, ...]], Any]] = {
-    ("grad", "__get__"): _get_grad,
-    ("grad", "__set__"): _set_grad,
-    ("grad", "__delete__"): _set_grad,
-    ("device", "__get__"): _get_device,
-    ("is_cuda", "__get__"): _is_cuda,
-    ("is_cpu", "__get__"): _is_cpu,
+
+# What replaces torch's access to an attribute, by its name and kind; called with torch's function and its arguments.
+_OF_VIEWS: dict[tuple[str, str], Callable[[Any, tuple[Any, ...]], Any]] = {
     ("data", "__get__"): _get_data,
     ("data", "__set__"): _set_data,
 }
+_OF_PARAMETERS = {
+    **_OF_VIEWS,
+    ("grad", "__get__"): lambda _, args: _access(args).grad(args[0]._storm[1]),
+    ("grad", "__set__"): lambda _, args: _access(args).set_grad(args[0]._storm[1], args[1]),
+    ("grad", "__delete__"): lambda _, args: _access(args).set_grad(args[0]._storm[1], None),
+    ("device", "__get__"): lambda _, args: _access(args).device,
+    ("is_cuda", "__get__"): lambda _, args: _access(args).device.type == "cuda",
+    ("is_cpu", "__get__"): lambda _, args: _access(args).device.type == "cpu",
+}
+
+
+def _access(args: tuple[Any, ...]) -> Access:
+    access: Access = args[0]._storm[0]
+    return access

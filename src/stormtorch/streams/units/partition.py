@@ -78,9 +78,6 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
         chosen = {id(inner) for name in only for inner in names[name].modules()}
         left_modules |= {id(module) for module in model.modules() if id(module) not in chosen}
     left_modules |= {id(module) for module in model.modules() if isinstance(module, torch.jit.ScriptModule)}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise SettingError(f"The parameter {name!r} has no shape yet. Run one forward first.")
     _refuse_shared_memory(model)
     candidates = [c for c in _candidates("", model, unit_limit_bytes) if c.bytes]
     parameter_names = {id(p): name for name, p in model.named_parameters()}
