@@ -11,9 +11,9 @@ from typing import Any
 # fmt: off
 METADATA = frozenset({
     "__hash__", "__len__", "_backward_hooks", "_base", "_grad", "_has_symbolic_sizes_strides", "_is_view",
-    "_post_accumulate_grad_hooks", "_version", "dim", "dtype", "element_size", "grad_dtype", "grad_fn",
-    "has_names", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_distributed",
-    "is_floating_point", "is_hpu", "is_inference", "is_leaf", "is_meta", "is_mkldnn", "is_mps", "is_neg",
+    "_post_accumulate_grad_hooks", "_version", "device", "dim", "dtype", "element_size", "grad", "grad_dtype",
+    "grad_fn", "has_names", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_cpu", "is_cuda",
+    "is_distributed", "is_floating_point", "is_hpu", "is_inference", "is_leaf", "is_meta", "is_mkldnn", "is_mps", "is_neg",
     "is_nested", "is_quantized", "is_same_size", "is_signed", "is_sparse", "is_sparse_csr", "is_vulkan",
     "is_xpu", "itemsize", "layout", "names", "nbytes", "ndim", "ndimension", "nelement", "numel", "output_nr",
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad", "requires_grad_", "retain_grad",

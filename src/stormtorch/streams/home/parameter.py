@@ -550,7 +550,6 @@ _OF_GRADIENTS: dict[Any, Callable[[Any, Any], torch.Tensor | None]] = {
     torch.linalg.vector_norm: _norm,
     torch.Tensor.mul_: _scale,
 }
-
 # What replaces torch's access to an attribute, by its name and kind; called with torch's function and its arguments.
 _OF_VIEWS: dict[tuple[str, str], Callable[[Any, tuple[Any, ...]], Any]] = {
     ("data", "__get__"): _get_data,
