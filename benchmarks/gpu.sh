@@ -1,35 +1,74 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and torch, but perhaps no network: build in place, then run the parts asked for.
-# Usage: benchmarks/gpu.sh OUTPUT_FOLDER [tests | gpu-tests] [micro] [demo]      (default: tests micro demo; logs and tables are written there)
-# gpu-tests are those that are skipped elsewhere.
+# Usage: [COMMIT=HASH] [OLD=FOLDER] benchmarks/gpu.sh OUTPUT_FOLDER [PART ...]       (default: tests micro demo)
+#   tests, gpu-tests   all tests, or only those that are skipped elsewhere           (gpu-tests: 190 s on an H200)
+#   micro, demo        the micro benchmarks of this machine; the demo
+#   grid:MODEL         `Trainer` in pairs: auto beside checkpointing, busy time       (200 to 300 s: qwen-1b, moe-2b, llama-2b)
+#   long               one sequence of 65,536 tokens                                  (240 s)
+#   generate           one sequence from 7e9 weights in 6 GiB                         (130 s)
+#   main, sizes        the training table's streamed cases; the same at 32 and 2 sequences   (60 s, 90 s)
+#   activations        the activations table's streamed cases                         (60 s)
+# main, sizes and activations run again in OLD, a checkout of an older commit with the files of this machine's build.
+# Logs, and tables as NAME.md, are written to the output folder; the tables are printed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: benchmarks/gpu.sh OUTPUT_FOLDER [tests | gpu-tests] [micro] [demo]}
+out=$(realpath -m "${1:?usage: benchmarks/gpu.sh OUTPUT_FOLDER [PART ...]}")
 shift
 parts=${*:-tests micro demo}
+commit=${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null || echo unknown)}
 mkdir -p "$out"
 export PYTHONPATH="src:${PYTHONPATH:-}" PYTHONUNBUFFERED=1
-python3 setup.py -q build_ext --inplace --force > "$out/build.log" 2>&1 || tail -5 "$out/build.log"
+for folder in . ${OLD:-}; do
+  (cd "$folder" && python3 setup.py -q build_ext --inplace --force) > "$out/build.log" 2>&1 || tail -5 "$out/build.log"
+done
+
+# Run a benchmark here, and in OLD: NAME SECONDS MODULE [ARGUMENT ...]
+both() {
+  local name=$1 seconds=$2 failed=0
+  shift 2
+  timeout "$seconds" python3 -m "$@" --commit "$commit" --out "$out/$name" || failed=1
+  if [ -n "${OLD:-}" ]; then
+    (cd "$OLD" && timeout "$seconds" python3 -m "$@" --commit "old" --out "$out/$name-old") || failed=1
+  fi
+  return $failed
+}
+
 # Where pytest-xdist is at hand: several processes, which must not compete for cores, nor meet a plugin that objects.
-parallel=
-if python3 -c 'import xdist' 2> /dev/null; then
-  parallel="-n $(($(nproc) * 3 / 4)) --dist worksteal"
-  export PYTEST_ADDOPTS="-p no:benchmark" OMP_NUM_THREADS=2
-fi
-pytest="python3 -m pytest -v $parallel -p no:cacheprovider -o timeout_method=thread --durations=10"
+tests() {
+  local parallel=
+  if python3 -c 'import xdist' 2> /dev/null; then
+    parallel="-n $(($(nproc) * 3 / 4)) --dist worksteal"
+    export PYTEST_ADDOPTS="-p no:benchmark" OMP_NUM_THREADS=2
+  fi
+  timeout 560 python3 -m pytest -v $parallel -p no:cacheprovider -o timeout_method=thread --durations=10 "$@" tests
+}
+
+run() {
+  case $1 in
+    tests) (tests) ;;
+    gpu-tests) (tests -m gpu) ;;
+    micro) timeout 300 python3 -m benchmarks.micro --limit 120 --out "$out/micro" ;;
+    demo) timeout 100 python3 -m stormtorch.cli demo ;;
+    grid:*) python3 -m benchmarks.trainer.paired "${1#grid:}" --rounds 6 --steps 8 --limit 330 --commit "$commit" --out "$out/paired-${1#grid:}" ;;
+    long) python3 -m benchmarks.trainer.long --limit 85 --warm 5 --steps 4 --commit "$commit" --out "$out/long" ;;
+    generate) python3 -m benchmarks.inference link storm-no-cudnn storm accelerate --tokens 20 --warm 12 --limit 62 --commit "$commit" --out "$out/generate" ;;
+    main) both main 180 benchmarks.training storm-backward storm-forward+clip --vram 14GiB --steps 10 --limit 60 ;;
+    sizes) both large 180 benchmarks.training storm-backward@32 storm-forward@32 --vram 44GiB --steps 5 --limit 80 &&
+      both small 90 benchmarks.training storm-backward@2 --vram 14GiB --steps 10 --limit 60 ;;
+    activations) both activations 240 benchmarks.activations forward_backward --methods storm-auto storm-offload --vram 12.8GiB --limit 80 ;;
+    *) echo "no such part: $1"; exit 2 ;;
+  esac
+}
+
 failed=0
 for part in $parts; do
-  case $part in
-    tests) timeout 560 $pytest tests > "$out/$part.log" 2>&1 ;;
-    gpu-tests) timeout 560 $pytest -m gpu tests > "$out/$part.log" 2>&1 ;;
-    micro) env -u OMP_NUM_THREADS timeout 300 python3 -m benchmarks.micro --limit 120 --out "$out/micro" > "$out/micro.log" 2>&1 ;;
-    demo) timeout 100 python3 -m stormtorch.cli demo > "$out/demo.log" 2>&1 ;;
-    *) echo "no such part: $part"; exit 2 ;;
-  esac
+  log="$out/${part/:/-}.log"
+  began=$SECONDS
+  (run "$part") > "$log" 2>&1
   status=$?
-  [[ "$part" = *tests ]] && grep -E '^(FAILED|ERROR|E  )' "$out/$part.log" | cut -c1-300 | head -40
-  tail -40 "$out/$part.log" | cut -c1-300
-  echo "$part: exit $status"
+  [[ "$part" = *tests ]] && grep -E '^(FAILED|ERROR|E  )' "$log" | cut -c1-300 | head -40
+  tail -40 "$log" | cut -c1-300
+  echo "$part: exit $status after $((SECONDS - began)) s"
   failed=$((failed || status))
 done
 exit $failed
