@@ -1,4 +1,4 @@
-"""A case's process: a group of its own that ends with it, and that does not outlive whoever started it."""
+"""A case's process: it leads a process group, which ends with it and with the process that started it."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def text_of(rows: list[Row], about: dict[str, str]) -> str:
 
 
 def write(rows: list[Row], about: dict[str, str], folder: Path) -> None:
-    """Both files anew, named after the group."""
+    """Write both files again, named after the group."""
     folder.mkdir(parents=True, exist_ok=True)
     name = about["group"]
     (folder / f"{name}.md").write_text(f"# Activations: {name}\n\n{text_of(rows, about)}")

@@ -26,7 +26,7 @@ def run(tiny: bool) -> list[Row]:
         torch.ones(1, device=device).cpu()  # the context exists before the clock runs
     ledger = open_ledger(device)
     label = f"{size // MiB} MiB"
-    # In a virtual machine the first touch of memory may be the host's too: nobody is to pay for that here.
+    # In a virtual machine the first touch of memory may be the host's too; no measurement here includes it.
     torch.empty(size, dtype=torch.uint8).fill_(1)
 
     start_s = time.perf_counter()

@@ -24,7 +24,7 @@ from .workload import SIZES, batch, build
 def measure(case: Case, *, ready: Path, trace: Path | None = None) -> Result:
     """Whatever goes wrong is a result too: the reason in one line, and the memory it had taken by then.
 
-    Creates ``ready`` when what is charged to nobody is done and the case's time limit begins.
+    Creates ``ready`` after the preparation that is in no case's time; the case's time limit begins then.
     """
     known: dict[str, Any] = {}
     try:

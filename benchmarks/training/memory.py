@@ -1,6 +1,6 @@
 """The machine's RAM, made to exist before the first case.
 
-In a virtual machine the first touch of a page may be the host's too, and is paid by whoever comes first: then set-up
+In a virtual machine the first touch of a page may be the host's too, and the first process pays for it: then set-up
 times would tell the order of the cases. So a process that belongs to no case writes once to nearly all of it.
 """
 

@@ -49,7 +49,7 @@ class Training:
 @dataclass(frozen=True, kw_only=True)
 class Method:
     start: Callable[[Work], Training]
-    prepare: Callable[[Case], None] = lambda _case: None  # imports and compilation: charged to nobody's set-up
+    prepare: Callable[[Case], None] = lambda _case: None  # imports and compilation: in no case's set-up time
     full_precision: bool = False  # the model it is given is fp32, whatever the arithmetic
     on_device: bool = False
     checkpointing: bool = True

@@ -94,7 +94,7 @@ def main() -> int:
 def _opened(size: str, vram: str, device_name: str) -> dict[str, Any]:
     import torch
 
-    from . import peers  # noqa: F401  # as in a case of the benchmark: what it imports is charged to nobody
+    from . import peers  # noqa: F401  # as in a case of the benchmark: its imports are in no case's time
     from .methods import ADAMW
     from .workload import SIZES, build
 

@@ -100,7 +100,7 @@ def scale_one_twice(side: Side) -> object:
 
 
 def scale_through_an_array(side: Side) -> object:
-    """Whoever has the memory itself must see the result: nothing may be put off."""
+    """Code that holds the memory itself must see the result: nothing may be deferred."""
     array = far(side).detach().cpu().numpy()
     far(side).mul_(torch.tensor(0.25))
     return torch.from_numpy(array.copy())
