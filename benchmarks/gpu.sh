@@ -4,7 +4,7 @@
 #   tests, gpu-tests   all tests, or only those that are skipped elsewhere           (gpu-tests: 190 s on an H200)
 #   micro, demo        the micro benchmarks of this machine; the demo
 #   grid:MODEL         `Trainer` in pairs: auto beside checkpointing, busy time       (200 to 300 s: qwen-1b, moe-2b, llama-2b)
-#   long               one sequence of 65,536 tokens                                  (240 s)
+#   long               one sequence of 65,536 tokens                                  (380 s)
 #   generate           one sequence from 7e9 weights in 6 GiB                         (130 s)
 #   main, sizes        the training table's streamed cases; the same at 32 and 2 sequences   (60 s, 90 s)
 #   activations        the activations table's streamed cases                         (60 s)
@@ -50,7 +50,10 @@ run() {
     micro) timeout 300 python3 -m benchmarks.micro --limit 120 --out "$out/micro" ;;
     demo) timeout 100 python3 -m stormtorch.cli demo ;;
     grid:*) python3 -m benchmarks.trainer.paired "${1#grid:}" --rounds 6 --steps 8 --limit 330 --commit "$commit" --out "$out/paired-${1#grid:}" ;;
-    long) python3 -m benchmarks.trainer.long --limit 85 --warm 5 --steps 4 --commit "$commit" --out "$out/long" ;;
+    long) # auto compares plans from the 8th step on; a method without plans needs no such warm-up
+      python3 -m benchmarks.trainer.long --methods auto auto-little-ram --limit 175 --warm 18 --steps 4 --commit "$commit" --out "$out/long"
+      python3 -m benchmarks.trainer.long --methods checkpoint --limit 90 --warm 5 --steps 4 --commit "$commit" --out "$out/long-checkpoint"
+      ;;
     generate) python3 -m benchmarks.inference link storm-no-cudnn storm accelerate --tokens 20 --warm 12 --limit 62 --commit "$commit" --out "$out/generate" ;;
     main) both main 180 benchmarks.training storm-backward storm-forward+clip --vram 14GiB --steps 10 --limit 60 ;;
     sizes) both large 180 benchmarks.training storm-backward@32 storm-forward@32 --vram 44GiB --steps 5 --limit 80 &&
