@@ -8,14 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError
-from .suggestions import suggestion
-from .values import Kind, accept, count, number, one_of, pair, path, several, size, switch, text
+from .values import PAIR, SWITCH, Kind, accept, count, number, one_of, path, several, size, text
 
 
 def _setting(group: str, default: Any, kind: Kind, meaning: str) -> Any:
@@ -55,7 +53,7 @@ class TrainSettings:
         "of the weights; bf16 has fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it",
     )
     chunked_loss: bool = _model(
-        False, switch(), "never hold all logits: less device memory for large vocabularies, different rounding"
+        False, SWITCH, "never hold all logits: less device memory for large vocabularies, different rounding"
     )
     step: str = _model(
         "auto",
@@ -74,10 +72,8 @@ class TrainSettings:
     format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the documents; auto: by their keys")
     text_field: str | None = _data(None, text("a key", "KEY"), "key of the text (default: text)")
     sequence: int = _data(1024, count(2, 1 << 24), "tokens in a row")
-    packing: bool = _data(True, switch(), "join documents to full rows; without: one document per row")
-    completions_only: bool | None = _data(
-        None, switch(), "train on answers only (default: yes for chat and completion)"
-    )
+    packing: bool = _data(True, SWITCH, "join documents to full rows; without: one document per row")
+    completions_only: bool | None = _data(None, SWITCH, "train on answers only (default: yes for chat and completion)")
 
     batch: int = _update(1, count(1), "rows in a forward pass")
     accumulate: int = _update(1, count(1, 1 << 16), "forward passes in a step")
@@ -88,7 +84,7 @@ class TrainSettings:
     schedule: str = _update("cosine", one_of("cosine", "linear", "constant"), "of the learning rate after warm-up")
     warmup: float = _update(0.03, number(), "steps from 0 to lr; below 1: a share of all steps")
     weight_decay: float = _update(0.0, number(), "of matrices; norms and biases are not decayed")
-    betas: tuple[float, float] | None = _update(None, pair(), "of Adam (default: the optimizer's own)")
+    betas: tuple[float, float] | None = _update(None, PAIR, "of Adam (default: the optimizer's own)")
     eps: float | None = _update(None, number(above=True), "of Adam (default: the optimizer's own)")
     clip: float = _update(1.0, number(), "norm at which gradients are clipped; 0: no clipping")
     seed: int = _update(0, count(0), "of weights, dropout and the order of rows")
@@ -119,10 +115,10 @@ class TrainSettings:
     save_every: int = _run(500, count(0), "steps between checkpoints; 0: only at the end")
     keep: int = _run(2, count(1), "checkpoints to keep")
     save_optimizer: bool = _run(
-        True, switch(), "without: checkpoints of weights alone; a resumed run starts the optimizer again"
+        True, SWITCH, "without: checkpoints of weights alone; a resumed run starts the optimizer again"
     )
     log_every: int = _seen(10, count(1), "steps between lines of metrics")
-    tensorboard: bool = _seen(False, switch(), "write TensorBoard files too")
+    tensorboard: bool = _seen(False, SWITCH, "write TensorBoard files too")
     eval_data: tuple[str, ...] | None = _seen(None, _PATHS, "documents to evaluate on")
     eval_every: int = _seen(500, count(0), "steps between evaluations; 0: only at the end")
     eval_batches: int | None = _seen(None, count(1), "most batches of an evaluation (default: all)")
@@ -142,17 +138,6 @@ class TrainSettings:
         """Every setting by name, in the types of YAML and JSON."""
         found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-
-
-def known_names(given: Mapping[str, object], *, source: str) -> dict[str, Any]:
-    """``given`` by the names of fields; raises SettingError for an unknown name, with a suggestion."""
-    names = [item.name for item in dataclasses.fields(TrainSettings)]
-    found = {str(name).replace("-", "_"): value for name, value in given.items()}
-    for name in found:
-        if name not in names:
-            meant = suggestion(name, names, flags=False) or "storm train --help has all of them."
-            raise SettingError(f"{source}: there is no setting {name!r}. {meant}")
-    return found
 
 
 def check_required(settings: TrainSettings) -> None:
