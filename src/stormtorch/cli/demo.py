@@ -16,10 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.errors import SettingError
+from ..core.sizes import KiB, format_bytes, parse_bytes
+from ..training.errors import require
+from ..training.reporting.watcher import Status
+from ..training.settings.train_settings import TrainSettings
+from .live import Live
+
 if TYPE_CHECKING:
     import torch
-
-    from ..training.settings.train_settings import TrainSettings
 
 _BUNDLED = Path(__file__).parent.parent / "demo_data"
 # The bundled shape is too small for a GPU: its libraries alone take more than such a budget.
@@ -40,9 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..core.errors import SettingError
-    from ..training.errors import require
-
     if options.steps < 2:
         raise SettingError(f"--steps {options.steps} is not valid. Accepted: 2 or more.")
     for package in ("transformers", "tokenizers"):
@@ -54,7 +56,6 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, folder: Path) -> int:
     import torch
 
-    from ..core.sizes import KiB, format_bytes, parse_bytes
     from ..memory.books import limits
     from ..native.library import describe
 
@@ -90,8 +91,6 @@ def compare(plain: Run, streamed: Run, peak_bytes: int, vram_bytes: int) -> int:
     """Print the comparison; returns the exit status."""
     import torch
 
-    from ..core.sizes import format_bytes
-
     falls, held = streamed.losses[-1] < streamed.losses[0], peak_bytes <= vram_bytes
     apart = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, streamed.losses, strict=True))
     same = all(torch.equal(a, b) for a, b in zip(plain.weights, streamed.weights, strict=True))
@@ -121,8 +120,6 @@ def _write_model(folder: Path, *, on_gpu: bool) -> Path:
 
 
 def _settings(model: Path, folder: Path, device: torch.device, vram: str, steps: int) -> TrainSettings:
-    from ..training.settings.train_settings import TrainSettings
-
     return TrainSettings(
         model=str(model),
         data=(str(_BUNDLED / "corpus.jsonl"),),
@@ -194,43 +191,33 @@ def _train_plain(settings: TrainSettings, device: torch.device) -> Run:
 
 
 def _train_streamed(settings: TrainSettings) -> tuple[Run | None, int]:
-    """Run ``storm train`` and observe it: losses from its metrics, weights from its checkpoint, peak device memory."""
+    """Run ``storm train``; losses and peak device memory from its metrics, weights from its checkpoint."""
     import torch
 
-    from ..training.reporting.watcher import Status
     from ..training.run.train import train
-    from .live import Live
 
     class Watching(Live):
-        peak_bytes = 0
-
         def say(self, line: str) -> None:
             if settings.output not in line:  # the trained model is removed with the demo's other files
                 super().say(line)
-
-        def show(self, status: Status) -> None:
-            self.peak_bytes = max(self.peak_bytes, status.vram_bytes - before)
-            super().show(status)
 
         def log(self, status: Status) -> None:
             if status.step % 5 == 0 or status.step == 1:
                 super().log(status)
 
     transformers: Any = importlib.import_module("transformers")
-    on_gpu = settings.device.startswith("cuda")
-    before = torch.cuda.memory_allocated(settings.device) if on_gpu else 0
+    before = torch.cuda.memory_allocated(settings.device) if settings.device.startswith("cuda") else 0
     live, start_s = Watching(), time.perf_counter()
     try:
         if train(settings, live):
-            return None, live.peak_bytes
+            return None, 0
     finally:
         live.close()
     seconds = time.perf_counter() - start_s
-    if on_gpu:  # includes activations; on the CPU device, whose memory is RAM, torch's cannot be told apart
-        live.peak_bytes = max(live.peak_bytes, torch.cuda.max_memory_allocated(settings.device) - before)
-    lines = (Path(settings.output) / "metrics.jsonl").read_text().splitlines()
-    losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "step"]
+    *records, end = map(json.loads, (Path(settings.output) / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if record["kind"] == "step"]
     [checkpoint] = (Path(settings.output) / "checkpoints").glob("step-*")
     transformers.utils.logging.disable_progress_bar()
     trained = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32)
-    return Run(losses, [parameter.detach() for parameter in trained.parameters()], seconds), live.peak_bytes
+    weights = [parameter.detach() for parameter in trained.parameters()]
+    return Run(losses, weights, seconds), end["peak_vram_bytes"] - before

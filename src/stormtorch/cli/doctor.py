@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import __version__
+from ..core.budget import Budget
+from ..core.errors import SettingError
+from ..core.sizes import format_bytes
+from ..core.tags import Tag, Tier
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,13 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    import platform
-
     import torch
 
-    from .. import __version__
-    from ..core.errors import SettingError
-    from ..core.sizes import format_bytes
     from ..memory.books import limits
     from ..native.library import describe
 
@@ -30,10 +36,9 @@ def run(options: argparse.Namespace) -> int:
     free, total = format_bytes(limits.host_available_bytes()), format_bytes(limits.host_total_bytes())
     print(f"host: {free} RAM free of {total}{' (the cgroup limit)' if limits.cgroup_limit_bytes() is not None else ''}")
     for index in range(torch.cuda.device_count()):
-        device_free, device_total = limits.device_memory_bytes(torch.device("cuda", index))
-        name = torch.cuda.get_device_name(index)
-        memory = f"{format_bytes(device_free)} free of {format_bytes(device_total)}"
-        print(f"device cuda:{index}: {name}, {memory}; {_signals(index)}")
+        device = torch.device("cuda", index)
+        memory = "{} free of {}".format(*map(format_bytes, limits.device_memory_bytes(device)))
+        print(f"device {device}: {torch.cuda.get_device_name(index)}, {memory}; {_signals(device)}")
     if not torch.cuda.is_available():
         print("device: no CUDA device that torch can use; STORM runs on the CPU device")
     free_disk, kind = limits.disk_bytes(disk)[0], limits.filesystem_type(disk)
@@ -41,18 +46,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _signals(index: int) -> str:
+def _signals(device: torch.device) -> str:
     """Test page-locking and stream flags; returns the result as one phrase, with the remedy."""
-    import torch
-
-    from ..core.budget import Budget
-    from ..core.tags import Tier
     from ..memory.books import limits
     from ..memory.books.ledger import Ledger
     from ..memory.host.pinning import page_lock_for
     from ..memory.lanes.flags import Flags
 
-    device = torch.device("cuda", index)
     ledger = Ledger(Budget(tier=Tier.HOST, limit_bytes=1 << 20, given="storm doctor"))
     flags = Flags(1, ledger=ledger, device=device, page_lock=page_lock_for(device))
     on_stream, pinned = flags.on_stream, ledger.pinned_bytes > 0
@@ -65,8 +65,6 @@ def _signals(index: int) -> str:
 
 
 def _io_mode(directory: Path) -> str:
-    from ..core.budget import Budget
-    from ..core.tags import Tag, Tier
     from ..memory.books.ledger import Ledger
     from ..memory.disk.scratch import create_scratch
 

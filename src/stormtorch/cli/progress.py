@@ -30,11 +30,11 @@ class Progress:
         now = self._clock()
         if now - self._shown >= (_REDRAW_S if self._bar else _LINE_S):
             self._shown = now
-            self._show("\r" if self._bar else "", "" if self._bar else "\n")
+            self._show("" if self._bar else "\n")
 
     def close(self) -> None:
         """Show the final state, on a line of its own."""
-        self._show("\r" if self._bar else "", "\n")
+        self._show("\n")
 
     def text(self) -> str:
         """Share, bytes, rate, and the time left at that rate."""
@@ -46,9 +46,9 @@ class Progress:
         amount = f"{format_bytes(min(self.done_bytes, self.total_bytes))} of {format_bytes(self.total_bytes)}"
         return f"{bar}{share:4.0%}  {amount}  {format_bytes(int(rate))}/s  ETA {clock_text(left)}"
 
-    def _show(self, before: str, after: str) -> None:
-        clear = "\x1b[K" if self._bar else ""  # the end of a longer text before
-        print(f"{before}{self.text()}{clear}", end=after, file=self._stream, flush=True)
+    def _show(self, after: str) -> None:
+        text = f"\r{self.text()}\x1b[K" if self._bar else self.text()  # clears the end of a longer text before
+        print(text, end=after, file=self._stream, flush=True)
 
 
 def clock_text(seconds: float) -> str:

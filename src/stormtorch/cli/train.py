@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import logging
 import os
 import sys
@@ -21,7 +23,7 @@ from typing import Any
 from ..core.errors import StormError
 from ..training.run.stopping import Stopped, Stopping
 from ..training.settings.train_settings import TrainSettings, check_required
-from ..training.settings.values import Kind
+from ..training.settings.values import SWITCH, Kind
 from .live import Live
 
 _EPILOG = """\
@@ -32,26 +34,17 @@ the last checkpoint. SIGUSR1 saves a checkpoint, and training goes on.
 _ERROR_FILE = "error.txt"
 
 
-class _Wide(argparse.HelpFormatter):
-    """Help with a column that most flags fit in, and lines of 100 columns if the terminal has them."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "storm train --model MODEL --data PATH [PATH ...] [flags]\n       storm train --config FILE [flags]"
     parser.allow_abbrev = False  # --step is not --steps
-    parser.formatter_class = _Wide
+    parser.formatter_class = functools.partial(argparse.HelpFormatter, max_help_position=30)  # most flags fit in 30
     parser.epilog = _EPILOG
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings; flags override it")
     parser.add_argument("--print-config", action="store_true", help="print the settings as YAML, and exit")
-    groups: dict[str, Any] = {}
-    for item in dataclasses.fields(TrainSettings):
-        title = item.metadata["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        _add_flag(groups[title], item.name, item.metadata["kind"], _meaning(item))
+    for title, items in itertools.groupby(dataclasses.fields(TrainSettings), lambda item: item.metadata["group"]):
+        group = parser.add_argument_group(title)
+        for item in items:
+            _add_flag(group, item.name, item.metadata["kind"], _meaning(item))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -152,7 +145,7 @@ def _unexpected(error: Exception, output: Path) -> str:
 def _add_flag(group: Any, name: str, kind: Kind, meaning: str) -> None:
     """Add a flag without a default, so that only flags that were given override a file."""
     flag = f"--{name.replace('_', '-')}"
-    if kind.switch:
+    if kind is SWITCH:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=meaning)
         return
     group.add_argument(
@@ -166,9 +159,7 @@ def _add_flag(group: Any, name: str, kind: Kind, meaning: str) -> None:
 
 def _meaning(item: dataclasses.Field[Any]) -> str:
     text = str(item.metadata["help"]).replace("%", "%%")
-    shown = item.default is not None and item.default != () and "default" not in text
-    return f"{text} (default: {_shown(item.default)})" if shown else text
-
-
-def _shown(default: object) -> object:
-    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
+    if item.default is None or item.default == () or "default" in text:
+        return text
+    default = ("no", "yes")[item.default] if isinstance(item.default, bool) else item.default
+    return f"{text} (default: {default})"
