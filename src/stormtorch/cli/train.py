@@ -80,7 +80,7 @@ def _train(settings: TrainSettings) -> int:
 def _run(settings: TrainSettings, live: Live, stopping: Stopping) -> int:
     import torch
 
-    from ..training.run.finite import NotFinite
+    from ..training.run.loop import NotFinite
     from ..training.run.train import train
 
     notices = _Notices(live.warn)

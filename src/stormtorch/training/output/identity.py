@@ -23,32 +23,16 @@ RUN_FILE = Path("storm") / "run.json"
 _CONFIG, _SAMPLES = "config of the model", "samples of the model's weights"
 _OPTIONAL = {_CONFIG, _SAMPLES}  # older checkpoints do not have them
 _SETTINGS = (
-    "sequence",
-    "batch",
-    "accumulate",
-    "optimizer",
-    "lr",
-    "schedule",
-    "weight_decay",
-    "betas",
-    "eps",
-    "clip",
-    "seed",
-    "loss",
-    "chunked_loss",
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_targets",
-)
+    "sequence batch accumulate optimizer lr schedule weight_decay betas eps clip seed loss chunked_loss lora_rank "
+    "lora_alpha lora_dropout lora_targets"
+).split()  # noqa: SIM905  # a list would take a line for each
 
 
 def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any]:
     """The identity by name, in JSON's types."""
     found = {name: value for name, value in settings.as_mapping().items() if name in _SETTINGS}
-    own = is_callable_name(settings.model)
     found["dtype"] = settings.dtype
-    if own:
+    if is_callable_name(settings.model):
         found["model"] = settings.model
     else:
         found[_CONFIG] = values_in_config(Path(str(settings.model)))
@@ -120,10 +104,7 @@ def _is_count(value: object) -> bool:
 
 def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise SettingError with one line for each difference."""
-    then, now = (
-        _flat(then),
-        _flat({name: value for name, value in now.items() if name in then or name not in _OPTIONAL}),
-    )
+    then, now = _flat(then), _flat({name: now[name] for name in now if name in then or name not in _OPTIONAL})
     names = list(dict.fromkeys([*then, *now]))
     different = [name for name in names if _json(then.get(name)) != _json(now.get(name))]
     if different:
@@ -136,9 +117,8 @@ def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> N
 
 def _flat(made_with: dict[str, Any]) -> dict[str, Any]:
     """Put the config's values beside the settings."""
-    rest = {name: value for name, value in made_with.items() if name != _CONFIG}
-    config = made_with.get(_CONFIG) or {}
-    return rest | {f"{name} in the model's config": value for name, value in config.items()}
+    config = {f"{name} in the model's config": value for name, value in (made_with.get(_CONFIG) or {}).items()}
+    return {name: value for name, value in made_with.items() if name != _CONFIG} | config
 
 
 def _json(value: Any) -> str:

@@ -27,11 +27,12 @@ def forward_backward(model: nn.Module, loss_of: Loss, batches: Sequence[Batch], 
         loss = loss_of(model, batches[0])
         loss.backward()
         return loss.detach()
-    counts = [trained_tokens(batch).float() for batch in batches] if by_tokens else []
-    everything = torch.stack(counts).sum() if by_tokens else None
+    shares: Iterable[torch.Tensor | float] = itertools.repeat(1.0 / len(batches))
+    if by_tokens:
+        counts = torch.stack([trained_tokens(batch).float() for batch in batches])
+        shares = counts / counts.sum()
     total: torch.Tensor | None = None
-    for index, batch in enumerate(batches):
-        share = counts[index] / everything if everything is not None else 1.0 / len(batches)
+    for share, batch in zip(shares, batches, strict=False):
         part = loss_of(model, batch) * share
         part.backward()
         total = part.detach() if total is None else total + part.detach()
@@ -51,14 +52,11 @@ def evaluate(
     """Mean loss per token over at most ``limit`` batches; None if ``stop`` returns True before the end.
 
     Streams within the same budget as training. Waits for the result; changes nothing."""
-    total: torch.Tensor | None = None
-    count: torch.Tensor | None = None
+    total = count = torch.zeros((), dtype=torch.float64, device=device)
     with untouched(model, device):
         for batch in itertools.islice(batches, limit):
             if stop():
                 return None
             tokens = trained_tokens(batch)
-            weighted = loss_of(model, batch).double() * tokens
-            total = weighted if total is None else total + weighted
-            count = tokens if count is None else count + tokens
-    return float("nan") if total is None or count is None else float(total / count)
+            total, count = total + loss_of(model, batch).double() * tokens, count + tokens
+    return float(total / count)  # nan if there was no batch

@@ -31,15 +31,13 @@ class TextData:
 
     def loader(self, settings: TrainSettings, device: torch.device) -> DataLoader:
         """A shuffled loader for all steps of the run. Each pass leaves out rows that do not fill a batch."""
-        per_epoch = self.rows.rows // settings.batch
-        epochs = math.ceil(self.total * settings.accumulate / per_epoch)
-        return _loader(self.rows, settings, device, shuffle=True, drop_last=True, epochs=epochs)
+        epochs = math.ceil(self.total * settings.accumulate / (self.rows.rows // settings.batch))
+        return _loader(self.rows, settings, device, shuffle=True, epochs=epochs)
 
-    def eval_loader(self, settings: TrainSettings, device: torch.device) -> DataLoader | None:
+    def eval_loader(self, settings: TrainSettings, device: torch.device) -> DataLoader:
         """A loader of the evaluation data, in order, once."""
-        if self.eval_rows is None:
-            return None
-        return _loader(self.eval_rows, settings, device, shuffle=False, drop_last=False, epochs=1)
+        assert self.eval_rows is not None
+        return _loader(self.eval_rows, settings, device, shuffle=False, epochs=1)
 
 
 def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextData:
@@ -105,16 +103,14 @@ def total_steps(settings: TrainSettings, rows: int) -> int:
     return steps
 
 
-def _loader(
-    rows: Prepared, settings: TrainSettings, device: torch.device, *, shuffle: bool, drop_last: bool, epochs: int
-) -> DataLoader:
+def _loader(rows: Prepared, settings: TrainSettings, device: torch.device, *, shuffle: bool, epochs: int) -> DataLoader:
     return DataLoader(
         {name: str(path) for name, path in rows.arrays.items()},
         settings.batch,
         shuffle=shuffle,
         seed=settings.seed,
         device=device,
-        drop_last=drop_last,
+        drop_last=shuffle,
         epochs=epochs,
         transform=dict.fromkeys(rows.arrays, Cast(torch.int64)),
     )
