@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ...checkpoint.files.disk import sync_folder
 from ...checkpoint.folders.folder import beside, lock
-from ...core.sizes import MiB
 from ...memory.disk.contained import inside, parse_json, read_small, replace_file
 
 _DIGESTS = "digests.cache"  # not the name of a data file: the cache may be in a directory of data
@@ -43,27 +42,24 @@ def being_written(cache: Path, name: str) -> Iterator[Path]:
 
 def digest_of(files: Sequence[Path], cache: Path) -> list[str]:
     """A hash of each file's content. Reads a file again only if its size, time or inode changed."""
-    store = cache / _DIGESTS
     try:
         known = parse_json(read_small(inside(cache, _DIGESTS)))
     except (OSError, ValueError):
         known = {}
     known = known if isinstance(known, dict) else {}
     found: dict[str, list[object]] = {}
+    digests = []
     for file in files:
         status = file.stat()
         mark = [status.st_size, status.st_mtime_ns, status.st_ino]
         before = known.get(str(file.resolve()))
-        digest = before[-1] if isinstance(before, list) and before[:-1] == mark else _content_digest(file)
+        if isinstance(before, list) and before[:-1] == mark:
+            digest = str(before[-1])
+        else:
+            with file.open("rb", buffering=0) as stream:
+                digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         found[str(file.resolve())] = [*mark, digest]
+        digests.append(digest)
     if any(known.get(name) != value for name, value in found.items()):
-        replace_file(store, json.dumps(known | found))
-    return [str(found[str(file.resolve())][-1]) for file in files]
-
-
-def _content_digest(file: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with file.open("rb", buffering=0) as stream:
-        while piece := stream.read(MiB):
-            digest.update(piece)
-    return digest.hexdigest()
+        replace_file(cache / _DIGESTS, json.dumps(known | found))
+    return digests

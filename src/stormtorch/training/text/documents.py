@@ -17,7 +17,7 @@ from .records import Record
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Document:
     """``learn``: the spans to train on, in characters, or in tokens if ``content`` is tokens; None: everything.
 
@@ -27,13 +27,13 @@ class Document:
 
     place: str
     content: str | Sequence[int]
-    learn: tuple[Span, ...] | None
+    learn: Sequence[Span] | None
     opening: bool = True
     ending: bool = True
     last: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reading:
     """How to read records: the format, and the field of the text."""
 
@@ -50,17 +50,9 @@ class Reading:
                     f"{record.place}: plain text, but the data has format {self.format!r}. Give JSON lines, "
                     "or train on text alone: --format text."
                 )
-            return Document(
-                place=record.place,
-                content=record.content,
-                learn=None,
-                opening=record.first,
-                ending=record.last,
-                last=record.last,
-            )
+            return Document(record.place, record.content, None, record.first, ending=record.last, last=record.last)
         if self.format == "text":
-            content = _content(record, record.content, self.text_field)
-            return Document(place=record.place, content=content, learn=None)
+            return Document(record.place, _content(record, record.content, self.text_field), None)
         if self.format == "completion":
             return self._completion(record, record.content)
         return self._chat(record, record.content)
@@ -68,15 +60,11 @@ class Reading:
     def _completion(self, record: Record, found: dict[str, Any]) -> Document:
         prompt = _content(record, found, "prompt", empty=True)
         completion = _content(record, found, "completion")
-        both: str | Sequence[int]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            both = prompt + completion
-        elif not isinstance(prompt, str) and not isinstance(completion, str):
-            both = [*prompt, *completion]
-        else:
+        if type(prompt) is not type(completion):
             raise StorageError(f"{record.place}: one of 'prompt' and 'completion' is text, the other tokens.")
+        both = prompt + completion
         learn = ((len(prompt), len(both)),) if self.completions_only else None
-        return Document(place=record.place, content=both, learn=learn)
+        return Document(record.place, both, learn)
 
     def _chat(self, record: Record, found: dict[str, Any]) -> Document:
         if self.text_field not in found:
@@ -85,9 +73,8 @@ class Reading:
         text, spans = self.template.render(
             record.place, found[self.text_field], tools=found.get("tools"), spans=self.completions_only
         )
-        learn = tuple(spans) if self.completions_only else None
         # The template begins and ends a conversation. Other special tokens would not be there at inference.
-        return Document(place=record.place, content=text, learn=learn, opening=False, ending=False)
+        return Document(record.place, text, spans, opening=False, ending=False)
 
 
 def settle(
@@ -103,10 +90,10 @@ def settle(
     only = kind != "text" if completions_only is None else completions_only
     if kind == "chat":
         template = ChatTemplate(tokenizer)
-        return Reading(format="chat", completions_only=only, text_field=text_field or "messages", template=template)
+        return Reading("chat", only, text_field or "messages", template)
     if kind == "completion":
-        return Reading(format="completion", completions_only=only, text_field="")
-    return Reading(format="text", completions_only=False, text_field=text_field or "text")
+        return Reading("completion", only, "")
+    return Reading("text", only, text_field or "text")
 
 
 def _detected(first: Record, text_field: str | None) -> str:
@@ -126,7 +113,8 @@ def _detected(first: Record, text_field: str | None) -> str:
     raise _missing(first, found, text_field or "text")
 
 
-def _content(record: Record, found: dict[str, Any], name: str, *, empty: bool = False) -> str | Sequence[int]:
+def _content(record: Record, found: dict[str, Any], name: str, *, empty: bool = False) -> Any:
+    """A text, or a list of token ids."""
     value = found.get(name)
     if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
         if not value and not empty:

@@ -8,6 +8,7 @@ its characters is.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -45,11 +46,12 @@ class Encoder:
 
     def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Ids, Ids]]:
         """Each document with its tokens and labels, in order. Tokenises a batch at a time, on all cores."""
-        for batch in _batched(documents):
-            encoded = self._tokens(batch)
-            for document, (ids, learn) in zip(batch, encoded, strict=True):
-                self._check(document, ids)
-                yield document, ids, np.where(learn, ids, np.int32(IGNORED))
+        for (is_text, opening), group in itertools.groupby(documents, _kind):
+            for batch in _batched(group):
+                made = self._texts(batch, opening=opening) if is_text else map(_given, batch)
+                for document, (ids, learn) in zip(batch, list(made), strict=True):  # arrays are smaller than lists
+                    self._check(document, ids)
+                    yield document, ids, np.where(learn, ids, np.int32(IGNORED))
 
     def identity(self) -> str:
         """A hash of everything that decides the tokens of a text."""
@@ -68,19 +70,6 @@ class Encoder:
         assert self._vocabulary is not None
         return beyond_vocabulary(place, token, self._vocabulary, self._tokenizer)
 
-    def _tokens(self, batch: Sequence[Document]) -> list[tuple[Ids, npt.NDArray[np.bool_]]]:
-        found: list[tuple[Ids, npt.NDArray[np.bool_]] | None] = [None] * len(batch)
-        for opening in (True, False):
-            chosen = [
-                at
-                for at, document in enumerate(batch)
-                if isinstance(document.content, str) and document.opening is opening
-            ]
-            texts = [batch[at] for at in chosen]
-            for at, made in zip(chosen, self._texts(texts, opening=opening) if texts else (), strict=True):
-                found[at] = made
-        return [_given(document) if made is None else made for document, made in zip(batch, found, strict=True)]
-
     def _texts(self, documents: Sequence[Document], *, opening: bool) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
         if self._tokenizer is None:
             raise SettingError(f"{documents[0].place}: text needs a tokenizer. Name one: --tokenizer PATH.")
@@ -92,7 +81,14 @@ class Encoder:
                 "train on everything: --no-completions-only."
             )
         try:
-            made = self._call([str(document.content) for document in documents], opening, offsets=masked)
+            made = self._tokenizer(
+                [str(document.content) for document in documents],
+                add_special_tokens=opening,
+                return_attention_mask=False,
+                truncation=False,
+                verbose=False,
+                return_offsets_mapping=masked,
+            )
         except Exception as error:  # tokenizers raises TypeError, or bare Exception
             raise self._refusal(documents, error) from error
         for at, document in enumerate(documents):
@@ -108,12 +104,6 @@ class Encoder:
             elif document.ending:
                 learn[-1] = True  # the tokenizer has added the end token itself
             yield np.array(ids, dtype=np.int32), learn
-
-    def _call(self, texts: list[str], opening: bool, *, offsets: bool) -> Any:
-        extra = {"return_offsets_mapping": True} if offsets else {}
-        return self._tokenizer(
-            texts, add_special_tokens=opening, return_attention_mask=False, truncation=False, verbose=False, **extra
-        )
 
     def _refusal(self, documents: Sequence[Document], error: Exception) -> StorageError:
         """The error for a document that the tokenizer refuses: the first with invalid Unicode, if there is one."""
@@ -162,6 +152,10 @@ def _given(document: Document) -> tuple[Ids, npt.NDArray[np.bool_]]:
     for start, end in document.learn or ():
         learn[start:end] = True
     return ids, learn
+
+
+def _kind(document: Document) -> tuple[bool, bool]:
+    return isinstance(document.content, str), document.opening
 
 
 def _within(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

@@ -17,7 +17,8 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from .documents import Document, Reading, settle
 from .encode import IGNORED, Encoder, Ids
 from .packed import Packed, packed_folders
 from .records import data_files, is_plain_text, records
-from .rows import RowWriter, examine
+from .rows import ARRAYS, RowWriter, check_array
 
 _VERSION = 1  # of the format: a change invalidates all caches
+_COUNTS = ("rows", "tokens", "trained_tokens", "cut_documents", "empty_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,37 +187,29 @@ def _write(
     cache: Path, key: str, source: _Texts | Packed, *, sequence: int, packing: bool, progress: Progress | None
 ) -> None:
     count = 0
-    with being_written(cache, key) as directory:
-        with RowWriter(directory, sequence=sequence, packing=packing, padding=source.padding) as writer:
-            for ids, labels, ended in source.encoded(progress):
-                writer.add(ids, labels)
-                count += ended
-            fingerprint = writer.close()
+    with being_written(cache, key) as directory, ExitStack() as ends:
+        writer = RowWriter(directory, ends, sequence=sequence, packing=packing, padding=source.padding)
+        for ids, labels, ended in source.encoded(progress):
+            writer.add(ids, labels)
+            count += ended
+        fingerprint = writer.close()
         if not writer.rows:
             of = f" of {count} documents" if count else ""
             raise SettingError(
                 f"{source.place}: none{of} with {writer.tokens} tokens has a token to train on within --sequence "
                 f"{sequence}. Prompts may be longer than that, or documents may have one token. Raise --sequence."
             )
-        made = Prepared(
-            arrays={},
-            sequence=sequence,
-            rows=writer.rows,
-            tokens=writer.tokens,
-            trained_tokens=writer.trained_tokens,
-            documents=count,
-            cut_documents=writer.cut_documents,
-            empty_rows=writer.empty_rows,
-            largest_token=source.largest,
-            format=source.format,
-            fingerprint=fingerprint,
-            reused=True,
-        )
-        facts = {name: value for name, value in asdict(made).items() if name not in ("arrays", "reused")}
-        facts["marks"] = writer.marks()
-        facts["sum"] = _sum(facts)
+        facts = {
+            "sequence": sequence,
+            "documents": count,
+            "largest_token": source.largest,
+            "format": source.format,
+            "fingerprint": fingerprint,
+            "marks": writer.marks(),
+            **{name: getattr(writer, name) for name in _COUNTS},
+        }
         with (directory / "prepared.json").open("w") as file:
-            json.dump(facts, file)
+            json.dump(facts | {"sum": _sum(facts)}, file)
             file.flush()
             os.fsync(file.fileno())
 
@@ -232,9 +226,21 @@ def _found(
         if facts.pop("sum") != _sum(facts):
             raise ValueError("the checksum of prepared.json is wrong")
         marks = facts.pop("marks")
-        arrays = {name: inside(directory, f"{name}.npy") for name in ("input_ids", "labels")}
+        arrays = {name: inside(directory, f"{name}.npy") for name in ARRAYS}
         found = Prepared(arrays=arrays, reused=reused, **facts)
-        _check_arrays(found, marks, padding)
+
+        def check(name: str) -> None:
+            check_array(
+                arrays[name],
+                rows=found.rows,
+                sequence=found.sequence,
+                crc=marks[name][0],
+                least=0 if name == "input_ids" else IGNORED,
+                largest=max(found.largest_token, padding),
+            )
+
+        with ThreadPoolExecutor() as pool:  # numpy, zlib and reading release the GIL
+            list(pool.map(check, arrays))
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warn(f"The tokens in {directory} cannot be used ({reason(error)}). Making them again.")
@@ -247,17 +253,3 @@ def _found(
 
 def _sum(facts: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
-
-
-def _check_arrays(found: Prepared, marks: Mapping[str, Sequence[int]], padding: int) -> None:
-    """Raise ValueError unless both files have their sizes and checksums, and hold valid tokens."""
-    with ThreadPoolExecutor(len(found.arrays)) as pool:  # numpy, zlib and reading release the GIL
-        held = pool.map(lambda path: examine(path, rows=found.rows, sequence=found.sequence), found.arrays.values())
-        for (name, path), what in zip(found.arrays.items(), held, strict=True):
-            if what is None:
-                raise ValueError(f"{path.name} does not have the size that was written")
-            if what.crc != marks[name][0]:
-                raise ValueError(f"the checksum of {path.name} is {what.crc:08x}, {marks[name][0]:08x} was written")
-            least = 0 if name == "input_ids" else IGNORED
-            if what.least < least or what.largest > max(found.largest_token, padding):
-                raise ValueError(f"{path.name} holds numbers that are not tokens")

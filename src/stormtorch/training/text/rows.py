@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from ...core.sizes import MiB
 from ...memory.disk.contained import opened
 from .encode import IGNORED, Ids
 
+ARRAYS = ("input_ids", "labels")
 _HEADER_BYTES = 128
 _BUFFER_TOKENS = 1 << 18
 _EXAMINED_BYTES = MiB
@@ -28,14 +28,12 @@ _EXAMINED_BYTES = MiB
 class RowWriter:
     """Writes ``input_ids.npy`` and ``labels.npy`` into ``directory``; complete after ``close``."""
 
-    def __init__(self, directory: Path, *, sequence: int, packing: bool, padding: int) -> None:
+    def __init__(self, directory: Path, ends: ExitStack, *, sequence: int, packing: bool, padding: int) -> None:
         self._sequence, self._packing, self._padding = sequence, packing, padding
-        self._paths = [directory / f"{name}.npy" for name in ("input_ids", "labels")]
-        self._files = [path.open("wb") for path in self._paths]
+        self._files = [ends.enter_context((directory / f"{name}.npy").open("wb")) for name in ARRAYS]
         for file in self._files:
             file.write(bytes(_HEADER_BYTES))  # ``close`` writes the header: it holds the number of rows
-        self._capacity = max(_BUFFER_TOKENS // sequence, 1)
-        self._buffer = np.empty((2, self._capacity * sequence), dtype="<i4")
+        self._buffer = np.empty((2, max(_BUFFER_TOKENS // sequence, 1) * sequence), dtype="<i4")
         self._filled = 0
         self._digest = hashlib.blake2b(digest_size=16)
         self._sums = [0, 0]
@@ -46,16 +44,14 @@ class RowWriter:
         if not self._packing:
             self.cut_documents += len(ids) > self._sequence
             ids, labels = ids[: self._sequence], labels[: self._sequence]
+        self.tokens += len(ids)
         at = 0
         while at < len(ids):
-            count = min(self._buffer.shape[1] - self._filled, len(ids) - at)
-            self._buffer[0, self._filled : self._filled + count] = ids[at : at + count]
-            self._buffer[1, self._filled : self._filled + count] = labels[at : at + count]
-            self._filled += count
-            self.tokens += count
+            here = slice(self._filled, self._filled + len(ids) - at)  # ends with the buffer at the latest
+            count = self._buffer[0, here].size
+            self._buffer[:, here] = ids[at : at + count], labels[at : at + count]
             at += count
-            if self._filled == self._buffer.shape[1]:
-                self._flush()
+            self._advance(count)
         if not self._packing:
             self._pad_row()
 
@@ -63,35 +59,28 @@ class RowWriter:
         """Write the last row and the headers, and fsync; returns a hash of all rows."""
         self._pad_row()
         self._flush()
+        header = _header(self.rows, self._sequence)
         for file in self._files:
             file.seek(0)
-            file.write(_header(self.rows, self._sequence))
+            file.write(header)
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        self._digest.update(_header(self.rows, self._sequence))
+        self._digest.update(header)
         return self._digest.hexdigest()
 
     def marks(self) -> dict[str, list[int]]:
         """A checksum of each file's tokens, after ``close``."""
-        return {path.stem: [total] for path, total in zip(self._paths, self._sums, strict=True)}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files:
-            file.close()
+        return {name: [total] for name, total in zip(ARRAYS, self._sums, strict=True)}
 
     def _pad_row(self) -> None:
         """Pad the current row."""
         missing = -self._filled % self._sequence
-        if missing:
-            self._buffer[0, self._filled : self._filled + missing] = self._padding
-            self._buffer[1, self._filled : self._filled + missing] = IGNORED
-            self._filled += missing
+        self._buffer[:, self._filled : self._filled + missing] = [[self._padding], [IGNORED]]
+        self._advance(missing)
+
+    def _advance(self, count: int) -> None:
+        self._filled += count
         if self._filled == self._buffer.shape[1]:
             self._flush()
 
@@ -103,41 +92,30 @@ class RowWriter:
         self.trained_tokens += int(trained.sum())
         self.rows += int(kept.sum())
         for number, (file, part) in enumerate(zip(self._files, rows, strict=True)):
-            data = np.ascontiguousarray(part[kept])
-            file.write(data.data)
-            self._digest.update(data.data)
-            self._sums[number] = zlib.crc32(data.data, self._sums[number])
+            data = part.data if kept.all() else np.ascontiguousarray(part[kept]).data
+            file.write(data)
+            self._digest.update(data)
+            self._sums[number] = zlib.crc32(data, self._sums[number])
         self._filled = 0
 
 
-class Found(NamedTuple):
-    """A token file's checksum, and its smallest and largest token."""
-
-    crc: int
-    least: int
-    largest: int
-
-
-def examine(path: Path, *, rows: int, sequence: int) -> Found | None:
-    """Read the whole file; None if its size or its header is not that of ``rows`` rows. Blocks."""
+def check_array(path: Path, *, rows: int, sequence: int, crc: int, least: int, largest: int) -> None:
+    """Read the whole file; raise ValueError unless it has this checksum, and holds that many rows of such tokens."""
     with opened(path) as file:
-        if os.fstat(file.fileno()).st_size != array_bytes(rows, sequence):
-            return None
-        if file.read(_HEADER_BYTES) != _header(rows, sequence):
-            return None
-        crc, least, largest = 0, 0, 0
+        size = _HEADER_BYTES + rows * sequence * 4
+        if os.fstat(file.fileno()).st_size != size or file.read(_HEADER_BYTES) != _header(rows, sequence):
+            raise ValueError(f"{path.name} does not have the size that was written")
+        found, valid = 0, True
         buffer = np.empty(_EXAMINED_BYTES // 4, dtype="<i4")
         view = buffer.data.cast("B")
         while count := file.readinto(view):  # type: ignore[attr-defined]  # of a buffered reader
-            crc = zlib.crc32(view[:count], crc)
+            found = zlib.crc32(view[:count], found)
             tokens = buffer[: count // 4]
-            least, largest = min(least, int(tokens.min())), max(largest, int(tokens.max()))
-        return Found(crc, least, largest)
-
-
-def array_bytes(rows: int, sequence: int) -> int:
-    """The size of a complete file."""
-    return _HEADER_BYTES + rows * sequence * 4
+            valid = valid and least <= int(tokens.min()) and int(tokens.max()) <= largest
+    if found != crc:
+        raise ValueError(f"the checksum of {path.name} is {found:08x}, {crc:08x} was written")
+    if not valid:
+        raise ValueError(f"{path.name} holds numbers that are not tokens")
 
 
 def _header(rows: int, sequence: int) -> bytes:
