@@ -28,14 +28,8 @@ if TYPE_CHECKING:
 
 _BUNDLED = Path(__file__).parent.parent / "demo_data"
 # The bundled shape is too small for a GPU: its libraries alone take more than such a budget.
-_GPU_SHAPE: dict[str, float] = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "initializer_range": 0.02,
-}
+_GPU_SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "initializer_range": 0.02}
+_GPU_SHAPE |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 16)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

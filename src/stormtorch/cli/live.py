@@ -24,14 +24,10 @@ class Live:
     """Prints messages, warnings and progress; messages appear above the line that is redrawn."""
 
     def __init__(
-        self,
-        *,
-        out: TextIO | None = None,
-        errors: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, out: TextIO | None = None, errors: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._out = _stream(out, sys.stdout)
-        self._errors = _stream(errors, sys.stderr)
+        self._out = out or sys.stdout or io.StringIO()  # a process that was started without streams loses its messages
+        self._errors = errors or sys.stderr or io.StringIO()
         self._dumb = os.environ.get("TERM") == "dumb"
         self._terminal = self._out.isatty() and not self._dumb
         self._clock, self._drawn_s = clock, float("-inf")
@@ -74,10 +70,8 @@ class Live:
 
     def close(self) -> None:
         """Keep the last state of the line, and start a new line."""
-        self._end_progress()
-        if self._drawn:
-            self._print("")
-            self._drawn = False
+        self._final = True
+        self._clear()
 
     def _print(self, text: str, *, end: str = "\n") -> None:
         """Print, unless the reader has closed the stream, which does not end a run of many hours."""
@@ -102,11 +96,6 @@ class Live:
         if self._drawn:
             self._drawn = False
             self._print("" if self._final else "\r\x1b[K", end="\n" if self._final else "")
-
-
-def _stream(given: TextIO | None, usual: TextIO | None) -> TextIO:
-    """The stream to use. A process that was started without one loses its messages."""
-    return given or usual or io.StringIO()
 
 
 def status_line(status: Status, width: int | None = None) -> str:

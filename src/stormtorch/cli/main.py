@@ -20,7 +20,7 @@ COMMANDS = {
     "data": "pack text or arrays into shards that load fast, and verify such shards",
     "demo": "train a model larger than its device budget, and compare it with plain PyTorch",
     "doctor": "report what this machine offers STORM and what is missing",
-    "train": "fine-tune a language model that does not fit in VRAM, with checkpoints that survive anything",
+    "train": "fine-tune a language model that does not fit in VRAM; after a stop or crash the same command resumes",
 }
 
 

@@ -1,8 +1,8 @@
-"""``storm train``: fine-tunes a model that does not fit in VRAM, with crash-safe checkpoints.
+"""``storm train``: fine-tunes a model that does not fit in VRAM, with checkpoints that survive a crash.
 
 Its flags are the fields of `TrainSettings`. Exit status: 0 trained, 1 an error, 2 flags that argparse refuses (unknown
-ones, or without a value), 3 a loss that is not finite, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM, with a
-checkpoint.
+ones, or without a value), 3 a number that is not finite, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM, with
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..training.settings.values import SWITCH, Kind
 from .live import Live
 
 _EPILOG = """\
-exit status: 0 trained; 1 an error, in one line; 2 a flag that does not exist or lacks its value; 3 a loss that is not
-finite; 129, 130, 143 stopped by a closed terminal, Ctrl-C or SIGTERM, with a checkpoint. The same command resumes from
-the last checkpoint. SIGUSR1 saves a checkpoint, and training goes on.
+exit status: 0 trained; 1 an error, in one line; 2 a flag that does not exist or lacks its value; 3 a loss, a gradient
+or a weight is not finite; 129, 130, 143 stopped by a closed terminal, Ctrl-C or SIGTERM, with a checkpoint. The same
+command resumes from the last checkpoint. SIGUSR1 saves a checkpoint, and training goes on.
 """
 _ERROR_FILE = "error.txt"
 

@@ -39,7 +39,7 @@ def load_tokenizer(settings: TrainSettings) -> Any:
 def _may_hold_tokenizer(folder: Path) -> bool:
     """Whether it has a file of any kind of tokenizer. Without one, transformers' error is a list of guesses."""
     kinds = ("*token*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "*.tiktoken")
-    return folder.is_dir() and any(next(folder.glob(kind), None) is not None for kind in kinds)
+    return any(any(folder.glob(kind)) for kind in kinds)
 
 
 def _bare(transformers: Any, file: Path) -> Any:

@@ -42,30 +42,21 @@ def _counted(count: int, noun: str) -> str:
 
 def describe_placement(session: Session) -> list[str]:
     """Each tier with its budget and its present use."""
-    lines = []
-    budgets, ledger = session.ledger.budgets, session.ledger
-    plan = session.plan
-    device, host = budgets[Tier.DEVICE], budgets[Tier.HOST]
-    lines.append(
-        f"device     {session.device}, {_device_limit(session, device)}: {format_bytes(plan.pool.pool_bytes)} for "
-        f"streamed weights and gradients ({plan.pool.reason})"
-    )
-    held = ", ".join(
-        f"{line.tag.value} {format_bytes(line.used_bytes)}"
-        for line in ledger.balances()
-        if line.tier is Tier.HOST and line.used_bytes
-    )
-    lines.append(f"RAM        {_limit(host)}: {held}")
+    ledger, plan = session.ledger, session.plan
+    device = _limit(ledger.budgets[Tier.DEVICE])
+    if session.device.type == "cpu":  # a part of the RAM, without room for a driver
+        budget = ledger.budgets[Tier.DEVICE]
+        device = f"whose memory is RAM too, at most {format_bytes(budget.limit_bytes)} of it ({budget.given})"
+    balances = [line for line in ledger.balances() if line.tier is Tier.HOST and line.used_bytes]
+    used = [f"{line.tag.value} {format_bytes(line.used_bytes)}" for line in balances]
+    lines = [
+        f"device     {session.device}, {device}: {format_bytes(plan.pool.pool_bytes)} for streamed weights and "
+        f"gradients ({plan.pool.reason})",
+        f"RAM        {_limit(ledger.budgets[Tier.HOST])}: {', '.join(used)}",
+    ]
     if plan.activations.mode != "keep":
         lines.append(f"activations {plan.activations.reason}")
     return lines
-
-
-def _device_limit(session: Session, budget: Budget) -> str:
-    """The device's limit. On the CPU it is a part of the RAM, without room for a driver."""
-    if session.device.type != "cpu":
-        return _limit(budget)
-    return f"whose memory is RAM too, at most {format_bytes(budget.limit_bytes)} of it ({budget.given})"
 
 
 def _limit(budget: Budget) -> str:

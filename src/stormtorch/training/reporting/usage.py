@@ -1,10 +1,13 @@
-"""The resources that a run used: a line for the user, and the last record of the metrics."""
+"""The pace of a run, from its last steps, and the resources that it used."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +16,44 @@ import torch
 from ...core.sizes import format_bytes
 from ...core.tags import Tier
 from ...session.api import Session
+
+_FIRST = 5  # slower steps: torch allocates memory and chooses kernels
+
+
+class Pace:
+    """Measures the time of steps, without the pauses between them."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, window: int = 50) -> None:
+        self._clock = clock
+        self._paused_s = 0.0
+        self._ends: deque[float] = deque([clock()], maxlen=window + 1)
+        self._steady_s = 0.0  # when the last of the first steps ended
+        self.steps = 0
+
+    def step_ended(self) -> None:
+        self._ends.append(self._clock() - self._paused_s)
+        self.steps += 1
+        if self.steps == _FIRST:
+            self._steady_s = self._ends[-1]
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Exclude the block from the pace: evaluation, samples, saving."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_s += self._clock() - began
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds per step, over the last steps; None before the first."""
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else None
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """Seconds per step, over all but the first steps; None before those."""
+        return (self._ends[-1] - self._steady_s) / (self.steps - _FIRST) if self.steps > _FIRST else None
 
 
 class Spent(NamedTuple):

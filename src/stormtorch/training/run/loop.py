@@ -24,15 +24,13 @@ from ...data.loader import DataLoader
 from ..model.own_model import Batch
 from ..output.checkpoints import Checkpoints
 from ..output.metrics import Metrics
-from ..reporting.pace import Pace
-from ..reporting.usage import peaks
+from ..reporting.usage import Pace, peaks
 from ..reporting.watcher import Status, Watcher
 from ..settings.schedule import learning_rate
 from ..settings.train_settings import TrainSettings
-from .losses import evaluate, forward_backward
+from .losses import evaluate, forward_backward, sample
 from .open_model import Opened
 from .readings import Reading, Readings
-from .sampling import sample
 from .stopping import Stopping
 from .text_data import TextData
 
@@ -68,20 +66,17 @@ class Loop:
         self.session, self._model, self._loss = self.opened.session, self.opened.built.model, self.opened.built.loss
         self.total = self.data.total
         self.tokens_per_step = self.settings.batch * self.settings.sequence * self.settings.accumulate
-        self._readings = Readings(self.session.device, self.session.ledger)
 
     def run(self) -> bool:
         """Train; returns whether the last step is saved. Raises NotFinite. A signal ends it after the current step."""
         batches: Iterator[Batch] = iter(self.loader)
-        try:
+        with Readings(self.session.device, self.session.ledger) as self._readings:
             while self.done < self.total and self.stopping.signal is None:
                 self._step(self.done + 1, batches)
                 self.done += 1
                 self._after_step(last=self.done == self.total)
             if self.stopping.signal is not None:
                 self._save_last()
-        finally:
-            self._readings.close()
         step_s = self._pace.mean_step_s
         self._write(
             "end",

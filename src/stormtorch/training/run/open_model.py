@@ -26,7 +26,7 @@ from ..reporting.describe import describe_model, describe_placement, describe_sc
 from ..reporting.usage import Spent
 from ..reporting.watcher import Watcher
 from ..settings.train_settings import TrainSettings, is_callable_name
-from .sampling import check_can_sample
+from .losses import check_can_sample
 from .text_data import TextData
 
 

@@ -47,14 +47,10 @@ class Stopping:
         asked, self.save_asked = self.save_asked, False
         return asked
 
-    def check(self) -> None:
-        """Raise `Stopped` if a signal came: a destructor may have swallowed the handler's exception."""
-        if self.signal is not None:
-            raise Stopped(self.signal)
-
     def begin_steps(self) -> None:
         """From now on, note signals for the loop instead of raising."""
-        self.check()
+        if self.signal is not None:  # a destructor has swallowed the handler's exception
+            raise Stopped(self.signal)
         self._stepping = True  # until this line, the handler raises
 
     def __enter__(self) -> Self:

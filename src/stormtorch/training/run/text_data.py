@@ -45,7 +45,7 @@ def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextDat
     vocabulary = None
     if not is_callable_name(settings.model):
         config = hf_model.read_config(Path(str(settings.model)))
-        vocabulary = hf_model.vocabulary(config)
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
         longer = hf_model.check_positions(config, settings.sequence)
         if longer is not None:
             watcher.warn(longer)

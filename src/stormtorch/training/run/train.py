@@ -156,4 +156,4 @@ def _ending(loop: Loop, saved: bool) -> int:
 
 def _say_result(built: Built, path: Path | None, watcher: Watcher) -> None:
     watcher.say(f"The trained model is {path}")
-    watcher.say(built.opening(str(path)))
+    watcher.say(f"Open it: {built.opening.format(path=str(path))}")

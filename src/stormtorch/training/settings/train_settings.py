@@ -43,14 +43,14 @@ class TrainSettings:
         "or module:callable that returns an nn.Module",
     )
     tokenizer: str | None = _model(None, _PATH, "directory or tokenizer.json (default: the model's directory)")
-    loss: str | None = _model(None, _CALLABLE, "loss(output, batch) of a module:callable model without its own")
-    vram: str = _model("auto", size("vram"), "hard limit of device memory")
-    ram: str = _model("auto", size("ram"), "hard limit of RAM")
-    device: str = _model("auto", text("auto, cpu, cuda:0, ...", "DEVICE"), "where to compute")
+    loss: str | None = _model(None, _CALLABLE, "loss(output, batch), for a module:callable model that returns no loss")
+    vram: str = _model("auto", size("vram"), "limit of device memory, such as 8GiB; auto: nearly all that is free")
+    ram: str = _model("auto", size("ram"), "limit of RAM, such as 64GiB; auto: what is free")
+    device: str = _model("auto", text("auto, cpu, cuda:0, ...", "DEVICE"), "cpu, cuda:0, ...; auto: a GPU if possible")
     dtype: str = _model(
         "auto",
         one_of("auto", "bf16", "fp32"),
-        "of the weights; bf16 has fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it",
+        "dtype of the weights; bf16 keeps fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it",
     )
     chunked_loss: bool = _model(
         False, SWITCH, "never hold all logits: less device memory for large vocabularies, different rounding"
@@ -58,41 +58,44 @@ class TrainSettings:
     step: str = _model(
         "auto",
         one_of("auto", "forward", "backward", "serial"),
-        "when the optimizer runs: during the next forward, in backward as gradients arrive, or on its own",
+        "when the optimizer runs: behind the next forward, during backward as gradients arrive, or alone; the numbers "
+        "are the same; auto: forward",
     )
     activations: str = _model(
         "auto",
         one_of("auto", "keep", "offload", "recompute"),
-        "kept on the device, offloaded to RAM, or recomputed in backward",
+        "what backward needs is kept on the device, offloaded to RAM, or recomputed; auto: as measurements show",
     )
 
     data: tuple[str, ...] = _data(
         (), _PATHS, "JSON lines or text files, or directories of them; or folders that storm data pack made"
     )
-    format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the documents; auto: by their keys")
-    text_field: str | None = _data(None, text("a key", "KEY"), "key of the text (default: text)")
+    format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the data; auto: by the first line")
+    text_field: str | None = _data(None, text("a key", "KEY"), "key of the text (default: text; for chats: messages)")
     sequence: int = _data(1024, count(2, 1 << 24), "tokens in a row")
-    packing: bool = _data(True, SWITCH, "join documents to full rows; without: one document per row")
+    packing: bool = _data(True, SWITCH, "join documents into full rows; --no-packing: one document per row")
     completions_only: bool | None = _data(None, SWITCH, "train on answers only (default: yes for chat and completion)")
 
     batch: int = _update(1, count(1), "rows in a forward pass")
     accumulate: int = _update(1, count(1, 1 << 16), "forward passes in a step")
     epochs: float = _update(1.0, number(above=True, most=1e6), "passes over the data, unless steps are given")
     steps: int | None = _update(None, count(1), "optimizer steps, instead of epochs")
-    optimizer: str = _update("adamw", text("the name of an optimizer of torch.optim", "NAME"), "one of torch.optim")
+    optimizer: str = _update(
+        "adamw", text("the name of an optimizer of torch.optim", "NAME"), "an optimizer of torch.optim"
+    )
     lr: float = _update(1e-5, number(above=True), "maximum learning rate")
-    schedule: str = _update("cosine", one_of("cosine", "linear", "constant"), "of the learning rate after warm-up")
+    schedule: str = _update("cosine", one_of("cosine", "linear", "constant"), "learning rate after the warm-up")
     warmup: float = _update(0.03, number(), "steps from 0 to lr; below 1: a share of all steps")
     weight_decay: float = _update(0.0, number(), "of matrices; norms and biases are not decayed")
     betas: tuple[float, float] | None = _update(None, PAIR, "of Adam (default: the optimizer's own)")
     eps: float | None = _update(None, number(above=True), "of Adam (default: the optimizer's own)")
     clip: float = _update(1.0, number(), "norm at which gradients are clipped; 0: no clipping")
-    seed: int = _update(0, count(0), "of weights, dropout and the order of rows")
+    seed: int = _update(0, count(0), "seed of random weights, dropout and the order of rows")
     on_nan: str = _update(
         "stop",
         one_of("stop", "skip"),
-        "at a loss or gradient that is not finite: stop with status 3, or skip the update (the host then waits for "
-        "each step)",
+        "if a loss or gradient is not finite: stop with status 3, or skip the update (the host then waits for each "
+        "step)",
     )
 
     lora_rank: int = _lora(0, count(0), "rank of the adapters; 0 trains all weights")
@@ -115,16 +118,16 @@ class TrainSettings:
     save_every: int = _run(500, count(0), "steps between checkpoints; 0: only at the end")
     keep: int = _run(2, count(1), "checkpoints to keep")
     save_optimizer: bool = _run(
-        True, SWITCH, "without: checkpoints of weights alone; a resumed run starts the optimizer again"
+        True, SWITCH, "save the optimizer's states; without them, a resumed run starts with new ones"
     )
     log_every: int = _seen(10, count(1), "steps between lines of metrics")
     tensorboard: bool = _seen(False, SWITCH, "write TensorBoard files too")
-    eval_data: tuple[str, ...] | None = _seen(None, _PATHS, "documents to evaluate on")
+    eval_data: tuple[str, ...] | None = _seen(None, _PATHS, "documents to evaluate on, like --data")
     eval_every: int = _seen(500, count(0), "steps between evaluations; 0: only at the end")
-    eval_batches: int | None = _seen(None, count(1), "most batches of an evaluation (default: all)")
+    eval_batches: int | None = _seen(None, count(1), "limit of batches in an evaluation (default: all)")
     sample_every: int = _seen(0, count(0), "steps between samples; 0: only at the end")
     sample_prompts: tuple[str, ...] | None = _seen(
-        None, several(text("a text", "TEXT", written=True)), "prompts of the samples"
+        None, several(text("a text", "TEXT", written=True)), "prompts that the model continues as samples"
     )
     sample_tokens: int = _seen(64, count(1), "tokens of a sample")
 

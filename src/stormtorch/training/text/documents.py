@@ -78,7 +78,7 @@ class Reading:
 
 
 def settle(
-    first: Record, *, format: str, completions_only: bool | None, text_field: str | None, tokenizer: Any
+    first: Record, format: str, completions_only: bool | None, text_field: str | None, tokenizer: Any
 ) -> Reading:
     """How to read data that begins with ``first``. Raises SettingError if the settings contradict it."""
     kind = _detected(first, text_field) if format == "auto" else format

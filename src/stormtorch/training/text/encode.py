@@ -1,6 +1,6 @@
-"""Turns documents into tokens and labels, with a tokenizer of transformers.
+"""Turns files into tokens and labels, with a tokenizer of transformers.
 
-The encoder tokenises prompt and answer as one text, and uses each token's character offsets: tokenised separately, many
+`Texts` tokenises prompt and answer as one text, and uses each token's character offsets: tokenised separately, many
 tokenizers would put a space before the answer, or miss the token that spans the border. A token is trained if any of
 its characters is.
 """
@@ -11,14 +11,18 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import SettingError, StorageError
+from ...data.formats.text_lines import Progress
 from ..errors import reason
-from .documents import Document, Span
+from .cache import digest_of
+from .documents import Document, Span, settle
+from .records import data_files, is_plain_text, records
 
 IGNORED = -100  # the label of a token that is not trained, as in torch's cross_entropy
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
@@ -26,34 +30,62 @@ _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 Ids = npt.NDArray[np.int32]
 
 
-class Encoder:
-    """Encodes documents with ``tokenizer``, which may be None if all documents are tokens."""
+class Texts:
+    """Files of text or JSON lines, as tokens and labels. ``tokenizer`` may be None if all documents are tokens."""
 
-    def __init__(self, tokenizer: Any, *, vocabulary: int | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
+    def __init__(
+        self,
+        paths: Sequence[Path | str],
+        tokenizer: Any,
+        cache: Path,
+        *,
+        packing: bool,
+        format: str,
+        completions_only: bool | None,
+        text_field: str | None,
+        vocabulary: int | None,
+    ) -> None:
+        self._files = data_files(paths)
+        if not packing and any(map(is_plain_text, self._files)):
+            raise SettingError(
+                "--no-packing uses the first row of each document, and a text file is one document. Give JSON lines, "
+                "or leave --no-packing out."
+            )
+        self.place = str(self._files[0])
+        first = next((record for file in self._files for record in records(file)), None)
+        if first is None:
+            raise StorageError(f"{self.place} holds no document, only empty lines. Give it some.")
+        self._reading = settle(first, format, completions_only, text_field, tokenizer)
+        self._tokenizer, self._vocabulary, self._cache = tokenizer, vocabulary, cache
         self._offsets = bool(getattr(tokenizer, "is_fast", False))
+        self.format, self.padding = self._reading.format, padding_token(tokenizer)
         self.largest = -1  # of the tokens seen
 
-    @property
-    def padding(self) -> int:
-        """The token that fills a row after a document; it is not trained, and causal attention never sees it."""
-        for name in ("pad_token_id", "eos_token_id"):
-            found = getattr(self._tokenizer, name, None)
-            if isinstance(found, int):
-                return found
-        return 0
+    def made_from(self) -> dict[str, Any]:
+        """Everything that decides the rows, besides their length."""
+        return {
+            "files": digest_of(self._files, self._cache),
+            "tokenizer": self._identity(),
+            "format": self._reading.format,
+            "completions_only": self._reading.completions_only,
+            "text_field": self._reading.text_field,
+        }
 
-    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Ids, Ids]]:
-        """Each document with its tokens and labels, in order. Tokenises a batch at a time, on all cores."""
+    def encoded(self, progress: Progress | None) -> Iterator[tuple[Ids, Ids, bool]]:
+        """Tokens and labels, in order, and whether they end a document. Tokenises a batch at a time, on all cores."""
+        documents = (self._reading.document(record) for file in self._files for record in records(file, progress))
         for (is_text, opening), group in itertools.groupby(documents, _kind):
             for batch in _batched(group):
                 made = self._texts(batch, opening=opening) if is_text else map(_given, batch)
                 for document, (ids, learn) in zip(batch, list(made), strict=True):  # arrays are smaller than lists
                     self._check(document, ids)
-                    yield document, ids, np.where(learn, ids, np.int32(IGNORED))
+                    yield ids, np.where(learn, ids, np.int32(IGNORED)), document.last
 
-    def identity(self) -> str:
+    def beyond_vocabulary(self, token: int, place: str | None = None) -> SettingError:
+        assert self._vocabulary is not None
+        return beyond_vocabulary(place or self.place, token, self._vocabulary, self._tokenizer)
+
+    def _identity(self) -> str:
         """A hash of everything that decides the tokens of a text."""
         if self._tokenizer is None:
             return "none"
@@ -65,10 +97,6 @@ class Encoder:
         made["ends"] = [self._tokenizer.eos_token_id, self.padding]
         made["template"] = getattr(self._tokenizer, "chat_template", None)
         return hashlib.blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-    def beyond_vocabulary(self, place: str, token: int) -> SettingError:
-        assert self._vocabulary is not None
-        return beyond_vocabulary(place, token, self._vocabulary, self._tokenizer)
 
     def _texts(self, documents: Sequence[Document], *, opening: bool) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
         if self._tokenizer is None:
@@ -129,9 +157,15 @@ class Encoder:
         largest = int(ids.max(initial=-1))
         self.largest = max(self.largest, largest)
         if self._vocabulary is not None and largest >= self._vocabulary:
-            raise self.beyond_vocabulary(document.place, largest)
+            raise self.beyond_vocabulary(largest, document.place)
         if ids.min(initial=0) < 0:
             raise StorageError(f"{document.place}: token {int(ids.min())} is below 0. Correct it.")
+
+
+def padding_token(tokenizer: Any) -> int:
+    """The token that fills a row after a document; it is not trained, and causal attention never sees it."""
+    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return next((found for found in ids if isinstance(found, int)), 0)
 
 
 def beyond_vocabulary(place: str, token: int, vocabulary: int, tokenizer: Any) -> SettingError:

@@ -46,9 +46,8 @@ class Packed:
     def __init__(
         self,
         folders: Sequence[Path],
-        *,
-        sequence: int,
         padding: int,
+        sequence: int,
         vocabulary: int | None,
         completions_only: bool | None,
     ) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,11 +30,10 @@ from ...data.formats.text_lines import Progress
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..errors import reason
-from .cache import being_written, digest_of
-from .documents import Document, Reading, settle
-from .encode import IGNORED, Encoder, Ids
+from .cache import being_written
+from .encode import IGNORED, Texts, padding_token
 from .packed import Packed, packed_folders
-from .records import data_files, is_plain_text, records
+from .records import data_files
 from .rows import ARRAYS, RowWriter, check_array
 
 _VERSION = 1  # of the format: a change invalidates all caches
@@ -89,31 +88,24 @@ def prepare(
     were read. Verifies the checksums of cached arrays; calls ``warn`` for damaged ones, and makes them again.
     """
     sequence = whole_number("--sequence", sequence, 2)
-    encoder = Encoder(tokenizer, vocabulary=vocabulary)
-    source: _Texts | Packed
+    source: Texts | Packed
     if folders := packed_folders(paths):
         of_text = {"--no-packing": not packing, "--format": format != "auto", "--text-field": text_field is not None}
         for flag, given in of_text.items():
             if given:
                 raise SettingError(f"{flag} is for text, and {folders[0]} is packed. Leave it out, or name the text.")
-        source = Packed(
-            folders,
-            sequence=sequence,
-            padding=encoder.padding,
-            vocabulary=vocabulary,
-            completions_only=completions_only,
-        )
+        source = Packed(folders, padding_token(tokenizer), sequence, vocabulary, completions_only)
     else:
-        files = data_files(paths)
-        if not packing and any(map(is_plain_text, files)):
-            raise SettingError(
-                "--no-packing uses the first row of each document, and a text file is one document. Give JSON lines, "
-                "or leave --no-packing out."
-            )
-        reading = settle(
-            _first(files), format=format, completions_only=completions_only, text_field=text_field, tokenizer=tokenizer
+        source = Texts(
+            paths,
+            tokenizer,
+            cache,
+            packing=packing,
+            format=format,
+            completions_only=completions_only,
+            text_field=text_field,
+            vocabulary=vocabulary,
         )
-        source = _Texts(files, reading, encoder, cache)
     with storage_errors(f"write tokens to {cache}"):
         check_no_link(cache)
         cache.mkdir(parents=True, exist_ok=True)
@@ -137,54 +129,13 @@ def input_bytes(paths: Sequence[Path | str]) -> int:
     return sum(file_size(path) for path in data_files(paths))
 
 
-class _Texts:
-    """Text files: ``reading`` turns them into documents, ``encoder`` into tokens."""
-
-    def __init__(self, files: Sequence[Path], reading: Reading, encoder: Encoder, cache: Path) -> None:
-        self._files, self._reading, self._encoder, self._cache = files, reading, encoder, cache
-        self.place, self.format, self.padding = str(files[0]), reading.format, encoder.padding
-
-    @property
-    def largest(self) -> int:
-        return self._encoder.largest
-
-    def made_from(self) -> dict[str, Any]:
-        return {
-            "files": digest_of(self._files, self._cache),
-            "tokenizer": self._encoder.identity(),
-            "format": self._reading.format,
-            "completions_only": self._reading.completions_only,
-            "text_field": self._reading.text_field,
-        }
-
-    def encoded(self, progress: Progress | None) -> Iterator[tuple[Ids, Ids, bool]]:
-        for document, ids, labels in self._encoder.encode(_documents(self._files, self._reading, progress)):
-            yield ids, labels, document.last
-
-    def beyond_vocabulary(self, token: int) -> SettingError:
-        return self._encoder.beyond_vocabulary(self.place, token)
-
-
-def _first(files: Sequence[Path]) -> Any:
-    for file in files:
-        for record in records(file):
-            return record
-    raise StorageError(f"{files[0]} holds no document, only empty lines. Give it some.")
-
-
-def _documents(files: Sequence[Path], reading: Reading, progress: Progress | None) -> Iterator[Document]:
-    for file in files:
-        for record in records(file, progress):
-            yield reading.document(record)
-
-
-def _key(source: _Texts | Packed, *, sequence: int, packing: bool) -> str:
+def _key(source: Texts | Packed, *, sequence: int, packing: bool) -> str:
     made_from = {"version": _VERSION, **source.made_from(), "sequence": sequence, "packing": packing}
     return hashlib.blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def _write(
-    cache: Path, key: str, source: _Texts | Packed, *, sequence: int, packing: bool, progress: Progress | None
+    cache: Path, key: str, source: Texts | Packed, *, sequence: int, packing: bool, progress: Progress | None
 ) -> None:
     count = 0
     with being_written(cache, key) as directory, ExitStack() as ends:
