@@ -23,7 +23,7 @@ class _Plain(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs of PyYAML
         if isinstance(event, yaml.AliasEvent):
             raise SettingError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}. Write the value out.")
         if self.depth == _MAX_DEPTH:
