@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import SettingError
 from ..core.sizes import format_bytes, parse_bytes
-from .progress import Progress
+from .live import Progress
 
 if TYPE_CHECKING:
     import torch

@@ -12,19 +12,19 @@ import json
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.errors import SettingError
 from ..core.sizes import KiB, format_bytes, parse_bytes
 from ..training.errors import require
-from ..training.reporting.watcher import Status
 from ..training.settings.train_settings import TrainSettings
 from .live import Live
 
 if TYPE_CHECKING:
     import torch
+
+    from ..training.reporting import Status
 
 _BUNDLED = Path(__file__).parent.parent / "demo_data"
 # The bundled shape is too small for a GPU: its libraries alone take more than such a budget.
@@ -57,42 +57,46 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     device = limits.usable_device(("cuda" if gpu else "cpu") if options.device == "auto" else options.device)
     vram = None if options.vram == "auto" else parse_bytes(options.vram, setting="--vram")
     model = _write_model(folder / "model", on_gpu=device.type == "cuda")
-    size = _weight_bytes(model)
+    with torch.device("meta"):
+        size = sum(parameter.nbytes for parameter in _new_model(model).parameters())
     vram = size // 2 // KiB * KiB if vram is None else vram
     settings = _settings(model, folder, device, f"{vram // KiB}KiB" if vram % KiB == 0 else str(vram), options.steps)
     print(f"{device}: {describe()}")
     print(f"model    {format_bytes(size)} of weights, device budget {format_bytes(vram)}, {options.steps} steps")
     print(f"streamed storm train ... --vram {settings.vram}")
     print(flush=True)
-    streamed, peak = _train_streamed(settings)
+    streamed = _train_streamed(settings)
     if streamed is None:
         return 1
     print("plain    torch, transformers and a loop ...", flush=True)
-    plain = _train_plain(settings, device)
-    status = compare(plain, streamed, peak, vram)
-    print(f"The demo's files are removed. To train such a model and keep it: {_command(settings)}")
+    status = compare(_train_plain(settings, device), streamed, vram)
+    flags = {"model": _BUNDLED, "data": _BUNDLED / "corpus.jsonl", "output": "my-run"}
+    flags |= {name: getattr(settings, name) for name in ("vram", "device", "dtype", "sequence", "batch", "lr")}
+    command = " ".join(f"--{name} {value}" for name, value in flags.items())
+    print(f"The demo's files are removed. To train such a model and keep it: storm train {command}")
     return status
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     losses: list[float]
     weights: list[torch.Tensor]
     seconds: float
+    peak_bytes: int  # of device memory
 
 
-def compare(plain: Run, streamed: Run, peak_bytes: int, vram_bytes: int) -> int:
+def compare(plain: Run, streamed: Run, vram_bytes: int) -> int:
     """Print the comparison; returns the exit status."""
     import torch
 
-    falls, held = streamed.losses[-1] < streamed.losses[0], peak_bytes <= vram_bytes
+    falls, held = streamed.losses[-1] < streamed.losses[0], streamed.peak_bytes <= vram_bytes
+    memory = f"{format_bytes(streamed.peak_bytes)} of {format_bytes(vram_bytes)}"
     apart = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, streamed.losses, strict=True))
     same = all(torch.equal(a, b) for a, b in zip(plain.weights, streamed.weights, strict=True))
     print(f"plain    loss {plain.losses[0]:.3f} -> {plain.losses[-1]:.3f} in {plain.seconds:.1f} s")
     print(f"streamed loss {streamed.losses[0]:.3f} -> {streamed.losses[-1]:.3f} in {streamed.seconds:.1f} s in total")
     print("         (one run of each on a machine that may be busy: not a comparison of speed)")
     print(f"The loss {'falls' if falls else 'does not fall'}.")
-    print(f"The budget {'held' if held else 'was broken'}: {format_bytes(peak_bytes)} of {format_bytes(vram_bytes)}.")
+    print(f"The budget {'held' if held else 'was broken'}: {memory}.")
     if plain.losses == streamed.losses and same:
         print("Every loss and every weight equals plain PyTorch's, bit for bit.")
     else:
@@ -132,13 +136,6 @@ def _settings(model: Path, folder: Path, device: torch.device, vram: str, steps:
     )
 
 
-def _command(settings: TrainSettings) -> str:
-    """The command line for the same training of the bundled model."""
-    flags = {"model": _BUNDLED, "data": _BUNDLED / "corpus.jsonl", "output": "my-run"}
-    flags |= {name: getattr(settings, name) for name in ("vram", "device", "dtype", "sequence", "batch", "lr")}
-    return f"storm train {' '.join(f'--{name} {value}' for name, value in flags.items())}"
-
-
 def _new_model(directory: Path, *, seed: int = 0) -> Any:
     import torch
 
@@ -146,13 +143,6 @@ def _new_model(directory: Path, *, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(str(directory))
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def _weight_bytes(directory: Path) -> int:
-    import torch
-
-    with torch.device("meta"):
-        return sum(parameter.nbytes for parameter in _new_model(directory).parameters())
 
 
 def _train_plain(settings: TrainSettings, device: torch.device) -> Run:
@@ -181,11 +171,11 @@ def _train_plain(settings: TrainSettings, device: torch.device) -> Run:
             losses.append(loss.detach())
     numbers = [float(loss) for loss in losses]
     seconds = time.perf_counter() - start_s
-    return Run(numbers, [parameter.detach().cpu() for parameter in model.parameters()], seconds)
+    return Run(numbers, [parameter.detach().cpu() for parameter in model.parameters()], seconds, 0)
 
 
-def _train_streamed(settings: TrainSettings) -> tuple[Run | None, int]:
-    """Run ``storm train``; losses and peak device memory from its metrics, weights from its checkpoint."""
+def _train_streamed(settings: TrainSettings) -> Run | None:
+    """Run ``storm train``; losses and the peak from its metrics, weights from its checkpoint. None: it was stopped."""
     import torch
 
     from ..training.run.train import train
@@ -204,7 +194,7 @@ def _train_streamed(settings: TrainSettings) -> tuple[Run | None, int]:
     live, start_s = Watching(), time.perf_counter()
     try:
         if train(settings, live):
-            return None, 0
+            return None
     finally:
         live.close()
     seconds = time.perf_counter() - start_s
@@ -214,4 +204,4 @@ def _train_streamed(settings: TrainSettings) -> tuple[Run | None, int]:
     transformers.utils.logging.disable_progress_bar()
     trained = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32)
     weights = [parameter.detach() for parameter in trained.parameters()]
-    return Run(losses, weights, seconds), end["peak_vram_bytes"] - before
+    return Run(losses, weights, seconds, end["peak_vram_bytes"] - before)

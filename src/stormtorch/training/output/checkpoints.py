@@ -12,7 +12,7 @@ from ...checkpoint.folders.manifest import read_manifest
 from ...core.errors import CheckpointError, StorageError
 from ...memory.disk.calls import storage_errors
 from ...session.api import Session
-from ..reporting.usage import Spent
+from ..reporting import Spent
 from ..settings.train_settings import TrainSettings
 from .metrics import Metrics
 from .run_folder import RunFolder

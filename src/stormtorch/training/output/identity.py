@@ -7,17 +7,14 @@ saves, logs or evaluates. It includes the data, by its tokens.
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...checkpoint.files import disk
-from ...checkpoint.folders.manifest import file_in, read_manifest
+from ...checkpoint.folders.manifest import check_sums, file_in, read_manifest
 from ...core.errors import CheckpointError, SettingError, StorageError
 from ...memory.disk.contained import parse_json, read_small
 from ..model.hf_model import fingerprint, samples, values_in_config
-from ..settings.schedule import warmup_steps
-from ..settings.train_settings import TrainSettings, is_callable_name
+from ..settings.train_settings import TrainSettings, is_callable_name, warmup_steps
 
 RUN_FILE = Path("storm") / "run.json"
 _CONFIG, _SAMPLES = "config of the model", "samples of the model's weights"
@@ -79,10 +76,8 @@ def read_run_file(checkpoint: Path) -> RunRecord:
     try:
         if not path.exists():
             raise FileNotFoundError
-        data = read_small(path)
-        if (expected := read_manifest(checkpoint).files.get(str(RUN_FILE))) is not None:
-            disk.check(path, disk.Record(len(data), zlib.crc32(data)), expected)
-        content = parse_json(data)
+        content, manifest = parse_json(read_small(path)), read_manifest(checkpoint)
+        check_sums(checkpoint, manifest, manifest.files.keys() & {str(RUN_FILE)})
         step, made_with = content["step"], dict(content["identity"])
         total = content.get("total", made_with.get("steps in all"))
         if not _is_count(step) or not (total is None or _is_count(total)):

@@ -19,7 +19,7 @@ from ...core.sizes import MiB
 from ...memory.disk.calls import storage_error, storage_errors
 from ...memory.disk.contained import check_no_link, open_to_write, opened, parse_json
 from ..errors import require
-from ..reporting.usage import Spent
+from ..reporting import Spent
 
 _LONGEST = 64 * MiB
 

@@ -14,8 +14,7 @@ from ...core.errors import CheckpointError, SettingError, StorageError, WrongMod
 from ...data.loader import DataLoader
 from ...memory.disk.calls import storage_errors
 from ...session.api import Session
-from ..reporting.usage import Spent
-from ..reporting.watcher import Watcher
+from ..reporting import Spent, Watcher
 from ..settings.train_settings import TrainSettings
 from .identity import RunRecord, check_same, of_schedule, read_run_file
 from .run_folder import RunFolder
@@ -80,9 +79,10 @@ def same_run(
             if path != found[-1]:
                 warn(f"{error} Trying the checkpoint before it.")
             continue
-        extended = record.total is not None and record.total < total
         try:
-            now = made_with | of_schedule(settings, record.total) if extended else made_with
+            now = made_with
+            if record.total is not None and record.total < total:  # the user may extend a run
+                now = made_with | of_schedule(settings, record.total)
             check_same(path, record.made_with, now)
         except SettingError:
             if RunFolder.is_own(path) or settings.resume != "auto":

@@ -24,10 +24,8 @@ from ...data.loader import DataLoader
 from ..model.own_model import Batch
 from ..output.checkpoints import Checkpoints
 from ..output.metrics import Metrics
-from ..reporting.usage import Pace, peaks
-from ..reporting.watcher import Status, Watcher
-from ..settings.schedule import learning_rate
-from ..settings.train_settings import TrainSettings
+from ..reporting import Pace, Status, Watcher, peaks
+from ..settings.train_settings import TrainSettings, learning_rate
 from .losses import evaluate, forward_backward, sample
 from .open_model import Opened
 from .readings import Reading, Readings

@@ -22,9 +22,7 @@ from ..errors import reason
 from ..model import own_model
 from ..model.build import Built, build, build_outline, check_base
 from ..model.optimizer import make_optimizer, optimizer_and_options
-from ..reporting.describe import describe_model, describe_placement, describe_schedule
-from ..reporting.usage import Spent
-from ..reporting.watcher import Watcher
+from ..reporting import Spent, Watcher, describe_model, describe_placement, describe_schedule
 from ..settings.train_settings import TrainSettings, is_callable_name
 from .losses import check_can_sample
 from .text_data import TextData

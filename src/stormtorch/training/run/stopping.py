@@ -11,8 +11,10 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
+
+from ...core.endings import Closing
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -27,8 +29,8 @@ class Stopped(KeyboardInterrupt):
         self.status = 128 + int(number)
 
 
-class Stopping:
-    """Handles signals while entered. ``signal``: the first of SIGINT, SIGTERM and SIGHUP, or None. Main thread only."""
+class Stopping(Closing):
+    """Handles signals until ``close``. ``signal``: the first of SIGINT, SIGTERM and SIGHUP, or None."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.signal: signal.Signals | None = None
@@ -36,6 +38,14 @@ class Stopping:
         self._before: dict[signal.Signals, Any] = {}
         self.save_asked = False  # whether SIGUSR1 came since the last ``take_save``
         self._stepping = self._interrupted = False
+        if threading.current_thread() is threading.main_thread():
+            for number in (*_ENDING, signal.SIGUSR1):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and similar tools ignore it on purpose
+                    self._before[number] = signal.signal(number, self._handle)
+
+    def close(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     @property
     def status(self) -> int:
@@ -52,20 +62,6 @@ class Stopping:
         if self.signal is not None:  # a destructor has swallowed the handler's exception
             raise Stopped(self.signal)
         self._stepping = True  # until this line, the handler raises
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (*_ENDING, signal.SIGUSR1):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and similar tools ignore it on purpose
-                    self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before.clear()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGUSR1:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,30 +13,19 @@ from ...data.delivery.transforms import Cast
 from ...data.loader import DataLoader
 from ..model import hf_model
 from ..model.tokenizer import load_tokenizer
-from ..reporting.watcher import Watcher
+from ..reporting import Watcher
 from ..settings.train_settings import TrainSettings, is_callable_name
 from ..text import Prepared, input_bytes, prepare
 from ..text.encode import beyond_vocabulary
 
 
-@dataclass(frozen=True)
-class TextData:
+class TextData(NamedTuple):
     """The rows for training and, optionally, for evaluation. ``total``: the number of optimizer steps."""
 
     tokenizer: Any
     rows: Prepared
     eval_rows: Prepared | None
     total: int
-
-    def loader(self, settings: TrainSettings, device: torch.device) -> DataLoader:
-        """A shuffled loader for all steps of the run. Each pass leaves out rows that do not fill a batch."""
-        epochs = math.ceil(self.total * settings.accumulate / (self.rows.rows // settings.batch))
-        return _loader(self.rows, settings, device, shuffle=True, epochs=epochs)
-
-    def eval_loader(self, settings: TrainSettings, device: torch.device) -> DataLoader:
-        """A loader of the evaluation data, in order, once."""
-        assert self.eval_rows is not None
-        return _loader(self.eval_rows, settings, device, shuffle=False, epochs=1)
 
 
 def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextData:
@@ -103,14 +91,17 @@ def total_steps(settings: TrainSettings, rows: int) -> int:
     return steps
 
 
-def _loader(rows: Prepared, settings: TrainSettings, device: torch.device, *, shuffle: bool, epochs: int) -> DataLoader:
+def loader_of(rows: Prepared, settings: TrainSettings, device: torch.device, *, steps: int | None = None) -> DataLoader:
+    """A loader of the rows in order, once; with ``steps``, shuffled and as often as these need. A shuffled pass leaves
+    out rows that do not fill a batch."""
+    shuffle = steps is not None
     return DataLoader(
-        {name: str(path) for name, path in rows.arrays.items()},
+        rows.arrays,
         settings.batch,
         shuffle=shuffle,
         seed=settings.seed,
         device=device,
         drop_last=shuffle,
-        epochs=epochs,
+        epochs=1 if steps is None else math.ceil(steps * settings.accumulate / (rows.rows // settings.batch)),
         transform=dict.fromkeys(rows.arrays, Cast(torch.int64)),
     )

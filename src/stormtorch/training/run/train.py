@@ -18,14 +18,12 @@ from ..output.identity import RunRecord, identity, write_run_file
 from ..output.metrics import Metrics, cut_back
 from ..output.resume import Resumed, candidates, go_on, same_run, tidy
 from ..output.run_folder import RunFolder
-from ..reporting.usage import describe_usage
-from ..reporting.watcher import Watcher
-from ..settings.schedule import learning_rate
-from ..settings.train_settings import TrainSettings, check_required, is_callable_name
+from ..reporting import Watcher, describe_usage
+from ..settings.train_settings import TrainSettings, check_required, is_callable_name, learning_rate
 from .loop import Loop
 from .open_model import check_names, check_room, open_model
 from .stopping import Stopping
-from .text_data import read_text
+from .text_data import loader_of, read_text
 
 
 def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None = None) -> int:
@@ -49,7 +47,7 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         found = same_run(found, made_with, settings, data.total, watcher.warn)
         opened = open_model(settings, device, data, watcher, ends, values=not found)
         built, total = opened.built, data.total
-        loader = ends.enter_context(data.loader(settings, device))
+        loader = ends.enter_context(loader_of(data.rows, settings, device, steps=total))
         resumed = go_on(found, opened.session, loader, folder, total, watcher)
         done = resumed.record.step if resumed is not None else 0
         cut_back(folder.metrics, done)
@@ -74,13 +72,16 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
             data.tokenizer.save_pretrained(str(into))
             write_run_file(into, RunRecord(step, made_with, optimizer, total), settings)
 
+        eval_loader = None
+        if data.eval_rows is not None:
+            eval_loader = ends.enter_context(loader_of(data.eval_rows, settings, device))
         last = resumed.path if resumed is not None else None
         loop = Loop(
             settings=settings,
             opened=opened,
             data=data,
             loader=loader,
-            eval_loader=None if data.eval_rows is None else ends.enter_context(data.eval_loader(settings, device)),
+            eval_loader=eval_loader,
             checkpoints=Checkpoints(
                 opened.session, folder, settings, metrics, write_files, watcher.warn, done=done, last=last
             ),

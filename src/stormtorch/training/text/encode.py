@@ -20,14 +20,10 @@ import numpy.typing as npt
 from ...core.errors import SettingError, StorageError
 from ...data.formats.text_lines import Progress
 from ..errors import reason
-from .cache import digest_of
-from .documents import Document, Span, settle
-from .records import data_files, is_plain_text, records
+from .documents import Document, Span, data_files, is_plain_text, records, settle
+from .rows import IGNORED, Ids, digest_of
 
-IGNORED = -100  # the label of a token that is not trained, as in torch's cross_entropy
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
-
-Ids = npt.NDArray[np.int32]
 
 
 class Texts:

@@ -23,7 +23,7 @@ from ...data.formats.text_lines import Progress
 from ...data.source import Field
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import inside, opened
-from .encode import IGNORED, Ids
+from .rows import IGNORED, Ids
 
 _PIECE_TOKENS = 1 << 20
 _TOKEN_LIMIT = 1 << 31  # rows hold tokens in 32 bits

@@ -30,11 +30,10 @@ from ...data.formats.text_lines import Progress
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..errors import reason
-from .cache import being_written
-from .encode import IGNORED, Texts, padding_token
+from .documents import data_files
+from .encode import Texts, padding_token
 from .packed import Packed, packed_folders
-from .records import data_files
-from .rows import ARRAYS, RowWriter, check_array
+from .rows import ARRAYS, IGNORED, RowWriter, being_written, check_array
 
 _VERSION = 1  # of the format: a change invalidates all caches
 _COUNTS = ("rows", "tokens", "trained_tokens", "cut_documents", "empty_rows")
@@ -110,7 +109,8 @@ def prepare(
         check_no_link(cache)
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache)
-        key = _key(source, sequence=sequence, packing=packing)
+        made_from = {"version": _VERSION, **source.made_from(), "sequence": sequence, "packing": packing}
+        key = hashlib.blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=12).hexdigest()
         found = _found(cache / key, padding=source.padding, warn=warn)
         if found is None:
             _write(cache, key, source, sequence=sequence, packing=packing, progress=progress)
@@ -127,11 +127,6 @@ def input_bytes(paths: Sequence[Path | str]) -> int:
     if folders := packed_folders(paths):
         return sum(file.bytes for folder in folders for shard in read_index(folder).shards for file in shard.files)
     return sum(file_size(path) for path in data_files(paths))
-
-
-def _key(source: Texts | Packed, *, sequence: int, packing: bool) -> str:
-    made_from = {"version": _VERSION, **source.made_from(), "sequence": sequence, "packing": packing}
-    return hashlib.blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""Writes rows of tokens and labels to two ``.npy`` files, one after another.
+"""The cache of prepared tokens: rows of tokens and labels in two ``.npy`` files, and the hashes of the data's files.
 
 With packing, documents follow each other without gaps and are cut where a row ends; only the last row is padded.
 Otherwise each document is a row, cut or padded. A row without trained tokens is left out: its mean loss would be zero
@@ -8,21 +8,30 @@ divided by zero.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import zlib
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
+from ...checkpoint.files.disk import sync_folder
+from ...checkpoint.folders.folder import beside, lock
 from ...core.sizes import MiB
-from ...memory.disk.contained import opened
-from .encode import IGNORED, Ids
+from ...memory.disk.contained import inside, opened, parse_json, read_small, replace_file
+
+IGNORED = -100  # the label of a token that is not trained, as in torch's cross_entropy
+Ids = npt.NDArray[np.int32]
 
 ARRAYS = ("input_ids", "labels")
 _HEADER_BYTES = 128
 _BUFFER_TOKENS = 1 << 18
 _EXAMINED_BYTES = MiB
+_DIGESTS = "digests.cache"  # not the name of a data file: the cache may be in a directory of data
 
 
 class RowWriter:
@@ -123,3 +132,51 @@ def _header(rows: int, sequence: int) -> bytes:
     words = f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({rows}, {sequence}), }}"
     text = words.ljust(_HEADER_BYTES - 11) + "\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("ascii")
+
+
+@contextmanager
+def being_written(cache: Path, name: str) -> Iterator[Path]:
+    """Yield a directory, which becomes ``cache/name`` when the block succeeds, and is removed otherwise.
+
+    It has the name and the lock of a checkpoint's draft: the sweep of checkpoints removes what a killed process left.
+    """
+    directory = beside(cache / name, "writing")
+    directory.mkdir()
+    held = lock(directory)
+    try:
+        yield directory
+        sync_folder(directory)
+        try:
+            directory.rename(cache / name)
+        except OSError:
+            if not (cache / name).is_dir():  # else another process made the same in the meantime
+                raise
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def digest_of(files: Sequence[Path], cache: Path) -> list[str]:
+    """A hash of each file's content. Reads a file again only if its size, time or inode changed."""
+    try:
+        known = parse_json(read_small(inside(cache, _DIGESTS)))
+    except (OSError, ValueError):
+        known = {}
+    known = known if isinstance(known, dict) else {}
+    found: dict[str, list[object]] = {}
+    digests = []
+    for file in files:
+        status = file.stat()
+        mark = [status.st_size, status.st_mtime_ns, status.st_ino]
+        before = known.get(str(file.resolve()))
+        if isinstance(before, list) and before[:-1] == mark:
+            digest = str(before[-1])
+        else:
+            with file.open("rb", buffering=0) as stream:
+                digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        found[str(file.resolve())] = [*mark, digest]
+        digests.append(digest)
+    if any(known.get(name) != value for name, value in found.items()):
+        replace_file(cache / _DIGESTS, json.dumps(known | found))
+    return digests
