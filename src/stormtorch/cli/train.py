@@ -1,9 +1,4 @@
-"""``storm train``: fine-tunes a model that does not fit in VRAM, with checkpoints that survive a crash.
-
-Its flags are the fields of `TrainSettings`. Exit status: 0 trained, 1 an error, 2 flags that argparse refuses (unknown
-ones, or without a value), 3 a number that is not finite, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM, with
-a checkpoint.
-"""
+"""``storm train``: fine-tunes a model that does not fit in VRAM. Its flags are the fields of `TrainSettings`."""
 
 from __future__ import annotations
 
@@ -44,7 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, items in itertools.groupby(dataclasses.fields(TrainSettings), lambda item: item.metadata["group"]):
         group = parser.add_argument_group(title)
         for item in items:
-            _add_flag(group, item.name, item.metadata["kind"], _meaning(item))
+            kind: Kind = item.metadata["kind"]
+            more: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+            if kind is not SWITCH:
+                choices = "{" + ",".join(kind.choices) + "}"
+                more = {"nargs": "+" if kind.many else None, "metavar": choices if kind.choices else kind.metavar}
+            # Without a default, only flags that were given override a file.
+            flag = f"--{item.name.replace('_', '-')}"
+            group.add_argument(flag, default=argparse.SUPPRESS, help=_meaning(item), **more)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -140,21 +142,6 @@ def _unexpected(error: Exception, output: Path) -> str:
     except (OSError, ValueError):  # ValueError: a message that cannot be written as UTF-8
         rest = f"({file} could not be written.)"
     return f"{reason_and_place(error)}. {rest}"
-
-
-def _add_flag(group: Any, name: str, kind: Kind, meaning: str) -> None:
-    """Add a flag without a default, so that only flags that were given override a file."""
-    flag = f"--{name.replace('_', '-')}"
-    if kind is SWITCH:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=meaning)
-        return
-    group.add_argument(
-        flag,
-        default=argparse.SUPPRESS,
-        nargs="+" if kind.many else None,
-        metavar="{" + ",".join(kind.choices) + "}" if kind.choices else kind.metavar,
-        help=meaning,
-    )
 
 
 def _meaning(item: dataclasses.Field[Any]) -> str:

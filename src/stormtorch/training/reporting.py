@@ -1,4 +1,4 @@
-"""What a run tells its user: its plan, its progress, its pace, and the resources that it used."""
+"""Reports of a run to its user: its plan, its progress and pace, and the resources that it used."""
 
 from __future__ import annotations
 

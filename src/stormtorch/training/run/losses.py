@@ -1,4 +1,4 @@
-"""What a model gives: losses with gradients for a step, losses on evaluation data, and samples."""
+"""Losses with gradients for a step, losses on evaluation data, and samples."""
 
 from __future__ import annotations
 

@@ -24,8 +24,9 @@ class _Plain(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs of PyYAML
+        line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            raise SettingError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}. Write the value out.")
+            raise SettingError(f"line {line} has the alias *{event.anchor}. Write the value out.")
         if self.depth == _MAX_DEPTH:
             raise SettingError(f"is nested more than {_MAX_DEPTH} deep. Accepted: lines of 'name: value'.")
         self.depth += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...core.errors import SettingError, StorageError
 from ...data.formats.paths import file_size, natural_order
@@ -23,13 +23,26 @@ PLAIN_TEXT = frozenset({".txt", ".text", ".md"})
 _PIECE_CHARACTERS = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """An object of a JSON-lines file, or a piece of a plain text. ``last``: no other piece of the document follows."""
+class Record(NamedTuple):
+    """An object of a JSON-lines file."""
 
     place: str
-    content: dict[str, Any] | str
-    first: bool = True
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Document:
+    """``learn``: the spans to train on, in characters, or in tokens if ``content`` is tokens; None: everything.
+
+    ``opening``: add the special tokens that the tokenizer puts around a text. ``ending``: add the end token. ``last``:
+    no other piece of the same document follows.
+    """
+
+    place: str
+    content: str | Sequence[int]
+    learn: Sequence[Span] | None
+    opening: bool = True
+    ending: bool = True
     last: bool = True
 
 
@@ -65,8 +78,8 @@ def is_plain_text(path: Path) -> bool:
     return path.suffix.lower() in PLAIN_TEXT
 
 
-def records(path: Path, progress: Progress | None = None) -> Iterator[Record]:
-    """The records of ``path``, in order. Skips empty lines."""
+def records(path: Path, progress: Progress | None = None) -> Iterator[Record | Document]:
+    """The objects of a JSON-lines file, without empty lines, or the pieces of a plain text."""
     return _pieces(path, progress) if is_plain_text(path) else _objects(path, progress)
 
 
@@ -80,25 +93,28 @@ def _objects(path: Path, progress: Progress | None) -> Iterator[Record]:
                 f"{place}: a JSON array, not an object. Write one object in each line: jq -c '.[]' {path} > data.jsonl."
             )
         try:
-            found = parse_object(line)
+            yield Record(place, parse_object(line))
         except ValueError as error:
             raise StorageError(f"{place}: {error}. Write one JSON object in each line.") from error
-        yield Record(place=place, content=found)
 
 
-def _pieces(path: Path, progress: Progress | None) -> Iterator[Record]:
+def _pieces(path: Path, progress: Progress | None) -> Iterator[Document]:
     """A piece ends when a line follows that it has no room for: the last one is known as such."""
     piece: list[str] = []
     size, first_line = 0, 1
     for number, line in _lines(path, progress):
         if size >= _PIECE_CHARACTERS:
-            place = f"{path}, from line {first_line}"
-            yield Record(place=place, content="".join(piece), first=first_line == 1, last=False)
+            yield _piece(path, piece, first_line, last=False)
             piece, size, first_line = [], 0, number
         piece.append(line)
         size += len(line)
     if piece:
-        yield Record(place=f"{path}, from line {first_line}", content="".join(piece), first=first_line == 1)
+        yield _piece(path, piece, first_line, last=True)
+
+
+def _piece(path: Path, lines: list[str], first_line: int, *, last: bool) -> Document:
+    place = f"{path}, from line {first_line}"
+    return Document(place, "".join(lines), None, opening=first_line == 1, ending=last, last=last)
 
 
 def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[int, str]]:
@@ -130,22 +146,6 @@ def _of_table(files: Sequence[Path]) -> str:
 
 
 @dataclass(frozen=True)
-class Document:
-    """``learn``: the spans to train on, in characters, or in tokens if ``content`` is tokens; None: everything.
-
-    ``opening``: add the special tokens that the tokenizer puts around a text. ``ending``: add the end token. ``last``:
-    no other piece of the same document follows.
-    """
-
-    place: str
-    content: str | Sequence[int]
-    learn: Sequence[Span] | None
-    opening: bool = True
-    ending: bool = True
-    last: bool = True
-
-
-@dataclass(frozen=True)
 class Reading:
     """How to read records: the format, and the field of the text."""
 
@@ -154,45 +154,41 @@ class Reading:
     text_field: str
     template: ChatTemplate | None = None  # for chats
 
-    def document(self, record: Record) -> Document:
+    def document(self, record: Record | Document) -> Document:
         """Raises StorageError, with the place of the record, if it does not have the format."""
-        if isinstance(record.content, str):
+        if isinstance(record, Document):
             if self.format != "text":
                 raise StorageError(
                     f"{record.place}: plain text, but the data has format {self.format!r}. Give JSON lines, "
                     "or train on text alone: --format text."
                 )
-            return Document(record.place, record.content, None, record.first, ending=record.last, last=record.last)
+            return record
+        place, found = record
         if self.format == "text":
-            return Document(record.place, _content(record, record.content, self.text_field), None)
+            return Document(place, _content(record, self.text_field), None)
         if self.format == "completion":
-            return self._completion(record, record.content)
-        return self._chat(record, record.content)
-
-    def _completion(self, record: Record, found: dict[str, Any]) -> Document:
-        prompt = _content(record, found, "prompt", empty=True)
-        completion = _content(record, found, "completion")
-        if type(prompt) is not type(completion):
-            raise StorageError(f"{record.place}: one of 'prompt' and 'completion' is text, the other tokens.")
-        both = prompt + completion
-        learn = ((len(prompt), len(both)),) if self.completions_only else None
-        return Document(record.place, both, learn)
-
-    def _chat(self, record: Record, found: dict[str, Any]) -> Document:
+            prompt, completion = _content(record, "prompt", empty=True), _content(record, "completion")
+            if type(prompt) is not type(completion):
+                raise StorageError(f"{place}: one of 'prompt' and 'completion' is text, the other tokens.")
+            both = prompt + completion
+            return Document(place, both, [(len(prompt), len(both))] if self.completions_only else None)
         if self.text_field not in found:
-            raise _missing(record, found, self.text_field)
+            raise _missing(record, self.text_field)
         assert self.template is not None
         text, spans = self.template.render(
-            record.place, found[self.text_field], tools=found.get("tools"), spans=self.completions_only
+            place, found[self.text_field], tools=found.get("tools"), spans=self.completions_only
         )
         # The template begins and ends a conversation. Other special tokens would not be there at inference.
-        return Document(record.place, text, spans, opening=False, ending=False)
+        return Document(place, text, spans, opening=False, ending=False)
 
 
-def settle(
-    first: Record, format: str, completions_only: bool | None, text_field: str | None, tokenizer: Any
+def choose_reading(
+    files: Sequence[Path], format: str, completions_only: bool | None, text_field: str | None, tokenizer: Any
 ) -> Reading:
-    """How to read data that begins with ``first``. Raises SettingError if the settings contradict it."""
+    """How to read ``files``, by their first record. Raises SettingError if the settings contradict it."""
+    first = next((record for file in files for record in records(file)), None)
+    if first is None:
+        raise StorageError(f"{files[0]} holds no document, only empty lines. Give it some.")
     kind = _detected(first, text_field) if format == "auto" else format
     if kind == "text" and completions_only:
         raise SettingError(
@@ -208,10 +204,10 @@ def settle(
     return Reading("text", only, text_field or "text")
 
 
-def _detected(first: Record, text_field: str | None) -> str:
-    found = first.content
-    if isinstance(found, str):
+def _detected(first: Record | Document, text_field: str | None) -> str:
+    if isinstance(first, Document):
         return "text"
+    found = first.content
     if text_field is not None and text_field in found:
         value = found[text_field]
         return "chat" if isinstance(value, list) and any(isinstance(item, dict) for item in value) else "text"
@@ -222,18 +218,18 @@ def _detected(first: Record, text_field: str | None) -> str:
             return "completion"
         if "text" in found:
             return "text"
-    raise _missing(first, found, text_field or "text")
+    raise _missing(first, text_field or "text")
 
 
-def _content(record: Record, found: dict[str, Any], name: str, *, empty: bool = False) -> Any:
+def _content(record: Record, name: str, *, empty: bool = False) -> Any:
     """A text, or a list of token ids."""
-    value = found.get(name)
+    value = record.content.get(name)
     if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
         if not value and not empty:
             raise StorageError(f"{record.place}: field {name!r} is empty. Fill it, or remove the line.")
         return value
-    if name not in found:
-        raise _missing(record, found, name)
+    if name not in record.content:
+        raise _missing(record, name)
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
         raise StorageError(
             f"{record.place}: field {name!r} is a list of messages, not text. Put all turns of the conversation "
@@ -245,11 +241,11 @@ def _content(record: Record, found: dict[str, Any], name: str, *, empty: bool = 
     )
 
 
-def _missing(record: Record, found: dict[str, Any], name: str) -> StorageError:
-    there = ", ".join(map(repr, list(found)[:8])) or "nothing"
+def _missing(record: Record, name: str) -> StorageError:
+    there = ", ".join(map(repr, list(record.content)[:8])) or "nothing"
     return StorageError(
         f"{record.place}: no field {name!r}, there is {there}. Accepted: 'text', 'prompt' with 'completion', or "
-        f"'messages'. Give another name of the text's field with --text-field.{_conversion(found)}"
+        f"'messages'. Give another name of the text's field with --text-field.{_conversion(record.content)}"
     )
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...core.errors import SettingError, StorageError
 from ...data.formats.text_lines import Progress
 from ..errors import reason
-from .documents import Document, Span, data_files, is_plain_text, records, settle
+from .documents import Document, Reading, Span, records
 from .rows import IGNORED, Ids, digest_of
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
@@ -30,31 +30,12 @@ class Texts:
     """Files of text or JSON lines, as tokens and labels. ``tokenizer`` may be None if all documents are tokens."""
 
     def __init__(
-        self,
-        paths: Sequence[Path | str],
-        tokenizer: Any,
-        cache: Path,
-        *,
-        packing: bool,
-        format: str,
-        completions_only: bool | None,
-        text_field: str | None,
-        vocabulary: int | None,
+        self, files: Sequence[Path], reading: Reading, tokenizer: Any, vocabulary: int | None, cache: Path
     ) -> None:
-        self._files = data_files(paths)
-        if not packing and any(map(is_plain_text, self._files)):
-            raise SettingError(
-                "--no-packing uses the first row of each document, and a text file is one document. Give JSON lines, "
-                "or leave --no-packing out."
-            )
-        self.place = str(self._files[0])
-        first = next((record for file in self._files for record in records(file)), None)
-        if first is None:
-            raise StorageError(f"{self.place} holds no document, only empty lines. Give it some.")
-        self._reading = settle(first, format, completions_only, text_field, tokenizer)
-        self._tokenizer, self._vocabulary, self._cache = tokenizer, vocabulary, cache
+        self._files, self._reading, self._tokenizer = files, reading, tokenizer
+        self._vocabulary, self._cache = vocabulary, cache
         self._offsets = bool(getattr(tokenizer, "is_fast", False))
-        self.format, self.padding = self._reading.format, padding_token(tokenizer)
+        self.place, self.format, self.padding = str(files[0]), reading.format, padding_token(tokenizer)
         self.largest = -1  # of the tokens seen
 
     def made_from(self) -> dict[str, Any]:

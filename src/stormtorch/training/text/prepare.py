@@ -30,7 +30,7 @@ from ...data.formats.text_lines import Progress
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..errors import reason
-from .documents import data_files
+from .documents import choose_reading, data_files, is_plain_text
 from .encode import Texts, padding_token
 from .packed import Packed, packed_folders
 from .rows import ARRAYS, IGNORED, RowWriter, being_written, check_array
@@ -95,16 +95,14 @@ def prepare(
                 raise SettingError(f"{flag} is for text, and {folders[0]} is packed. Leave it out, or name the text.")
         source = Packed(folders, padding_token(tokenizer), sequence, vocabulary, completions_only)
     else:
-        source = Texts(
-            paths,
-            tokenizer,
-            cache,
-            packing=packing,
-            format=format,
-            completions_only=completions_only,
-            text_field=text_field,
-            vocabulary=vocabulary,
-        )
+        files = data_files(paths)
+        if not packing and any(map(is_plain_text, files)):
+            raise SettingError(
+                "--no-packing uses the first row of each document, and a text file is one document. Give JSON lines, "
+                "or leave --no-packing out."
+            )
+        reading = choose_reading(files, format, completions_only, text_field, tokenizer)
+        source = Texts(files, reading, tokenizer, vocabulary, cache)
     with storage_errors(f"write tokens to {cache}"):
         check_no_link(cache)
         cache.mkdir(parents=True, exist_ok=True)
