@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pack.add_argument("--prompt-field", help="key or column with the prompt before the text; adds a loss mask")
     pack.add_argument("--eos-id", help="number of the token after each document, or none (default: the tokenizer's)")
     pack.add_argument("--document-numbers", action="store_true", help="write the number of each token's document too")
-    pack.add_argument("--skip-bad-lines", action="store_true", help="count unreadable lines instead of stopping")
+    pack.add_argument("--skip-bad-lines", action="store_true", help="skip unreadable lines, and count them")
     pack.add_argument("--columns", nargs="+", help="fields of the arrays to pack (default: all)")
     pack.add_argument("--dtype", help="of the tokens (default: the smallest that fits them), or of the arrays' floats")
     pack.add_argument("--shard-size", default="512MiB", metavar="SIZE", help="limit of a shard (default: 512MiB)")

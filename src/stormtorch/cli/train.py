@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind: Kind = item.metadata["kind"]
             more: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
             if kind is not SWITCH:
-                choices = "{" + ",".join(kind.choices) + "}"
-                more = {"nargs": "+" if kind.many else None, "metavar": choices if kind.choices else kind.metavar}
+                more = {"nargs": "+" if kind.many else None, "metavar": kind.metavar}
             # Without a default, only flags that were given override a file.
             flag = f"--{item.name.replace('_', '-')}"
             group.add_argument(flag, default=argparse.SUPPRESS, help=_meaning(item), **more)

@@ -24,7 +24,6 @@ class Kind:
     accepted: str
     metavar: str | None = None
     many: bool = False
-    choices: tuple[str, ...] = ()
 
 
 def accept(name: str, kind: Kind, value: object) -> Any:
@@ -45,7 +44,7 @@ def accept(name: str, kind: Kind, value: object) -> Any:
 
 
 def one_of(*words: str) -> Kind:
-    return Kind(lambda value: words[words.index(value)], ", ".join(words), choices=words)
+    return Kind(lambda value: words[words.index(value)], ", ".join(words), metavar=f"{{{','.join(words)}}}")
 
 
 def count(least: int, most: int = (1 << 63) - 1) -> Kind:
