@@ -33,7 +33,12 @@ class RunFolder(Closing):
         self.tensorboard = path / "tensorboard"
         self.damaged = path / "damaged"
         with storage_errors(f"write to --output {path}"):
-            self._make()
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                check_no_link(self.checkpoints)
+                self.checkpoints.mkdir(exist_ok=True)
+            except FileNotFoundError as error:
+                raise not_created(path, error) from error
             self._lock = os.fdopen(open_to_write(path / _LOCK, append=True), "rb")
             try:
                 self._take()
@@ -55,14 +60,6 @@ class RunFolder(Closing):
     def prune(self, keep: int) -> None:
         """Remove all but the ``keep`` newest of the run's own checkpoints."""
         remove_all([path for path in all_complete(self.checkpoints) if self.is_own(path)][:-keep])
-
-    def _make(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            check_no_link(self.checkpoints)
-            self.checkpoints.mkdir(exist_ok=True)
-        except FileNotFoundError as error:
-            raise not_created(self.path, error) from error
 
     def _take(self) -> None:
         try:

@@ -68,10 +68,10 @@ class Stopping(Closing):
             self.save_asked = True
             self._tell("SIGUSR1: saving a checkpoint after the current step; training goes on.")
             return
-        again = number == signal.SIGINT and self._interrupted
-        self._interrupted |= number == signal.SIGINT
-        if again:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
         first = self.signal is None
         self.signal = self.signal or signal.Signals(number)
         if not self._stepping:
