@@ -56,7 +56,12 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     gpu = torch.cuda.is_available()
     device = limits.usable_device(("cuda" if gpu else "cpu") if options.device == "auto" else options.device)
     vram = None if options.vram == "auto" else parse_bytes(options.vram, setting="--vram")
-    model = _write_model(folder / "model", on_gpu=device.type == "cuda")
+    model = folder / "model"  # a directory of transformers without weights: they are random
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(_BUNDLED / name, model / name)
+    config = json.loads((_BUNDLED / "config.json").read_bytes()) | (_GPU_SHAPE if device.type == "cuda" else {})
+    (model / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         size = sum(parameter.nbytes for parameter in _new_model(model).parameters())
     vram = size // 2 // KiB * KiB if vram is None else vram
@@ -105,16 +110,6 @@ def compare(plain: Run, streamed: Run, vram_bytes: int) -> int:
     if not right:
         print("This is a defect: please report it.")
     return int(not right)
-
-
-def _write_model(folder: Path, *, on_gpu: bool) -> Path:
-    """Write a model directory in the form of transformers, without weights: they are random."""
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(_BUNDLED / name, folder / name)
-    config = json.loads((_BUNDLED / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(config | (_GPU_SHAPE if on_gpu else {})))
-    return folder
 
 
 def _settings(model: Path, folder: Path, device: torch.device, vram: str, steps: int) -> TrainSettings:

@@ -26,6 +26,8 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from ..memory.books import limits
+    from ..memory.books.ledger import Ledger
+    from ..memory.disk.scratch import create_scratch
     from ..native.library import describe
 
     disk = options.disk or Path(tempfile.gettempdir())
@@ -42,7 +44,10 @@ def run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("device: no CUDA device that torch can use; STORM runs on the CPU device")
     free_disk, kind = limits.disk_bytes(disk)[0], limits.filesystem_type(disk)
-    print(f"disk: {format_bytes(free_disk)} free in {disk} ({kind}); {_io_mode(disk)}")
+    ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 20, given="storm doctor"))
+    with create_scratch(disk, 1 << 16, ledger=ledger, tag=Tag.STAGING) as file:
+        io_mode = f"{file.mode} I/O ({file.mode_reason})"
+    print(f"disk: {format_bytes(free_disk)} free in {disk} ({kind}); {io_mode}")
     return 0
 
 
@@ -62,12 +67,3 @@ def _signals(device: torch.device) -> str:
     if pinned:
         return "the driver cannot wait for flags on a stream: the host waits, which is slower"
     return f"no page-lock: copies need the slower staged lanes; the limit is {limits.page_lock_limit()}"
-
-
-def _io_mode(directory: Path) -> str:
-    from ..memory.books.ledger import Ledger
-    from ..memory.disk.scratch import create_scratch
-
-    ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 20, given="storm doctor"))
-    with create_scratch(directory, 1 << 16, ledger=ledger, tag=Tag.STAGING) as file:
-        return f"{file.mode} I/O ({file.mode_reason})"

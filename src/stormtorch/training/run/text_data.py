@@ -56,7 +56,10 @@ def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextDat
             progress=watcher.reading(input_bytes(paths)),
         )
 
-    _check_prompts(settings, tokenizer, vocabulary)
+    for prompt in settings.sample_prompts or ():
+        largest = max(tokenizer.encode(prompt), default=0)
+        if vocabulary is not None and largest >= vocabulary:  # it would end the run at the first sample
+            raise beyond_vocabulary(f"--sample-prompts {prompt!r}", largest, vocabulary, tokenizer)
     rows = prepared(settings.data)
     watcher.say(f"data       {rows}")
     eval_rows = None
@@ -64,14 +67,6 @@ def read_text(settings: TrainSettings, cache: Path, watcher: Watcher) -> TextDat
         eval_rows = prepared(settings.eval_data)
         watcher.say(f"evaluation {eval_rows}")
     return TextData(tokenizer, rows, eval_rows, total_steps(settings, rows.rows))
-
-
-def _check_prompts(settings: TrainSettings, tokenizer: Any, vocabulary: int | None) -> None:
-    """Refuse prompts with tokens beyond the vocabulary, which would end the run at the first sample."""
-    for prompt in settings.sample_prompts or ():
-        largest = max(tokenizer.encode(prompt), default=0)
-        if vocabulary is not None and largest >= vocabulary:
-            raise beyond_vocabulary(f"--sample-prompts {prompt!r}", largest, vocabulary, tokenizer)
 
 
 def total_steps(settings: TrainSettings, rows: int) -> int:

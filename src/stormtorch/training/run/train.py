@@ -36,7 +36,10 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
     _refuse_ranks()
     with RunFolder(Path(settings.output)) as folder, ExitStack() as ends:
         found = candidates(folder, settings)
-        device = usable_device(_device(settings.device))
+        name = settings.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        device = usable_device(name)
         settings = _with_dtype(settings, device)
         if settings.tensorboard:  # refused here if it is not installed, before hours of loading
             require("torch.utils.tensorboard", extra="log", why="--tensorboard")
@@ -125,12 +128,6 @@ def _with_dtype(settings: TrainSettings, device: torch.device) -> TrainSettings:
     if settings.dtype != "auto" or is_callable_name(settings.model):
         return settings
     return dataclasses.replace(settings, dtype="fp32" if device.type == "cpu" else "bf16")
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
 
 
 def _ending(loop: Loop, saved: bool) -> int:
