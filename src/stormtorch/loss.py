@@ -4,15 +4,14 @@ The logits of 16384 tokens over a vocabulary of 128256 are 7.8 GiB in fp32, and 
 Here one *tile* of them exists at a time. Forward keeps only each row's *logsum*, the logarithm of the sum of its
 exponentials; backward computes each tile again, and takes both products with it.
 
-The road not taken: computing gradients in forward already, block of rows by block of rows, and only scaling them in
-backward. That saves one product of four. But a block must then be whole rows, which are long, and every block adds to
-all of the weight's gradient: an fp32 sum as large as the weight, which lives from forward to backward. With the logsum
-known, a tile may be cut both ways: the weight's gradient is finished slice by slice and rounded once, and only the
-gradient of ``hidden`` needs a sum beside it. Forward, backward and their peak on an H200, for those logits of a width
-of 4096, in bf16: plain 97 ms and 23.5 GiB, this 143 ms and 1.7 GiB, the other road 129 ms and 3.1 GiB (105 ms and 4.1
-GiB with chunks of 1 GiB). The head is a small part of a step, and memory is what a streamed model lacks. Further gains:
-the scale of the gradient is known before anything is rounded, so fp16 with a loss scale underflows no sooner than in
-plain PyTorch; a loss for each row needs no special case; a forward without a backward does no work for gradients.
+The road not taken: compute gradients in forward, some rows at a time, and only scale them in backward. That saves one
+product of four. But each group of rows adds to all of the weight's gradient: an fp32 sum as large as the weight, which
+lives from forward to backward. With the logsum known, a tile may be cut both ways: the weight's gradient is finished
+slice by slice and rounded once, and only the gradient of ``hidden`` needs a sum beside it. Forward, backward and their
+peak on an H200, for those logits of a width of 4096, in bf16: plain 97 ms and 23.5 GiB, this 143 ms and 1.7 GiB, the
+other road 129 ms and 3.1 GiB (105 ms and 4.1 GiB with chunks of 1 GiB). The head is a small part of a step, and memory
+is what a streamed model lacks. The scale of the gradient is known before anything is rounded, so fp16 with a loss scale
+underflows no sooner than in plain PyTorch.
 
 All sums are fp32 for bf16 and fp16 (fp64 for fp64): logits, logsums, gradients until they are complete."""
 
@@ -119,8 +118,7 @@ def _tiles(
 def _dtype(*tensors: torch.Tensor | None) -> torch.dtype:
     """The dtype in which a linear layer would compute here: the tensors' own, or autocast's."""
     present = [tensor for tensor in tensors if tensor is not None]
-    given = ", ".join(str(tensor.dtype) for tensor in present)
-    dtypes = {tensor.dtype for tensor in present}
+    given, dtypes = ", ".join(str(tensor.dtype) for tensor in present), {tensor.dtype for tensor in present}
     if not dtypes <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
         raise SettingError(f"Cannot compute a loss in {given}. Accepted: float16, bfloat16, float32 or float64.")
     kind = present[0].device.type
@@ -149,10 +147,10 @@ def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tens
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise SettingError(f"bias {tuple(bias.shape)} does not fit weight. Accepted: ({weight.shape[0]},).")
-    devices = [tensor.device for tensor in (hidden, weight, target, bias) if tensor is not None]
+    devices = [str(tensor.device) for tensor in (hidden, weight, target, bias) if tensor is not None]
     if len({*devices}) > 1:
-        names = ", ".join(str(device) for device in devices)
-        raise SettingError(f"hidden, weight, target and bias are on different devices ({names}). Move them to one.")
+        where = ", ".join(devices)
+        raise SettingError(f"hidden, weight, target and bias are on different devices ({where}). Move them to one.")
 
 
 def _check_range(target: torch.Tensor, ignored: torch.Tensor, classes: int, ignore_index: int) -> None:

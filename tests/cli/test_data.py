@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from stormtorch.cli.data import add_arguments
+from stormtorch.cli.live import Progress
 from stormtorch.cli.main import main
-from stormtorch.cli.progress import Progress
 from stormtorch.data import open_source, tokens
 from stormtorch.data.source import FileSource
 

@@ -20,7 +20,7 @@ import torch
 import stormtorch
 from stormtorch.cli.live import Live, status_line
 from stormtorch.cli.main import main
-from stormtorch.training.reporting.watcher import Status
+from stormtorch.training.reporting import Status
 from stormtorch.training.run import loop
 from stormtorch.training.settings.train_settings import TrainSettings
 

@@ -17,7 +17,7 @@ from stormtorch.data.packing.text_tokenizer import TextTokenizer
 from stormtorch.training.model import hf_model
 from stormtorch.training.model.build import build
 from stormtorch.training.model.model_folder import without_code
-from stormtorch.training.model.tokenizer import load_tokenizer
+from stormtorch.training.run.text_data import load_tokenizer
 from stormtorch.training.settings.train_settings import TrainSettings
 
 from ..training.tiny import (

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from stormtorch.training.model import own_model
-from stormtorch.training.run.finite import NotFinite
+from stormtorch.training.run.loop import NotFinite
 from stormtorch.training.settings.train_settings import TrainSettings
 
 from .tiny import OwnModel, Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved, write_model  # noqa: F401

@@ -19,7 +19,7 @@ from stormtorch.training.errors import require
 from stormtorch.training.model.optimizer import make_optimizer
 from stormtorch.training.model.untouched import untouched
 from stormtorch.training.output.metrics import Metrics, cut_back
-from stormtorch.training.reporting.pace import Pace
+from stormtorch.training.reporting import Pace
 from stormtorch.training.run import loop
 from stormtorch.training.run.losses import forward_backward
 from stormtorch.training.run.readings import Readings

@@ -9,8 +9,13 @@ import pytest
 from stormtorch.core.errors import SettingError
 from stormtorch.training.run.text_data import total_steps
 from stormtorch.training.settings import suggestions
-from stormtorch.training.settings.schedule import learning_rate, warmup_steps
-from stormtorch.training.settings.train_settings import TrainSettings, check_required, is_callable_name
+from stormtorch.training.settings.train_settings import (
+    TrainSettings,
+    check_required,
+    is_callable_name,
+    learning_rate,
+    warmup_steps,
+)
 from stormtorch.training.settings.yaml_file import read_yaml, to_yaml
 
 MANY: dict[str, Any] = {

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from stormtorch.core.errors import SettingError, StorageError
 from stormtorch.core.notices import forget_notices
 from stormtorch.session.api import Session
-from stormtorch.training.reporting.pace import Pace
+from stormtorch.training.reporting import Pace
 
 from .tiny import Quiet, checkpoint, losses, one_thread, records, run, settings, steps_saved  # noqa: F401
 

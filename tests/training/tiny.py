@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stormtorch
-from stormtorch.training.reporting.watcher import Status
+from stormtorch.training.reporting import Status
 from stormtorch.training.run.train import train
 from stormtorch.training.settings.train_settings import TrainSettings
 

@@ -56,7 +56,7 @@ def test_more_than_a_buffer(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.
 
 
 def test_a_text_file_is_one_document(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormtorch.training.text.records._PIECE_CHARACTERS", 8)
+    monkeypatch.setattr("stormtorch.training.text.documents._PIECE_CHARACTERS", 8)
     text = "one\ntwo\n\nthree and more\nfour"
     (tmp_path / "book.txt").write_text(text)
     made = prepare([tmp_path / "book.txt"], tokenizer, sequence=len(text) + 1, cache=tmp_path / "cache")
@@ -70,7 +70,7 @@ def test_a_text_file_is_one_document(tmp_path: Path, tokenizer: Any, monkeypatch
 def test_what_the_tokenizer_puts_around_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """A model that was made with a first token gets it in training too; only once in a text that came in pieces."""
     specials = [("<|im|>", 257), ("<|end|>", END)]
-    monkeypatch.setattr("stormtorch.training.text.records._PIECE_CHARACTERS", 3)
+    monkeypatch.setattr("stormtorch.training.text.documents._PIECE_CHARACTERS", 3)
     from tokenizers.processors import TemplateProcessing
 
     first = byte_tokenizer("{{ messages }}")  # a tokenizer of its own, with <|im|>
@@ -177,7 +177,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, tokenizer: Any) -> N
 def test_what_a_killed_process_leaves_is_removed(tmp_path: Path, tokenizer: Any) -> None:
     cache, path = tmp_path / "cache", json_lines(tmp_path / "a.jsonl", {"text": "abcdef"})
     script = (
-        "import sys, time; from pathlib import Path; from stormtorch.training.text.cache import being_written\n"
+        "import sys, time; from pathlib import Path; from stormtorch.training.text.rows import being_written\n"
         "with being_written(Path(sys.argv[1]), 'x') as d:\n"
         "    (d / 'input_ids.npy').write_bytes(bytes(1000)); print('there', flush=True); time.sleep(60)\n"
     )

@@ -6,6 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..core.errors import SettingError
+from ..core.sizes import format_bytes, parse_bytes
+from .live import Progress
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,17 +22,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pack = actions.add_parser("pack", help="pack text or arrays into a new directory", description=text)
     pack.add_argument("input", nargs="+", type=Path, help="files, or directories of files")
     pack.add_argument("--out", type=Path, required=True, help="the directory to make; it must not exist")
-    pack.add_argument("--tokenizer", type=Path, help="a tokenizer.json, or a tokenizer's directory; for documents")
-    pack.add_argument("--text-field", help="key or column with the text, or its tokens (default with text: text)")
+    pack.add_argument("--tokenizer", type=Path, help="for documents: a tokenizer.json, or a tokenizer's directory")
+    pack.add_argument("--text-field", help="key or column with the text or its tokens (default: text)")
     pack.add_argument("--prompt-field", help="key or column with the prompt before the text; adds a loss mask")
-    pack.add_argument("--eos-id", help="token after each document, or none (default: the tokenizer's)")
+    pack.add_argument("--eos-id", help="number of the token after each document, or none (default: the tokenizer's)")
     pack.add_argument("--document-numbers", action="store_true", help="write the number of each token's document too")
-    pack.add_argument("--skip-bad-lines", action="store_true", help="count unreadable lines instead of stopping")
+    pack.add_argument("--skip-bad-lines", action="store_true", help="skip unreadable lines, and count them")
     pack.add_argument("--columns", nargs="+", help="fields of the arrays to pack (default: all)")
-    pack.add_argument("--dtype", help="of the tokens (default: the smallest that fits), or of the arrays' floats")
-    pack.add_argument("--shard-size", default="512MiB", help="most bytes of a shard (default: 512MiB)")
+    pack.add_argument("--dtype", help="of the tokens (default: the smallest that fits them), or of the arrays' floats")
+    pack.add_argument("--shard-size", default="512MiB", metavar="SIZE", help="limit of a shard (default: 512MiB)")
     verify = actions.add_parser("verify", help="compare packed shards with their checksums")
     verify.add_argument("directory", type=Path, help="a directory that storm data pack made")
+    for action in (pack, verify):
+        action.set_defaults(parser=action)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,9 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verify(directory: Path) -> int:
-    from ..core.sizes import format_bytes
     from ..data.formats.plain.packed import read_index, verify
-    from .progress import Progress
 
     index = read_index(directory)
     total = sum(file.bytes for shard in index.shards for file in shard.files)
@@ -50,25 +54,22 @@ def _verify(directory: Path) -> int:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    from ..core.errors import SettingError
-    from ..core.sizes import parse_bytes
     from ..data.formats.dtypes import parse_dtype
 
     shard_bytes = parse_bytes(options.shard_size, setting="--shard-size")
     if shard_bytes == 0:
         raise SettingError("--shard-size 0 holds no row. Accepted: a byte size of at least 1, such as 512MiB.")
     dtype = None if options.dtype is None else parse_dtype(options.dtype, setting="--dtype")
-    if options.tokenizer is not None or options.text_field is not None:
-        return _pack_documents(options, shard_bytes, dtype)
-    return _pack_rows(options, shard_bytes, dtype)
+    of_documents = options.tokenizer is not None or options.text_field is not None
+    (_pack_documents if of_documents else _pack_rows)(options, shard_bytes, dtype)
+    return 0
 
 
-def _pack_documents(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype | None) -> int:
+def _pack_documents(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype | None) -> None:
     from ..data.formats.paths import file_size
     from ..data.packing.documents import DocumentReader, document_files
     from ..data.packing.pack_documents import TokenOptions, pack_documents
     from ..data.packing.text_tokenizer import TextTokenizer
-    from .progress import Progress
 
     _refuse(options, "documents", "columns")
     tokenizer = None if options.tokenizer is None else TextTokenizer(options.tokenizer)
@@ -93,14 +94,11 @@ def _pack_documents(options: argparse.Namespace, shard_bytes: int, dtype: torch.
     print(f"{options.out}: {documents} documents, {count} tokens{skipped}.")
     print(f"Train on it: storm train --model MODEL --data {options.out}")
     print(f"Read it with storm.DataLoader(storm.data.tokens({str(options.out)!r}, sequence=2048), ...).")
-    return 0
 
 
-def _pack_rows(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype | None) -> int:
-    from ..core.errors import SettingError
+def _pack_rows(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype | None) -> None:
     from ..data.packing.documents import TEXTS
     from ..data.packing.pack_rows import pack_rows, rows_to_pack
-    from .progress import Progress
 
     _refuse(options, "arrays", "prompt_field", "eos_id", "document_numbers", "skip_bad_lines")
     for path in options.input:
@@ -112,22 +110,18 @@ def _pack_rows(options: argparse.Namespace, shard_bytes: int, dtype: torch.dtype
     progress.close()
     print(f"{options.out}: {rows} rows.")
     print(f"Read it with storm.DataLoader({str(options.out)!r}, ...).")
-    return 0
 
 
 def _end_token(given: str | None, tokenizer: TextTokenizer | None) -> int | None:
-    from ..core.errors import SettingError
-
+    if given == "none" or (given is None and tokenizer is None):
+        return None  # without a tokenizer: the tool that tokenised the documents has added separators
     if given is None:
-        if tokenizer is None:
-            return None  # the tool that tokenised the documents has added separators
+        assert tokenizer is not None
         if tokenizer.end is None:
             raise SettingError(
                 f"--tokenizer {tokenizer.path} does not say which token ends a document. Give it: --eos-id N, or none."
             )
         return tokenizer.end
-    if given == "none":
-        return None
     if not given.isascii() or not given.isdecimal():
         raise SettingError(f"--eos-id {given} is not valid. Accepted: a number of at least 0, or none.")
     return int(given)
@@ -135,8 +129,6 @@ def _end_token(given: str | None, tokenizer: TextTokenizer | None) -> int | None
 
 def _refuse(options: argparse.Namespace, kind: str, *names: str) -> None:
     """Refuse flags that have no effect for this kind of input."""
-    from ..core.errors import SettingError
-
     for name in names:
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"

@@ -12,25 +12,24 @@ import json
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..core.errors import SettingError
+from ..core.sizes import KiB, format_bytes, parse_bytes
+from ..training.errors import require
+from ..training.settings.train_settings import TrainSettings
+from .live import Live
 
 if TYPE_CHECKING:
     import torch
 
-    from ..training.settings.train_settings import TrainSettings
+    from ..training.reporting import Status
 
 _BUNDLED = Path(__file__).parent.parent / "demo_data"
 # The bundled shape is too small for a GPU: its libraries alone take more than such a budget.
-_GPU_SHAPE: dict[str, float] = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "initializer_range": 0.02,
-}
+_GPU_SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "initializer_range": 0.02}
+_GPU_SHAPE |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 16)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..core.errors import SettingError
-    from ..training.errors import require
-
     if options.steps < 2:
         raise SettingError(f"--steps {options.steps} is not valid. Accepted: 2 or more.")
     for package in ("transformers", "tokenizers"):
@@ -54,52 +50,58 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, folder: Path) -> int:
     import torch
 
-    from ..core.sizes import KiB, format_bytes, parse_bytes
     from ..memory.books import limits
     from ..native.library import describe
 
     gpu = torch.cuda.is_available()
     device = limits.usable_device(("cuda" if gpu else "cpu") if options.device == "auto" else options.device)
     vram = None if options.vram == "auto" else parse_bytes(options.vram, setting="--vram")
-    model = _write_model(folder / "model", on_gpu=device.type == "cuda")
-    size = _weight_bytes(model)
+    model = folder / "model"  # a directory of transformers without weights: they are random
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(_BUNDLED / name, model / name)
+    config = json.loads((_BUNDLED / "config.json").read_bytes()) | (_GPU_SHAPE if device.type == "cuda" else {})
+    (model / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        size = sum(parameter.nbytes for parameter in _new_model(model).parameters())
     vram = size // 2 // KiB * KiB if vram is None else vram
     settings = _settings(model, folder, device, f"{vram // KiB}KiB" if vram % KiB == 0 else str(vram), options.steps)
     print(f"{device}: {describe()}")
     print(f"model    {format_bytes(size)} of weights, device budget {format_bytes(vram)}, {options.steps} steps")
     print(f"streamed storm train ... --vram {settings.vram}")
     print(flush=True)
-    streamed, peak = _train_streamed(settings)
+    streamed = _train_streamed(settings)
     if streamed is None:
         return 1
     print("plain    torch, transformers and a loop ...", flush=True)
-    plain = _train_plain(settings, device)
-    status = compare(plain, streamed, peak, vram)
-    print(f"The demo's files are removed. To train such a model and keep it: {_command(settings)}")
+    status = compare(_train_plain(settings, device), streamed, vram)
+    flags = {"model": _BUNDLED, "data": _BUNDLED / "corpus.jsonl", "output": "my-run"}
+    flags |= {name: getattr(settings, name) for name in ("vram", "device", "dtype", "sequence", "batch", "lr")}
+    command = " ".join(f"--{name} {value}" for name, value in flags.items())
+    print(f"The demo's files are removed. To train such a model and keep it: storm train {command}")
     return status
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     losses: list[float]
     weights: list[torch.Tensor]
     seconds: float
+    peak_bytes: int  # of device memory
 
 
-def compare(plain: Run, streamed: Run, peak_bytes: int, vram_bytes: int) -> int:
+def compare(plain: Run, streamed: Run, vram_bytes: int) -> int:
     """Print the comparison; returns the exit status."""
     import torch
 
-    from ..core.sizes import format_bytes
-
-    falls, held = streamed.losses[-1] < streamed.losses[0], peak_bytes <= vram_bytes
+    falls, held = streamed.losses[-1] < streamed.losses[0], streamed.peak_bytes <= vram_bytes
+    memory = f"{format_bytes(streamed.peak_bytes)} of {format_bytes(vram_bytes)}"
     apart = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, streamed.losses, strict=True))
     same = all(torch.equal(a, b) for a, b in zip(plain.weights, streamed.weights, strict=True))
     print(f"plain    loss {plain.losses[0]:.3f} -> {plain.losses[-1]:.3f} in {plain.seconds:.1f} s")
     print(f"streamed loss {streamed.losses[0]:.3f} -> {streamed.losses[-1]:.3f} in {streamed.seconds:.1f} s in total")
     print("         (one run of each on a machine that may be busy: not a comparison of speed)")
     print(f"The loss {'falls' if falls else 'does not fall'}.")
-    print(f"The budget {'held' if held else 'was broken'}: {format_bytes(peak_bytes)} of {format_bytes(vram_bytes)}.")
+    print(f"The budget {'held' if held else 'was broken'}: {memory}.")
     if plain.losses == streamed.losses and same:
         print("Every loss and every weight equals plain PyTorch's, bit for bit.")
     else:
@@ -110,19 +112,7 @@ def compare(plain: Run, streamed: Run, peak_bytes: int, vram_bytes: int) -> int:
     return int(not right)
 
 
-def _write_model(folder: Path, *, on_gpu: bool) -> Path:
-    """Write a model directory in the form of transformers, without weights: they are random."""
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(_BUNDLED / name, folder / name)
-    config = json.loads((_BUNDLED / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(config | (_GPU_SHAPE if on_gpu else {})))
-    return folder
-
-
 def _settings(model: Path, folder: Path, device: torch.device, vram: str, steps: int) -> TrainSettings:
-    from ..training.settings.train_settings import TrainSettings
-
     return TrainSettings(
         model=str(model),
         data=(str(_BUNDLED / "corpus.jsonl"),),
@@ -141,13 +131,6 @@ def _settings(model: Path, folder: Path, device: torch.device, vram: str, steps:
     )
 
 
-def _command(settings: TrainSettings) -> str:
-    """The command line for the same training of the bundled model."""
-    flags = {"model": _BUNDLED, "data": _BUNDLED / "corpus.jsonl", "output": "my-run"}
-    flags |= {name: getattr(settings, name) for name in ("vram", "device", "dtype", "sequence", "batch", "lr")}
-    return f"storm train {' '.join(f'--{name} {value}' for name, value in flags.items())}"
-
-
 def _new_model(directory: Path, *, seed: int = 0) -> Any:
     import torch
 
@@ -155,13 +138,6 @@ def _new_model(directory: Path, *, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(str(directory))
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def _weight_bytes(directory: Path) -> int:
-    import torch
-
-    with torch.device("meta"):
-        return sum(parameter.nbytes for parameter in _new_model(directory).parameters())
 
 
 def _train_plain(settings: TrainSettings, device: torch.device) -> Run:
@@ -190,47 +166,37 @@ def _train_plain(settings: TrainSettings, device: torch.device) -> Run:
             losses.append(loss.detach())
     numbers = [float(loss) for loss in losses]
     seconds = time.perf_counter() - start_s
-    return Run(numbers, [parameter.detach().cpu() for parameter in model.parameters()], seconds)
+    return Run(numbers, [parameter.detach().cpu() for parameter in model.parameters()], seconds, 0)
 
 
-def _train_streamed(settings: TrainSettings) -> tuple[Run | None, int]:
-    """Run ``storm train`` and observe it: losses from its metrics, weights from its checkpoint, peak device memory."""
+def _train_streamed(settings: TrainSettings) -> Run | None:
+    """Run ``storm train``; losses and the peak from its metrics, weights from its checkpoint. None: it was stopped."""
     import torch
 
-    from ..training.reporting.watcher import Status
     from ..training.run.train import train
-    from .live import Live
 
     class Watching(Live):
-        peak_bytes = 0
-
         def say(self, line: str) -> None:
             if settings.output not in line:  # the trained model is removed with the demo's other files
                 super().say(line)
-
-        def show(self, status: Status) -> None:
-            self.peak_bytes = max(self.peak_bytes, status.vram_bytes - before)
-            super().show(status)
 
         def log(self, status: Status) -> None:
             if status.step % 5 == 0 or status.step == 1:
                 super().log(status)
 
     transformers: Any = importlib.import_module("transformers")
-    on_gpu = settings.device.startswith("cuda")
-    before = torch.cuda.memory_allocated(settings.device) if on_gpu else 0
+    before = torch.cuda.memory_allocated(settings.device) if settings.device.startswith("cuda") else 0
     live, start_s = Watching(), time.perf_counter()
     try:
         if train(settings, live):
-            return None, live.peak_bytes
+            return None
     finally:
         live.close()
     seconds = time.perf_counter() - start_s
-    if on_gpu:  # includes activations; on the CPU device, whose memory is RAM, torch's cannot be told apart
-        live.peak_bytes = max(live.peak_bytes, torch.cuda.max_memory_allocated(settings.device) - before)
-    lines = (Path(settings.output) / "metrics.jsonl").read_text().splitlines()
-    losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "step"]
+    *records, end = map(json.loads, (Path(settings.output) / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if record["kind"] == "step"]
     [checkpoint] = (Path(settings.output) / "checkpoints").glob("step-*")
     transformers.utils.logging.disable_progress_bar()
     trained = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32)
-    return Run(losses, [parameter.detach() for parameter in trained.parameters()], seconds), live.peak_bytes
+    weights = [parameter.detach() for parameter in trained.parameters()]
+    return Run(losses, weights, seconds, end["peak_vram_bytes"] - before)

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import __version__
+from ..core.budget import Budget
+from ..core.errors import SettingError
+from ..core.sizes import format_bytes
+from ..core.tags import Tag, Tier
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,14 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    import platform
-
     import torch
 
-    from .. import __version__
-    from ..core.errors import SettingError
-    from ..core.sizes import format_bytes
     from ..memory.books import limits
+    from ..memory.books.ledger import Ledger
+    from ..memory.disk.scratch import create_scratch
     from ..native.library import describe
 
     disk = options.disk or Path(tempfile.gettempdir())
@@ -30,29 +38,26 @@ def run(options: argparse.Namespace) -> int:
     free, total = format_bytes(limits.host_available_bytes()), format_bytes(limits.host_total_bytes())
     print(f"host: {free} RAM free of {total}{' (the cgroup limit)' if limits.cgroup_limit_bytes() is not None else ''}")
     for index in range(torch.cuda.device_count()):
-        device_free, device_total = limits.device_memory_bytes(torch.device("cuda", index))
-        name = torch.cuda.get_device_name(index)
-        memory = f"{format_bytes(device_free)} free of {format_bytes(device_total)}"
-        print(f"device cuda:{index}: {name}, {memory}; {_signals(index)}")
+        device = torch.device("cuda", index)
+        memory = "{} free of {}".format(*map(format_bytes, limits.device_memory_bytes(device)))
+        print(f"device {device}: {torch.cuda.get_device_name(index)}, {memory}; {_signals(device)}")
     if not torch.cuda.is_available():
         print("device: no CUDA device that torch can use; STORM runs on the CPU device")
     free_disk, kind = limits.disk_bytes(disk)[0], limits.filesystem_type(disk)
-    print(f"disk: {format_bytes(free_disk)} free in {disk} ({kind}); {_io_mode(disk)}")
+    ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 20, given="storm doctor"))
+    with create_scratch(disk, 1 << 16, ledger=ledger, tag=Tag.STAGING) as file:
+        io_mode = f"{file.mode} I/O ({file.mode_reason})"
+    print(f"disk: {format_bytes(free_disk)} free in {disk} ({kind}); {io_mode}")
     return 0
 
 
-def _signals(index: int) -> str:
+def _signals(device: torch.device) -> str:
     """Test page-locking and stream flags; returns the result as one phrase, with the remedy."""
-    import torch
-
-    from ..core.budget import Budget
-    from ..core.tags import Tier
     from ..memory.books import limits
     from ..memory.books.ledger import Ledger
     from ..memory.host.pinning import page_lock_for
     from ..memory.lanes.flags import Flags
 
-    device = torch.device("cuda", index)
     ledger = Ledger(Budget(tier=Tier.HOST, limit_bytes=1 << 20, given="storm doctor"))
     flags = Flags(1, ledger=ledger, device=device, page_lock=page_lock_for(device))
     on_stream, pinned = flags.on_stream, ledger.pinned_bytes > 0
@@ -62,14 +67,3 @@ def _signals(index: int) -> str:
     if pinned:
         return "the driver cannot wait for flags on a stream: the host waits, which is slower"
     return f"no page-lock: copies need the slower staged lanes; the limit is {limits.page_lock_limit()}"
-
-
-def _io_mode(directory: Path) -> str:
-    from ..core.budget import Budget
-    from ..core.tags import Tag, Tier
-    from ..memory.books.ledger import Ledger
-    from ..memory.disk.scratch import create_scratch
-
-    ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 20, given="storm doctor"))
-    with create_scratch(directory, 1 << 16, ledger=ledger, tag=Tag.STAGING) as file:
-        return f"{file.mode} I/O ({file.mode_reason})"

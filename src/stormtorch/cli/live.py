@@ -1,4 +1,4 @@
-"""Shows a run on the screen: a line that redraws itself on a terminal, an occasional line anywhere else."""
+"""Shows a command on the screen: a line that redraws itself on a terminal, an occasional line anywhere else."""
 
 from __future__ import annotations
 
@@ -12,26 +12,60 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from ..core.sizes import format_bytes
-from .progress import Progress, clock_text
 
 if TYPE_CHECKING:
-    from ..training.reporting.watcher import Status
+    from ..training.reporting import Status
 
-_REDRAW_S = 0.2
+_REDRAW_S, _LINE_S = 0.2, 10.0
+_WIDTH = 24
+
+
+class Progress:
+    """Call it with the bytes of each piece; ``close`` ends the line. Writes to stderr by default."""
+
+    def __init__(
+        self, total_bytes: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.total_bytes, self.done_bytes = max(total_bytes, 1), 0
+        self._stream = sys.stderr if stream is None else stream
+        self._bar = self._stream.isatty()
+        self._clock, self._start = clock, clock()
+        self._shown = self._start
+
+    def __call__(self, count: int) -> None:
+        self.done_bytes += count
+        now = self._clock()
+        if now - self._shown >= (_REDRAW_S if self._bar else _LINE_S):
+            self._shown = now
+            self._show("" if self._bar else "\n")
+
+    def close(self) -> None:
+        """Show the final state, on a line of its own."""
+        self._show("\n")
+
+    def text(self) -> str:
+        """Share, bytes, rate, and the time left at that rate."""
+        share = min(self.done_bytes / self.total_bytes, 1.0)
+        rate = self.done_bytes / max(self._clock() - self._start, 1e-9)
+        left = (self.total_bytes - self.done_bytes) / rate if rate else 0.0
+        filled = int(share * _WIDTH)
+        bar = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] " if self._bar else ""
+        amount = f"{format_bytes(min(self.done_bytes, self.total_bytes))} of {format_bytes(self.total_bytes)}"
+        return f"{bar}{share:4.0%}  {amount}  {format_bytes(int(rate))}/s  ETA {clock_text(left)}"
+
+    def _show(self, after: str) -> None:
+        text = f"\r{self.text()}\x1b[K" if self._bar else self.text()  # clears the end of a longer text before
+        print(text, end=after, file=self._stream, flush=True)
 
 
 class Live:
     """Prints messages, warnings and progress; messages appear above the line that is redrawn."""
 
     def __init__(
-        self,
-        *,
-        out: TextIO | None = None,
-        errors: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, out: TextIO | None = None, errors: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._out = _stream(out, sys.stdout)
-        self._errors = _stream(errors, sys.stderr)
+        self._out = out or sys.stdout or io.StringIO()  # a process that was started without streams loses its messages
+        self._errors = errors or sys.stderr or io.StringIO()
         self._dumb = os.environ.get("TERM") == "dumb"
         self._terminal = self._out.isatty() and not self._dumb
         self._clock, self._drawn_s = clock, float("-inf")
@@ -74,10 +108,8 @@ class Live:
 
     def close(self) -> None:
         """Keep the last state of the line, and start a new line."""
-        self._end_progress()
-        if self._drawn:
-            self._print("")
-            self._drawn = False
+        self._final = True
+        self._clear()
 
     def _print(self, text: str, *, end: str = "\n") -> None:
         """Print, unless the reader has closed the stream, which does not end a run of many hours."""
@@ -104,11 +136,6 @@ class Live:
             self._print("" if self._final else "\r\x1b[K", end="\n" if self._final else "")
 
 
-def _stream(given: TextIO | None, usual: TextIO | None) -> TextIO:
-    """The stream to use. A process that was started without one loses its messages."""
-    return given or usual or io.StringIO()
-
-
 def status_line(status: Status, width: int | None = None) -> str:
     """Progress, time left, loss, speed, and memory with its budgets: as many as fit in ``width``."""
     loss = f"{status.loss:.4f}" if status.loss is not None else "-"
@@ -133,3 +160,9 @@ def _share(used: int, limit: int) -> str:
     text = format_bytes(limit)
     scaled = used / limit * float(text.split()[0]) if limit else 0.0
     return f"{scaled:.1f}/{text}" if scaled >= 0.1 else f"{format_bytes(used)}/{text}"
+
+
+def clock_text(seconds: float) -> str:
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -20,7 +20,7 @@ COMMANDS = {
     "data": "pack text or arrays into shards that load fast, and verify such shards",
     "demo": "train a model larger than its device budget, and compare it with plain PyTorch",
     "doctor": "report what this machine offers STORM and what is missing",
-    "train": "fine-tune a language model that does not fit in VRAM, with checkpoints that survive anything",
+    "train": "fine-tune a language model that does not fit in VRAM; after a stop or crash the same command resumes",
 }
 
 
@@ -30,32 +30,23 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        command.set_defaults(parser=command)
         importlib.import_module(f".{name}", __package__).add_arguments(command)
     return root
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse; unknown flags are refused by their own command, with a suggestion."""
-    root = parser()
-    options, unknown = root.parse_known_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
     if unknown:
-        command, names = _command(root, options)
+        command: argparse.ArgumentParser = options.parser
         flag = next((word for word in unknown if word.startswith("-")), None)
         if flag is None:
             command.error(f"unrecognized arguments: {' '.join(unknown)}")
         flag = flag.partition("=")[0]
+        names = [action.dest for action in command._actions if action.option_strings]
         command.error(f"there is no {flag}. {suggestion(flag, names, flags=True) or 'See --help.'}")
     return options
-
-
-def _command(root: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[argparse.ArgumentParser, list[str]]:
-    """The chosen command, or its action, and the names of its flags."""
-    found = root
-    for name in (options.command, getattr(options, "action", None)):
-        choices = [action.choices for action in found._actions if isinstance(action, argparse._SubParsersAction)]
-        if choices and name is not None:
-            found = choices[0][name]
-    return found, [action.dest for action in found._actions if action.option_strings]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,14 +1,11 @@
-"""``storm train``: fine-tunes a model that does not fit in VRAM, with crash-safe checkpoints.
-
-Its flags are the fields of `TrainSettings`. Exit status: 0 trained, 1 an error, 2 flags that argparse refuses (unknown
-ones, or without a value), 3 a loss that is not finite, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM, with a
-checkpoint.
-"""
+"""``storm train``: fine-tunes a model that does not fit in VRAM. Its flags are the fields of `TrainSettings`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import logging
 import os
 import sys
@@ -21,37 +18,34 @@ from typing import Any
 from ..core.errors import StormError
 from ..training.run.stopping import Stopped, Stopping
 from ..training.settings.train_settings import TrainSettings, check_required
-from ..training.settings.values import Kind
+from ..training.settings.values import SWITCH, Kind
 from .live import Live
 
 _EPILOG = """\
-exit status: 0 trained; 1 an error, in one line; 2 a flag that does not exist or lacks its value; 3 a loss that is not
-finite; 129, 130, 143 stopped by a closed terminal, Ctrl-C or SIGTERM, with a checkpoint. The same command resumes from
-the last checkpoint. SIGUSR1 saves a checkpoint, and training goes on.
+exit status: 0 trained; 1 an error, in one line; 2 a flag that does not exist or lacks its value; 3 a loss, a gradient
+or a weight is not finite; 129, 130, 143 stopped by a closed terminal, Ctrl-C or SIGTERM, with a checkpoint. The same
+command resumes from the last checkpoint. SIGUSR1 saves a checkpoint, and training goes on.
 """
 _ERROR_FILE = "error.txt"
-
-
-class _Wide(argparse.HelpFormatter):
-    """Help with a column that most flags fit in, and lines of 100 columns if the terminal has them."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "storm train --model MODEL --data PATH [PATH ...] [flags]\n       storm train --config FILE [flags]"
     parser.allow_abbrev = False  # --step is not --steps
-    parser.formatter_class = _Wide
+    parser.formatter_class = functools.partial(argparse.HelpFormatter, max_help_position=30)  # most flags fit in 30
     parser.epilog = _EPILOG
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings; flags override it")
     parser.add_argument("--print-config", action="store_true", help="print the settings as YAML, and exit")
-    groups: dict[str, Any] = {}
-    for item in dataclasses.fields(TrainSettings):
-        title = item.metadata["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        _add_flag(groups[title], item.name, item.metadata["kind"], _meaning(item))
+    for title, items in itertools.groupby(dataclasses.fields(TrainSettings), lambda item: item.metadata["group"]):
+        group = parser.add_argument_group(title)
+        for item in items:
+            kind: Kind = item.metadata["kind"]
+            more: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+            if kind is not SWITCH:
+                more = {"nargs": "+" if kind.many else None, "metavar": kind.metavar}
+            # Without a default, only flags that were given override a file.
+            flag = f"--{item.name.replace('_', '-')}"
+            group.add_argument(flag, default=argparse.SUPPRESS, help=_meaning(item), **more)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,7 +81,7 @@ def _train(settings: TrainSettings) -> int:
 def _run(settings: TrainSettings, live: Live, stopping: Stopping) -> int:
     import torch
 
-    from ..training.run.finite import NotFinite
+    from ..training.run.loop import NotFinite
     from ..training.run.train import train
 
     notices = _Notices(live.warn)
@@ -149,26 +143,9 @@ def _unexpected(error: Exception, output: Path) -> str:
     return f"{reason_and_place(error)}. {rest}"
 
 
-def _add_flag(group: Any, name: str, kind: Kind, meaning: str) -> None:
-    """Add a flag without a default, so that only flags that were given override a file."""
-    flag = f"--{name.replace('_', '-')}"
-    if kind.switch:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=meaning)
-        return
-    group.add_argument(
-        flag,
-        default=argparse.SUPPRESS,
-        nargs="+" if kind.many else None,
-        metavar="{" + ",".join(kind.choices) + "}" if kind.choices else kind.metavar,
-        help=meaning,
-    )
-
-
 def _meaning(item: dataclasses.Field[Any]) -> str:
     text = str(item.metadata["help"]).replace("%", "%%")
-    shown = item.default is not None and item.default != () and "default" not in text
-    return f"{text} (default: {_shown(item.default)})" if shown else text
-
-
-def _shown(default: object) -> object:
-    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
+    if item.default is None or item.default == () or "default" in text:
+        return text
+    default = ("no", "yes")[item.default] if isinstance(item.default, bool) else item.default
+    return f"{text} (default: {default})"

@@ -25,15 +25,11 @@ def reason_and_place(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_OURS) and not _is_installed(frame.filename)]
+    own = [frame for frame in frames if not any(part in frame.filename for part in (_OURS, *_INSTALLED))]
     text = f"{type(error).__name__}: {reason(error)}"
     for frame in (own or frames)[-1:]:
         text += f" ({frame.filename}, line {frame.lineno})"
     return text
-
-
-def _is_installed(file: str) -> bool:
-    return any(part in file for part in _INSTALLED)
 
 
 def require(module: str, *, extra: str, why: str) -> Any:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...core.errors import CheckpointError
 from ...core.notices import say_once
 from ...streams.home.parameter import HomeView
+from ...training.errors import reason
 
 
 def newest_complete(directory: str | Path) -> Path | None:
@@ -64,7 +65,6 @@ def _load(file: Path, *, mmap: bool) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # from pickle or torch: it is damaged, or holds code
-        reason = (str(error).splitlines() or [""])[0][:200]
         raise CheckpointError(
-            f"{file} cannot be read ({type(error).__name__}: {reason}). Name another checkpoint."
+            f"{file} cannot be read ({type(error).__name__}: {reason(error)[:200]}). Name another checkpoint."
         ) from error

@@ -31,30 +31,25 @@ class Built:
 
     model: nn.Module
     loss: Loss
-    weights: Path | None
-    read_bytes: int  # of the files that its values come from; 0: none
-    by_tokens: bool  # whether the loss is a mean over trained tokens
     origin: str  # of its values, for the user
-    copy_files: Callable[[Path], None]  # copies the model's files that training does not change into a checkpoint
-    opening: Callable[[str], str]  # one line that tells how to open a checkpoint
+    opening: str  # how to open a checkpoint: an expression with {path}
+    weights: Path | None = None
+    read_bytes: int = 0  # of the files that its values come from
+    by_tokens: bool = False  # whether the loss is a mean over trained tokens
+    copy_files: Callable[[Path], None] = lambda _: None  # copies files that training does not change to a checkpoint
 
 
 def build(settings: TrainSettings, *, values: bool) -> Built:
     """Build the model. Without ``values`` a checkpoint brings them, so none are made if that saves time."""
     assert settings.model is not None
-    if is_callable_name(settings.model):
-        model = make_model(settings.model, DTYPES.get(settings.dtype))
-        return Built(
-            model=model,
-            loss=own_loss(settings.loss),
-            weights=None,
-            read_bytes=0,
-            by_tokens=False,
-            origin=f"as {settings.model} made it",
-            copy_files=lambda _: None,
-            opening=lambda path: f"Open it: stormtorch.checkpoint.load_weights(model, {path!r})",
-        )
-    return _build_hf(Path(settings.model), settings, values=values or settings.lora_rank > 0)
+    if not is_callable_name(settings.model):
+        return _build_hf(Path(settings.model), settings, values=values or settings.lora_rank > 0)
+    return Built(
+        model=make_model(settings.model, DTYPES.get(settings.dtype)),
+        loss=own_loss(settings.loss),
+        origin=f"as {settings.model} made it",
+        opening="stormtorch.checkpoint.load_weights(model, {path!r})",
+    )
 
 
 def build_outline(settings: TrainSettings) -> nn.Module | None:
@@ -96,31 +91,24 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
             _check_room(model, path)
             model = hf_model.build_in_ram(path, config, dtype)
             origin = f"loaded by transformers, then moved to home memory: {reason}"
-    base = model
+    base: Any = model
     hf_model.take_generation_config(base, path)
-    opener = "peft.AutoPeftModelForCausalLM" if settings.lora_rank else "transformers.AutoModelForCausalLM"
+    opener = "transformers.AutoModelForCausalLM"
     if settings.lora_rank:
-        _name_base(base, path)
-        model = add_adapters(model, settings)
+        # Adapters name their base: by its name on the Hub if it is in the Hub's cache, else as the user did. A relative
+        # path remains relative: peft resolves it in the current directory.
+        base.name_or_path = base.config.name_or_path = (hf_model.hub_name(path) or (str(path),))[0]
+        model, opener = add_adapters(model, settings), "peft.AutoPeftModelForCausalLM"
     return Built(
         model=model,
         loss=ChunkedLoss(base) if settings.chunked_loss else hf_model.hf_loss,
+        origin=origin,
+        opening=f"{opener}.from_pretrained({{path!r}})",
         weights=weights,
         read_bytes=sum(file.stat().st_size for file in files if file.is_file()),
         by_tokens=True,
-        origin=origin,
         copy_files=lambda folder: hf_model.copy_generation_config(path, folder),
-        opening=lambda path: f"Open it: {opener}.from_pretrained({path!r})",
     )
-
-
-def _name_base(model: nn.Module, path: Path) -> None:
-    """Set the base model's name in the adapters' config: the Hub's name for a model in its cache, else the user's path.
-
-    A relative path remains relative: peft resolves it in the current directory."""
-    found = hf_model.hub_name(path)
-    anything: Any = model
-    anything.name_or_path = anything.config.name_or_path = str(path) if found is None else found[0]
 
 
 def _check_room(model: nn.Module, path: Path) -> None:

@@ -34,10 +34,10 @@ class ChunkedLoss:
             what = "has adapters" if hasattr(head, "base_layer") else f"is a {type(head).__name__}"
             raise SettingError(f"chunked_loss needs a plain linear head; this one {what}. Leave it out.")
         self._head: Any = head
-        self._plain = self._head.forward
+        self._plain = head.forward
         self._labels: torch.Tensor | None = None
         self._inside = self._checked = False
-        setattr(self._head, "forward", self._forward)  # noqa: B010  # of this instance alone
+        setattr(head, "forward", self._forward)  # noqa: B010  # of this instance alone
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if not self._checked:

@@ -8,12 +8,9 @@ run says so.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +87,18 @@ def _download(path: Path) -> str:
     return f" Is it a name on the Hub? Fetch it first: hf download {name} --local-dir FOLDER."
 
 
-def vocabulary(config: Any) -> int | None:
-    """The size of the model's vocabulary."""
-    found: int | None = getattr(config.get_text_config(), "vocab_size", None)
-    return found
+def positions(config: Any) -> int | None:
+    """The positions that the model was made for."""
+    known = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) else None
 
 
 def check_positions(config: Any, sequence: int) -> str | None:
     """A warning for rows longer than the model was made for. Raises SettingError if it has no such positions."""
-    inner = config.get_text_config()
-    known = getattr(inner, "max_position_embeddings", None)
-    if not isinstance(known, int) or sequence <= known:
+    known = positions(config)
+    if known is None or sequence <= known:
         return None
-    if getattr(inner, "rope_parameters", None) is None:
+    if getattr(config.get_text_config(), "rope_parameters", None) is None:
         raise SettingError(f"sequence={sequence}: the model has {known} positions. Use --sequence {known} or less.")
     return f"Rows of {sequence} tokens are longer than the {known} positions that the model was made for."
 
@@ -167,38 +163,43 @@ def values_in_config(path: Path) -> dict[str, Any]:
 def build_empty(config: Any, dtype: torch.dtype) -> nn.Module:
     """The model without memory for its parameters, with real buffers. Initialises no weights. Where the system refuses
     to reserve the memory of one parameter, even for the moment until it is dropped, buffers have no memory either."""
-    transformers = require("transformers", extra="hf", why="This model")
-    accelerate = require("accelerate", extra="hf", why="This model")
-    initialization = require("transformers.initialization", extra="hf", why="This model")
-    make = functools.partial(
-        transformers.AutoModelForCausalLM.from_config, config, dtype=dtype, trust_remote_code=False
+    transformers, accelerate, initialization = (
+        require(name, extra="hf", why="This model")
+        for name in ("transformers", "accelerate", "transformers.initialization")
     )
-    with _build_errors(config), initialization.no_init_weights():
+    with initialization.no_init_weights():
         try:
             with accelerate.init_empty_weights(include_buffers=False):
-                model: Any = make()
-        except RuntimeError as error:
-            if "can't allocate memory" not in str(error):
+                model = _from_config(config, dtype)
+        except SettingError as error:
+            if "can't allocate memory" not in str(error.__cause__):
                 raise
             with torch.device("meta"):
-                model = make()
+                model = _from_config(config, dtype)
     if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(model.config, "is_decoder", False):
         raise SettingError(
             f"A model of type {config.model_type!r} sees the tokens that it predicts, unless its config says "
             '"is_decoder": true. Name a causal language model.'
         )
     model.tie_weights()
-    model.train()
-    return model  # type: ignore[no-any-return]  # transformers is an extra: its types are unknown
+    return model.train()  # type: ignore[no-any-return]  # transformers is an extra: its types are unknown
 
 
 def build_random(config: Any, dtype: torch.dtype) -> nn.Module:
     """The model with random weights, by torch's seed."""
+    return _from_config(config, dtype).train()  # type: ignore[no-any-return]
+
+
+def _from_config(config: Any, dtype: torch.dtype) -> Any:
+    """The model as transformers builds it; raises SettingError if it cannot."""
     transformers = require("transformers", extra="hf", why="This model")
-    with _build_errors(config):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    model.train()
-    return model  # type: ignore[no-any-return]
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # ValueError for another kind of model, anything for inconsistent numbers
+        raise SettingError(
+            f"No causal language model can be built from a config of type {config.model_type!r}: {reason(error)}. "
+            "Correct it, or name another --model."
+        ) from error
 
 
 def build_in_ram(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -228,27 +229,16 @@ def build_in_ram(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             f"--model {path}: {len(missing)} weights are not in its files, {missing[0]!r} among them. Copy them again; "
             "config.json must be that of these files."
         )
-    model.train()
-    return model  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _build_errors(config: Any) -> Iterator[None]:
-    """Report why transformers cannot build a model."""
-    try:
-        yield
-    except Exception as error:  # ValueError for another kind of model, anything for inconsistent numbers
-        raise SettingError(
-            f"No causal language model can be built from a config of type {config.model_type!r}: {reason(error)}. "
-            "Correct it, or name another --model."
-        ) from error
+    return model.train()  # type: ignore[no-any-return]
 
 
 def why_not_direct(model: nn.Module, path: Path) -> str | None:
     """Why the files cannot be read straight into ``model``; None if their names are the model's."""
     if weight_files(path)[0].suffix != ".safetensors":
         return "its weights are not safetensors"
-    found = _names_in(path)
+    found = set(weight_map(path / INDEX)) if (path / INDEX).is_file() else set()
+    for file in [] if found else weight_files(path):
+        found.update(read_header(file))
     tensors = model.state_dict(keep_vars=True)
     there = {id(tensors[name]) for name in found if name in tensors}  # files hold a tied weight under one name
     foreign = sorted(found - tensors.keys())
@@ -257,13 +247,6 @@ def why_not_direct(model: nn.Module, path: Path) -> str | None:
         first = f"{missing[0]} is not in the files" if missing else f"{foreign[0]} is not in the model"
         return f"its names need transformers' conversion ({first}; {len(missing)} missing, {len(foreign)} others)"
     return None
-
-
-def _names_in(path: Path) -> set[str]:
-    index = path / INDEX
-    if index.is_file():
-        return set(weight_map(index))
-    return {name for file in weight_files(path) for name in read_header(file)}
 
 
 def take_generation_config(model: nn.Module, path: Path) -> None:

@@ -63,15 +63,14 @@ def own_loss(name: str | None) -> Loss:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         output = model(**batch)
         found = _loss_of(output) if function is None else function(output, batch)
-        if (
-            isinstance(found, torch.Tensor)
-            and found.numel() == 1
-            and (found.requires_grad or not torch.is_grad_enabled())
-        ):
+        if not isinstance(found, torch.Tensor):
+            shown = type(found).__name__ if found is not None else f"not in the model's {type(output).__name__}"
+        elif found.numel() != 1:
+            shown = f"a tensor of shape {tuple(found.shape)}"
+        elif found.requires_grad or not torch.is_grad_enabled():
             return found.reshape(())
-        shown = type(found).__name__ if found is not None else f"not in the model's {type(output).__name__}"
-        if isinstance(found, torch.Tensor):
-            shown = f"a tensor of shape {tuple(found.shape)}" if found.numel() != 1 else "not computed from weights"
+        else:
+            shown = "not computed from weights"
         raise SettingError(
             f"The loss is {shown}. Accepted: a tensor with one number that depends on the weights: what the model "
             "returns, its .loss, its entry 'loss', the first of a tuple, or from --loss module:callable(output, batch)."

@@ -7,48 +7,29 @@ saves, logs or evaluates. It includes the data, by its tokens.
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...checkpoint.files import disk
-from ...checkpoint.folders.manifest import file_in, read_manifest
+from ...checkpoint.folders.manifest import check_sums, file_in, read_manifest
 from ...core.errors import CheckpointError, SettingError, StorageError
 from ...memory.disk.contained import parse_json, read_small
 from ..model.hf_model import fingerprint, samples, values_in_config
-from ..settings.schedule import warmup_steps
-from ..settings.train_settings import TrainSettings, is_callable_name
+from ..settings.train_settings import TrainSettings, is_callable_name, warmup_steps
 
 RUN_FILE = Path("storm") / "run.json"
 _CONFIG, _SAMPLES = "config of the model", "samples of the model's weights"
 _OPTIONAL = {_CONFIG, _SAMPLES}  # older checkpoints do not have them
-_SETTINGS = (
-    "sequence",
-    "batch",
-    "accumulate",
-    "optimizer",
-    "lr",
-    "schedule",
-    "weight_decay",
-    "betas",
-    "eps",
-    "clip",
-    "seed",
-    "loss",
-    "chunked_loss",
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_targets",
-)
+_SETTINGS = """
+    sequence batch accumulate optimizer lr schedule weight_decay betas eps clip seed loss chunked_loss
+    lora_rank lora_alpha lora_dropout lora_targets
+"""
 
 
 def identity(settings: TrainSettings, *, total: int, data: str) -> dict[str, Any]:
     """The identity by name, in JSON's types."""
-    found = {name: value for name, value in settings.as_mapping().items() if name in _SETTINGS}
-    own = is_callable_name(settings.model)
+    found = {name: value for name, value in settings.as_mapping().items() if name in _SETTINGS.split()}
     found["dtype"] = settings.dtype
-    if own:
+    if is_callable_name(settings.model):
         found["model"] = settings.model
     else:
         found[_CONFIG] = values_in_config(Path(str(settings.model)))
@@ -95,10 +76,8 @@ def read_run_file(checkpoint: Path) -> RunRecord:
     try:
         if not path.exists():
             raise FileNotFoundError
-        data = read_small(path)
-        if (expected := read_manifest(checkpoint).files.get(str(RUN_FILE))) is not None:
-            disk.check(path, disk.Record(len(data), zlib.crc32(data)), expected)
-        content = parse_json(data)
+        content, manifest = parse_json(read_small(path)), read_manifest(checkpoint)
+        check_sums(checkpoint, manifest, manifest.files.keys() & {str(RUN_FILE)})
         step, made_with = content["step"], dict(content["identity"])
         total = content.get("total", made_with.get("steps in all"))
         if not _is_count(step) or not (total is None or _is_count(total)):
@@ -120,10 +99,7 @@ def _is_count(value: object) -> bool:
 
 def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise SettingError with one line for each difference."""
-    then, now = (
-        _flat(then),
-        _flat({name: value for name, value in now.items() if name in then or name not in _OPTIONAL}),
-    )
+    then, now = _flat(then), _flat({name: now[name] for name in now if name in then or name not in _OPTIONAL})
     names = list(dict.fromkeys([*then, *now]))
     different = [name for name in names if _json(then.get(name)) != _json(now.get(name))]
     if different:
@@ -136,9 +112,8 @@ def check_same(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> N
 
 def _flat(made_with: dict[str, Any]) -> dict[str, Any]:
     """Put the config's values beside the settings."""
-    rest = {name: value for name, value in made_with.items() if name != _CONFIG}
-    config = made_with.get(_CONFIG) or {}
-    return rest | {f"{name} in the model's config": value for name, value in config.items()}
+    config = {f"{name} in the model's config": value for name, value in (made_with.get(_CONFIG) or {}).items()}
+    return {name: value for name, value in made_with.items() if name != _CONFIG} | config
 
 
 def _json(value: Any) -> str:

@@ -19,6 +19,7 @@ from ...core.sizes import MiB
 from ...memory.disk.calls import storage_error, storage_errors
 from ...memory.disk.contained import check_no_link, open_to_write, opened, parse_json
 from ..errors import require
+from ..reporting import Spent
 
 _LONGEST = 64 * MiB
 
@@ -55,10 +56,8 @@ def _is_kept(line: bytes, step: int) -> bool:
         record = parse_json(line.decode("utf-8", "replace"))
     except ValueError:
         return False
-    if not isinstance(record, dict):
-        return False
-    is_ours = "kind" in record and isinstance(record.get("step"), int)
-    return not is_ours or record["step"] <= step
+    is_ours = isinstance(record, dict) and "kind" in record and isinstance(record.get("step"), int)
+    return record["step"] <= step if is_ours else isinstance(record, dict)
 
 
 class Metrics(Closing):
@@ -68,11 +67,17 @@ class Metrics(Closing):
         with storage_errors(f"write {path}"):
             self._file: TextIO = os.fdopen(open_to_write(path, append=True), "a", encoding="utf-8")
         self._path = path
+        self.spent: dict[str, list[Spent]] = {}  # by kind
         self._board: Any = None
         self._full = False
         if tensorboard is not None:
             writers = require("torch.utils.tensorboard", extra="log", why="--tensorboard")
             self._board = writers.SummaryWriter(str(tensorboard), purge_step=purge_step)
+
+    def write_spent(self, kind: str, step: int, spent: Spent, **values: Any) -> None:
+        """Append a record of loading, resuming or saving, and remember its cost."""
+        self.spent.setdefault(kind, []).append(spent)
+        self.write(kind, step, **values, seconds=round(spent.seconds, 3), bytes=spent.size_bytes)
 
     def write(self, kind: str, step: int, **values: Any) -> StorageError | None:
         """Append one record. A full disk does not end a run: the error is returned, once."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...checkpoint.folders.folder import all_complete, remove
 from ...checkpoint.folders.manifest import check_complete, check_sums, read_manifest
@@ -15,8 +14,7 @@ from ...core.errors import CheckpointError, SettingError, StorageError, WrongMod
 from ...data.loader import DataLoader
 from ...memory.disk.calls import storage_errors
 from ...session.api import Session
-from ..reporting.usage import Spent
-from ..reporting.watcher import Watcher
+from ..reporting import Spent, Watcher
 from ..settings.train_settings import TrainSettings
 from .identity import RunRecord, check_same, of_schedule, read_run_file
 from .run_folder import RunFolder
@@ -34,18 +32,14 @@ def candidates(folder: RunFolder, settings: TrainSettings) -> list[Path]:
         return []
     if settings.resume != "auto":
         return [_named(Path(settings.resume), folder)]
-    found = [path for path in all_complete(folder.checkpoints) if _lies_in(path, folder.path)]
+    home = os.path.realpath(folder.path)  # links may not lead out of an untrusted folder to other checkpoints
+    found = [path for path in all_complete(folder.checkpoints) if Path(os.path.realpath(path)).is_relative_to(home)]
     if there and not found:
         raise CheckpointError(
             f"None of the {len(there)} checkpoints in {folder.checkpoints} is complete. Use another --output, or "
             "delete them."
         )
     return found[::-1]
-
-
-def _lies_in(path: Path, folder: Path) -> bool:
-    """Whether no link leads out of the folder: an untrusted one may name its own checkpoints alone."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _named(path: Path, folder: RunFolder) -> Path:
@@ -63,30 +57,12 @@ def _named(path: Path, folder: RunFolder) -> Path:
     return path
 
 
-@dataclass(frozen=True)
-class Resumed:
+class Resumed(NamedTuple):
     """The checkpoint that a run resumed from, and the cost of reading it."""
 
     path: Path
     record: RunRecord
     spent: Spent
-
-    def tidy(self, folder: RunFolder, keep: int) -> list[Path]:
-        """Move newer checkpoints to ``damaged/``, and prune; returns their new paths.
-
-        They are damaged, or the run would have resumed from them, and must not count as the newest."""
-        moved = []
-        for path in sorted(folder.checkpoints.iterdir()):
-            if folder.is_own(path) and int(path.name.removeprefix("step-")) > self.record.step:
-                target = folder.damaged / path.name
-                with storage_errors(f"move {path} to {target}"):
-                    target.parent.mkdir(exist_ok=True)
-                    if os.path.lexists(target):
-                        remove(target)
-                    path.rename(target)
-                moved.append(target)
-        folder.prune(keep)
-        return moved
 
 
 def same_run(
@@ -124,6 +100,33 @@ def same_run(
     return usable
 
 
+def go_on(
+    found: Sequence[Path], session: Session, loader: DataLoader, folder: RunFolder, total: int, watcher: Watcher
+) -> Resumed | None:
+    """Load the first undamaged checkpoint of ``found``; None if ``found`` is empty. Warns of damaged ones."""
+    first: Exception | None = None
+    for path in found:
+        began_s = time.perf_counter()
+        try:
+            session.load(path, also={"loader": loader})
+        except (CheckpointError, StorageError) as error:
+            damage = _damage(path) if isinstance(error, WrongModel) else error
+            if damage is None:
+                raise  # older ones are of the same model
+            first = first or damage
+            if path != found[-1]:
+                watcher.warn(f"{damage} Trying the checkpoint before it.")
+            continue
+        seconds, record = time.perf_counter() - began_s, read_run_file(path)
+        watcher.say(f"resumed    {path}: {record.step} of {total} steps are done (read in {seconds:.1f} s)")
+        return Resumed(path, record, Spent(seconds, read_manifest(path).total_bytes))
+    if first is None:
+        return None
+    raise CheckpointError(
+        f"None of the {len(found)} checkpoints in {folder.checkpoints} can be used: {first}"
+    ) from first
+
+
 def _damage(path: Path) -> CheckpointError | None:
     """The damage of a checkpoint that seems to be of another model: a flipped bit may have changed a name.
 
@@ -136,30 +139,17 @@ def _damage(path: Path) -> CheckpointError | None:
     return None
 
 
-def go_on(
-    found: Sequence[Path], session: Session, loader: DataLoader, folder: RunFolder, total: int, watcher: Watcher
-) -> Resumed | None:
-    """Load the first undamaged checkpoint of ``found``; None if ``found`` is empty. Warns of damaged ones."""
-    first: Exception | None = None
-    for path in found:
-        began_s = time.perf_counter()
-        try:
-            session.load(path, also={"loader": loader})
-        except (CheckpointError, StorageError) as caught:
-            error = caught
-            if isinstance(caught, WrongModel):
-                error = _damage(path) or caught
-                if error is caught:
-                    raise  # older ones are of the same model
-            first = first or error
-            if path != found[-1]:
-                watcher.warn(f"{error} Trying the checkpoint before it.")
-            continue
-        seconds, record = time.perf_counter() - began_s, read_run_file(path)
-        watcher.say(f"resumed    {path}: {record.step} of {total} steps are done (read in {seconds:.1f} s)")
-        return Resumed(path, record, Spent(seconds, read_manifest(path).total_bytes))
-    if first is None:
-        return None
-    raise CheckpointError(
-        f"None of the {len(found)} checkpoints in {folder.checkpoints} can be used: {first}"
-    ) from first
+def tidy(folder: RunFolder, step: int, keep: int, watcher: Watcher) -> None:
+    """Move checkpoints after ``step`` to ``damaged/``, and prune.
+
+    They are damaged, or the run would have resumed from them, and must not count as the newest."""
+    for path in sorted(folder.checkpoints.iterdir()):
+        if folder.is_own(path) and int(path.name.removeprefix("step-")) > step:
+            target = folder.damaged / path.name
+            with storage_errors(f"move {path} to {target}"):
+                target.parent.mkdir(exist_ok=True)
+                if os.path.lexists(target):
+                    remove(target)
+                path.rename(target)
+            watcher.say(f"damaged    {target}: moved there")
+    folder.prune(keep)

@@ -10,10 +10,9 @@ import fcntl
 import os
 import re
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ...checkpoint.folders.folder import all_complete, not_created, remove_all, sweep
+from ...core.endings import Closing
 from ...core.errors import SettingError
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, open_to_write
@@ -23,8 +22,8 @@ _CHECKPOINT = re.compile(r"step-\d{8,}")
 _LOCK = ".lock"
 
 
-class RunFolder:
-    """A context manager that makes the folder, locks it, and removes leftovers of killed processes."""
+class RunFolder(Closing):
+    """Makes the folder, locks it until ``close``, and removes leftovers of killed processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +32,22 @@ class RunFolder:
         self.data = path / "data"
         self.tensorboard = path / "tensorboard"
         self.damaged = path / "damaged"
-        self._lock: int | None = None
+        with storage_errors(f"write to --output {path}"):
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                check_no_link(self.checkpoints)
+                self.checkpoints.mkdir(exist_ok=True)
+            except FileNotFoundError as error:
+                raise not_created(path, error) from error
+            self._lock = os.fdopen(open_to_write(path / _LOCK, append=True), "rb")
+            try:
+                self._take()
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        self._lock.close()
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
@@ -47,48 +61,16 @@ class RunFolder:
         """Remove all but the ``keep`` newest of the run's own checkpoints."""
         remove_all([path for path in all_complete(self.checkpoints) if self.is_own(path)][:-keep])
 
-    def __enter__(self) -> Self:
+    def _take(self) -> None:
         try:
-            with storage_errors(f"write to --output {self.path}"):
-                self._make()
-                self._lock = open_to_write(self.path / _LOCK, append=True)
-                self._take_lock(self._lock)
-                self._check_links()
-                sweep(self.checkpoints)
-                for rest in self.path.glob(f".{METRICS}.writing-*"):
-                    rest.unlink(missing_ok=True)
-        except BaseException:
-            self._unlock()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._unlock()
-
-    def _make(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            check_no_link(self.checkpoints)
-            self.checkpoints.mkdir(exist_ok=True)
-        except FileNotFoundError as error:
-            raise not_created(self.path, error) from error
-
-    def _take_lock(self, fd: int) -> None:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SettingError(
-                f"Another storm train is running in {self.path}. Wait for it, or use --output."
+                f"Another storm train is running in {self.path}. Wait for it, or use another --output."
             ) from None
-
-    def _check_links(self) -> None:
         own = [path for path in self.checkpoints.iterdir() if self.is_own(path)]
         for path in (self.metrics, self.data, self.damaged, self.tensorboard, *own):
             check_no_link(path)
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        sweep(self.checkpoints)
+        for rest in self.path.glob(f".{METRICS}.writing-*"):
+            rest.unlink(missing_ok=True)

@@ -18,74 +18,63 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.errors import StormError
 from ...core.tags import Tier
 from ...data.loader import DataLoader
-from ...session.api import Session
-from ..model.own_model import Batch, Loss
+from ..model.own_model import Batch
 from ..output.checkpoints import Checkpoints
 from ..output.metrics import Metrics
-from ..reporting.pace import Pace
-from ..reporting.usage import peaks
-from ..reporting.watcher import Status, Watcher
-from ..settings.schedule import learning_rate
-from ..settings.train_settings import TrainSettings
-from .finite import NotFinite, problem_in_weights
-from .losses import evaluate, forward_backward
+from ..reporting import Pace, Status, Watcher, peaks
+from ..settings.train_settings import TrainSettings, learning_rate
+from .losses import evaluate, forward_backward, sample
+from .open_model import Opened
 from .readings import Reading, Readings
-from .sampling import sample
 from .stopping import Stopping
+from .text_data import TextData
 
 _AHEAD = 2  # the most steps that the host is ahead of the device
 _MAX_SKIPPED = 10  # in a row: then the weights are bad, not the data
+_PIECE = 1 << 24  # elements at a time: `isfinite` makes a tensor of as many
+
+
+class NotFinite(StormError):
+    """A step gave a value that is not finite; no weights that it changed were saved."""
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """The parts of a run. ``run`` trains from the step after ``done`` to ``total``."""
+    """The parts of a run. ``run`` trains from the step after ``done`` to the last."""
 
     settings: TrainSettings
-    session: Session
-    model: nn.Module
-    loss: Loss
-    by_tokens: bool
-    optimizer: torch.optim.Optimizer
+    opened: Opened
+    data: TextData
     loader: DataLoader
     eval_loader: DataLoader | None
-    tokenizer: Any
     checkpoints: Checkpoints
     metrics: Metrics
     watcher: Watcher
     stopping: Stopping
-    total: int
-    done: int = 0
+    done: int
     _pace: Pace = field(default_factory=Pace, init=False)
     _last: Reading | None = field(default=None, init=False)
-    _saved: bool = field(default=True, init=False)  # whether the last save succeeded
-    _saved_step: int = field(default=0, init=False)
     _skipped_in_row: int = field(default=0, init=False)
     _suspect: bool = field(default=False, init=False)  # whether to check the weights before the next save
 
     def __post_init__(self) -> None:
-        self._saved_step = self.done
-        self._readings = Readings(self.session.device, self.session.ledger)
+        self.session, self._model, self._loss = self.opened.session, self.opened.built.model, self.opened.built.loss
+        self.total = self.data.total
+        self.tokens_per_step = self.settings.batch * self.settings.sequence * self.settings.accumulate
 
     def run(self) -> bool:
         """Train; returns whether the last step is saved. Raises NotFinite. A signal ends it after the current step."""
         batches: Iterator[Batch] = iter(self.loader)
-        try:
+        with Readings(self.session.device, self.session.ledger) as self._readings:
             while self.done < self.total and self.stopping.signal is None:
                 self._step(self.done + 1, batches)
                 self.done += 1
                 self._after_step(last=self.done == self.total)
             if self.stopping.signal is not None:
-                self._note(self._readings.all())
                 self._save_last()
-            return self._saved
-        finally:
-            self._readings.close()
-
-    def write_end(self) -> None:
-        """Write the last record of a run, with the resources that it used."""
         step_s = self._pace.mean_step_s
         self._write(
             "end",
@@ -94,26 +83,21 @@ class Loop:
             tokens_per_s=None if not step_s else round(self.tokens_per_step / step_s, 1),
             **peaks(self.session),
         )
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.settings.batch * self.settings.sequence * self.settings.accumulate
+        return self._is_saved
 
     def _step(self, step: int, batches: Iterator[Batch]) -> None:
-        settings = self.settings
-        for group in self.optimizer.param_groups:
+        settings, optimizer = self.settings, self.opened.optimizer
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step, self.total)
         given = [next(batches) for _ in range(settings.accumulate)]
-        loss = forward_backward(self.model, self.loss, given, by_tokens=self.by_tokens)
+        loss = forward_backward(self._model, self._loss, given, by_tokens=self.opened.built.by_tokens)
         norm = None
-        if settings.clip:
-            norm = self.session.clip_grad_norm_(settings.clip)
-        elif settings.on_nan == "skip":
-            norm = self.session.clip_grad_norm_(float("inf"))  # computes the norm, clips nothing
+        if settings.clip or settings.on_nan == "skip":  # at inf it computes the norm, and clips nothing
+            norm = self.session.clip_grad_norm_(settings.clip or math.inf)
         self._readings.put(step, loss, norm)
         if settings.on_nan == "stop" or not self._skipped():
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+            optimizer.step()
+        optimizer.zero_grad()
         self._pace.step_ended()
         self._note(self._readings.all_but(_AHEAD))
         self.watcher.show(self._status(step))
@@ -142,65 +126,58 @@ class Loop:
             self._save_on_signal()  # before an evaluation: a scheduler that sends a signal does not wait long
             try:
                 if self.eval_loader is not None and _due(step, settings.eval_every, last):
-                    self._evaluate()
+                    self._evaluate(self.eval_loader)
                 if settings.sample_prompts and _due(step, settings.sample_every, last):
                     self._sample()
-                if self.stopping.signal is not None:
-                    return  # saves at once: the sender of a signal may kill the run soon
             except Exception:  # e.g. out of memory: keep the work so far
-                self._note(self._readings.all())
                 self._save_last()
                 raise
-            self._save_due(last=last)
-
-    def _save_on_signal(self) -> None:
-        """Start the checkpoint that SIGUSR1 requests, unless this step is saved or being saved."""
-        if self.stopping.signal is None and self.stopping.take_save() and not self._is_saved:
-            self._note(self._readings.all())
-            self._save(wait=False)
-
-    def _save_due(self, *, last: bool) -> None:
-        if not (_due(self.done, self.settings.save_every, last) or self.stopping.take_save()):
-            return
-        if self._is_saved and not last:
-            return
-        self._note(self._readings.all())
-        if last:
-            self._save_last()
-        else:
-            self._save(wait=False)
+            if self.stopping.signal is not None:
+                return  # ``run`` saves at once: the sender of a signal may kill the run soon
+            if last:
+                self._save_last()
+            elif _due(step, settings.save_every, last) or self.stopping.take_save():
+                self._save()
 
     @property
     def _is_saved(self) -> bool:
         """Whether the last step is saved or being saved."""
-        return self._saved_step == self.done and self._saved
+        return self.checkpoints.step == self.done
 
-    def _save(self, *, wait: bool) -> None:
-        step, also = self.done, {"loader": self.loader}
-        problem = problem_in_weights(self.model) if self._suspect or not self.settings.clip else None
-        if problem is not None:
-            raise self._not_finite(step, problem)
-        self._saved_step, self._suspect = step, False
-        self._saved = self.checkpoints.save(step, also, wait=wait)
-        if not self._saved and step == self.total and self.settings.save_optimizer:
-            self.checkpoints.save_weights_alone(step, also)
+    def _save_on_signal(self) -> None:
+        """Start the checkpoint that SIGUSR1 requests."""
+        if self.stopping.signal is None and self.stopping.take_save():
+            self._save()
 
     def _save_last(self) -> None:
-        """At the end, save the last step, unless it is saved or being saved."""
+        """At the end, save the last step, and wait for it."""
+        self._note(self._readings.all())
         if self._is_saved:
-            self._saved = self.checkpoints.finish()
-        if not self._is_saved:
-            self._save(wait=True)
+            self.checkpoints.finish()
+        self._save(wait=True)
 
-    def _evaluate(self) -> None:
-        assert self.eval_loader is not None
+    def _save(self, *, wait: bool = False) -> None:
+        """Save the last step, unless it is saved or being saved."""
+        if self._is_saved:
+            return
+        self._note(self._readings.all())
+        step, also = self.done, {"loader": self.loader}
+        problem = _problem_in(self._model) if self._suspect or not self.settings.clip else None
+        if problem is not None:
+            raise self._not_finite(step, problem)
+        self._suspect = False
+        self.checkpoints.save(step, also, wait=wait)
+        if not self._is_saved and step == self.total and self.settings.save_optimizer:
+            self.checkpoints.save_weights_alone(step, also)
+
+    def _evaluate(self, batches: DataLoader) -> None:
         loss = None
         while loss is None:
-            self.eval_loader.set_epoch(0)
+            batches.set_epoch(0)
             loss = evaluate(
-                self.model,
-                self.loss,
-                self.eval_loader,
+                self._model,
+                self._loss,
+                batches,
                 limit=self.settings.eval_batches,
                 device=self.session.device,
                 stop=lambda: self.stopping.signal is not None or self.stopping.save_asked,
@@ -218,9 +195,8 @@ class Loop:
                 self.watcher.warn(f"The samples of step {self.done} were skipped.")
                 return
             self._save_on_signal()
-            text = sample(
-                self.model, self.tokenizer, prompt, tokens=self.settings.sample_tokens, device=self.session.device
-            )
+            tokens, device = self.settings.sample_tokens, self.session.device
+            text = sample(self._model, self.data.tokenizer, prompt, tokens=tokens, device=device)
             self._write("sample", self.done, prompt=prompt, text=text)
             self.watcher.say(f"step {self.done}: {prompt!r} -> {text!r}")
 
@@ -283,3 +259,13 @@ class Loop:
 
 def _due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
+
+
+def _problem_in(model: nn.Module) -> str | None:
+    """The first trained weight with a value that is not finite, as text; one pass over RAM."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            flat = parameter.detach().reshape(-1)
+            if not all(bool(torch.isfinite(piece).all()) for piece in flat.split(_PIECE)):
+                return f"{name} is not finite any more"
+    return None

@@ -6,8 +6,8 @@ import random
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,16 +22,13 @@ from ..errors import reason
 from ..model import own_model
 from ..model.build import Built, build, build_outline, check_base
 from ..model.optimizer import make_optimizer, optimizer_and_options
-from ..reporting.describe import describe_model, describe_placement, describe_schedule
-from ..reporting.usage import Spent
-from ..reporting.watcher import Watcher
+from ..reporting import Spent, Watcher, describe_model, describe_placement, describe_schedule
 from ..settings.train_settings import TrainSettings, is_callable_name
-from .sampling import check_can_sample
+from .losses import check_can_sample
 from .text_data import TextData
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """``load``: the cost of reading the weights; None if none were read."""
 
     built: Built
@@ -56,6 +53,33 @@ def check_room(settings: TrainSettings, device: torch.device) -> None:
     model = build_outline(settings)
     if model is not None:
         check_budgets(model, make_optimizer(model, settings), _stream_settings(settings, device))
+
+
+def open_model(
+    settings: TrainSettings, device: torch.device, data: TextData, watcher: Watcher, ends: ExitStack, *, values: bool
+) -> Opened:
+    """Open the model. Without ``values`` a checkpoint brings them. ``ends`` closes the session."""
+    _seed(settings)
+    began_s = time.perf_counter()
+    built = build(settings, values=values)
+    built_s = time.perf_counter() - began_s
+    if settings.sample_prompts:
+        check_can_sample(built.model)
+    _rehearse_saving(built, data)
+    watcher.say(describe_model(built.model, built.origin))
+    watcher.say(describe_schedule(settings, data.total, data.rows.rows))
+    optimizer = make_optimizer(built.model, settings)
+    session = ends.enter_context(Session(built.model, optimizer, _stream_settings(settings, device)))
+    began_s = time.perf_counter()
+    if built.weights is not None:
+        load_weights(built.model, built.weights)
+    load = None
+    if built.read_bytes:
+        load = Spent(built_s + time.perf_counter() - began_s, built.read_bytes)
+        watcher.say(f"weights    read in {load.seconds:.1f} s")
+    for line in describe_placement(session):
+        watcher.say(line)
+    return Opened(built, optimizer, session, load)
 
 
 def _stream_settings(settings: TrainSettings, device: torch.device) -> Settings:
@@ -85,30 +109,3 @@ def _rehearse_saving(built: Built, data: TextData) -> None:
                 f"The model or its tokenizer cannot be saved with a checkpoint: {reason(error)}. Correct its "
                 "config.json, generation_config.json or tokenizer_config.json."
             ) from error
-
-
-def open_model(
-    settings: TrainSettings, device: torch.device, data: TextData, watcher: Watcher, ends: ExitStack, *, values: bool
-) -> Opened:
-    """Open the model. Without ``values`` a checkpoint brings them. ``ends`` closes the session."""
-    _seed(settings)
-    began_s = time.perf_counter()
-    built = build(settings, values=values)
-    built_s = time.perf_counter() - began_s
-    if settings.sample_prompts:
-        check_can_sample(built.model)
-    _rehearse_saving(built, data)
-    watcher.say(describe_model(built.model, built.origin))
-    watcher.say(describe_schedule(settings, data.total, data.rows.rows))
-    optimizer = make_optimizer(built.model, settings)
-    session = ends.enter_context(Session(built.model, optimizer, _stream_settings(settings, device)))
-    began_s = time.perf_counter()
-    if built.weights is not None:
-        load_weights(built.model, built.weights)
-    load = None
-    if built.read_bytes:
-        load = Spent(built_s + time.perf_counter() - began_s, built.read_bytes)
-        watcher.say(f"weights    read in {load.seconds:.1f} s")
-    for line in describe_placement(session):
-        watcher.say(line)
-    return Opened(built, optimizer, session, load)

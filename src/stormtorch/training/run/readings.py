@@ -6,12 +6,14 @@ takes those that have arrived; a checkpoint waits for all of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass
 
 import torch
 
+from ...core.endings import Closing
 from ...core.tags import Tag
 from ...memory.books.ledger import Ledger
 from ...memory.host.arena import HostArena
@@ -37,25 +39,19 @@ class Reading:
         return None
 
 
-class Readings:
+class Readings(Closing):
     """The numbers of each step, in order. For one thread."""
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
         self._device = device
         self._waiting: deque[tuple[int, bool, torch.Tensor, torch.Event | None]] = deque()
-        self._next = 0
-        self._arena: HostArena | None = None
-        if device.type == "cpu":
-            self._slots = torch.zeros((_SLOTS, 2), dtype=torch.float64)
-        else:
-            self._arena = HostArena(_SLOTS * 16, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
-            self._slots = self._arena.tensor((_SLOTS, 2), torch.float64)
+        self._arena = HostArena(_SLOTS * 16, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock_for(device))
+        self._slots = itertools.cycle(self._arena.tensor((_SLOTS, 2), torch.float64))
 
     def put(self, step: int, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Queue the copy of a step's numbers; waits for nothing."""
         assert len(self._waiting) < _SLOTS
-        slot = self._slots[self._next % _SLOTS]
-        self._next += 1
+        slot = next(self._slots)
         for place, number in ((0, loss), (1, norm)):
             if number is not None:  # either may lie in RAM
                 slot[place].copy_(number.detach().double().reshape(()), non_blocking=True)
@@ -85,11 +81,5 @@ class Readings:
 
     def close(self) -> None:
         """Wait for running copies, and return the memory."""
-        for _, _, _, event in self._waiting:
-            if event is not None:
-                event.synchronize()
-        self._waiting.clear()
-        if self._arena is not None:
-            del self._slots
-            self._arena.close()
-            self._arena = None
+        self.all()
+        self._arena.close()

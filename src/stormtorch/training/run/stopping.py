@@ -11,8 +11,10 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
+
+from ...core.endings import Closing
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -27,8 +29,8 @@ class Stopped(KeyboardInterrupt):
         self.status = 128 + int(number)
 
 
-class Stopping:
-    """Handles signals while entered. ``signal``: the first of SIGINT, SIGTERM and SIGHUP, or None. Main thread only."""
+class Stopping(Closing):
+    """Handles signals until ``close``. ``signal``: the first of SIGINT, SIGTERM and SIGHUP, or None."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.signal: signal.Signals | None = None
@@ -36,6 +38,14 @@ class Stopping:
         self._before: dict[signal.Signals, Any] = {}
         self.save_asked = False  # whether SIGUSR1 came since the last ``take_save``
         self._stepping = self._interrupted = False
+        if threading.current_thread() is threading.main_thread():
+            for number in (*_ENDING, signal.SIGUSR1):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and similar tools ignore it on purpose
+                    self._before[number] = signal.signal(number, self._handle)
+
+    def close(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     @property
     def status(self) -> int:
@@ -47,39 +57,21 @@ class Stopping:
         asked, self.save_asked = self.save_asked, False
         return asked
 
-    def check(self) -> None:
-        """Raise `Stopped` if a signal came: a destructor may have swallowed the handler's exception."""
-        if self.signal is not None:
-            raise Stopped(self.signal)
-
     def begin_steps(self) -> None:
         """From now on, note signals for the loop instead of raising."""
-        self.check()
+        if self.signal is not None:  # a destructor has swallowed the handler's exception
+            raise Stopped(self.signal)
         self._stepping = True  # until this line, the handler raises
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (*_ENDING, signal.SIGUSR1):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and similar tools ignore it on purpose
-                    self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before.clear()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.save_asked = True
             self._tell("SIGUSR1: saving a checkpoint after the current step; training goes on.")
             return
-        again = number == signal.SIGINT and self._interrupted
-        self._interrupted |= number == signal.SIGINT
-        if again:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
         first = self.signal is None
         self.signal = self.signal or signal.Signals(number)
         if not self._stepping:

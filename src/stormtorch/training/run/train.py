@@ -10,23 +10,20 @@ from pathlib import Path
 import torch
 
 from ...core.errors import SettingError
-from ...core.sizes import format_bytes
 from ...memory.books.limits import usable_device
 from ..errors import require
 from ..model.build import Built
 from ..output.checkpoints import Checkpoints
 from ..output.identity import RunRecord, identity, write_run_file
 from ..output.metrics import Metrics, cut_back
-from ..output.resume import Resumed, candidates, go_on, same_run
+from ..output.resume import Resumed, candidates, go_on, same_run, tidy
 from ..output.run_folder import RunFolder
-from ..reporting.usage import Spent, Times, peak_rss_bytes
-from ..reporting.watcher import Watcher
-from ..settings.schedule import learning_rate
-from ..settings.train_settings import TrainSettings, check_required, is_callable_name
+from ..reporting import Watcher, describe_usage
+from ..settings.train_settings import TrainSettings, check_required, is_callable_name, learning_rate
 from .loop import Loop
 from .open_model import check_names, check_room, open_model
 from .stopping import Stopping
-from .text_data import read_text
+from .text_data import loader_of, read_text
 
 
 def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None = None) -> int:
@@ -39,7 +36,10 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
     _refuse_ranks()
     with RunFolder(Path(settings.output)) as folder, ExitStack() as ends:
         found = candidates(folder, settings)
-        device = usable_device(_device(settings.device))
+        name = settings.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        device = usable_device(name)
         settings = _with_dtype(settings, device)
         if settings.tensorboard:  # refused here if it is not installed, before hours of loading
             require("torch.utils.tensorboard", extra="log", why="--tensorboard")
@@ -49,72 +49,52 @@ def train(settings: TrainSettings, watcher: Watcher, stopping: Stopping | None =
         made_with = identity(settings, total=data.total, data=data.rows.fingerprint)
         found = same_run(found, made_with, settings, data.total, watcher.warn)
         opened = open_model(settings, device, data, watcher, ends, values=not found)
-        built, session = opened.built, opened.session
-        loader = ends.enter_context(data.loader(settings, device))
-        resumed = go_on(found, session, loader, folder, data.total, watcher)
+        built, total = opened.built, data.total
+        loader = ends.enter_context(loader_of(data.rows, settings, device, steps=total))
+        resumed = go_on(found, opened.session, loader, folder, total, watcher)
         done = resumed.record.step if resumed is not None else 0
         cut_back(folder.metrics, done)
         board = folder.tensorboard if settings.tensorboard else None
         metrics = ends.enter_context(Metrics(folder.metrics, tensorboard=board, purge_step=done + 1))
-        times = Times(opened.load)
         if opened.load is not None:
-            metrics.write("load", done, **opened.load.as_record())
+            metrics.write_spent("load", done, opened.load)
         if resumed is not None:
-            times.resume = resumed.spent
-            metrics.write("resume", done, checkpoint=str(resumed.path), **resumed.spent.as_record())
-            for moved in resumed.tidy(folder, settings.keep):
-                watcher.say(f"damaged    {moved}: moved there")
-            if resumed.record.total is not None and resumed.record.total < data.total:
+            metrics.write_spent("resume", done, resumed.spent, checkpoint=str(resumed.path))
+            tidy(folder, done, settings.keep, watcher)
+            if resumed.record.total is not None and resumed.record.total < total:
                 watcher.say(
-                    f"schedule   the run had {resumed.record.total} steps and has {data.total} now: from step "
-                    f"{done + 1} on the learning rate is that of {data.total} steps, "
-                    f"{learning_rate(settings, done + 1, data.total):.3g} at first"
+                    f"schedule   the run had {resumed.record.total} steps and has {total} now: from step {done + 1} on "
+                    f"the learning rate is that of {total} steps, {learning_rate(settings, done + 1, total):.3g} at "
+                    "first"
                 )
-            if done >= data.total:
+            if done >= total:
                 return _nothing_left(resumed, settings, built, watcher)
 
         def write_files(into: Path, step: int, optimizer: bool) -> None:
             built.copy_files(into)
             data.tokenizer.save_pretrained(str(into))
-            write_run_file(into, RunRecord(step, made_with, optimizer, data.total), settings)
+            write_run_file(into, RunRecord(step, made_with, optimizer, total), settings)
 
-        def on_saved(step: int, spent: Spent) -> None:
-            times.saves.append(spent)
-            metrics.write("save", step, **spent.as_record())
-
-        eval_loader = data.eval_loader(settings, device)
-        if eval_loader is not None:
-            ends.enter_context(eval_loader)
+        eval_loader = None
+        if data.eval_rows is not None:
+            eval_loader = ends.enter_context(loader_of(data.eval_rows, settings, device))
+        last = resumed.path if resumed is not None else None
         loop = Loop(
             settings=settings,
-            session=session,
-            model=built.model,
-            loss=built.loss,
-            by_tokens=built.by_tokens,
-            optimizer=opened.optimizer,
+            opened=opened,
+            data=data,
             loader=loader,
             eval_loader=eval_loader,
-            tokenizer=data.tokenizer,
             checkpoints=Checkpoints(
-                session,
-                folder,
-                keep=settings.keep,
-                optimizer=settings.save_optimizer,
-                write_files=write_files,
-                warn=watcher.warn,
-                on_saved=on_saved,
-                last=resumed.path if resumed is not None else None,
+                opened.session, folder, settings, metrics, write_files, watcher.warn, done=done, last=last
             ),
             metrics=metrics,
             watcher=watcher,
             stopping=stopping,
-            total=data.total,
             done=done,
         )
         stopping.begin_steps()
-        saved = loop.run()
-        loop.write_end()
-        return _ending(loop, saved, built, times, watcher)
+        return _ending(loop, loop.run())
 
 
 def _nothing_left(resumed: Resumed, settings: TrainSettings, built: Built, watcher: Watcher) -> int:
@@ -122,9 +102,9 @@ def _nothing_left(resumed: Resumed, settings: TrainSettings, built: Built, watch
     done = resumed.record.step
     more = f"--steps {2 * done}" if settings.steps is not None else f"--epochs {2 * settings.epochs:g}"
     watcher.say(f"The run is finished at step {done}: nothing is left to train. Continue it with {more}.")
-    status = _say_result(built, resumed.path, watcher)
+    _say_result(built, resumed.path, watcher)
     if resumed.record.optimizer or not settings.save_optimizer:
-        return status
+        return 0
     watcher.warn(
         f"{resumed.path} is not complete: it holds the weights alone, without the optimizer's states. Give "
         "--no-save-optimizer if that is enough. Or free space and delete it: the same command then trains again, from "
@@ -150,33 +130,28 @@ def _with_dtype(settings: TrainSettings, device: torch.device) -> TrainSettings:
     return dataclasses.replace(settings, dtype="fp32" if device.type == "cpu" else "bf16")
 
 
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
-
-
-def _ending(loop: Loop, saved: bool, built: Built, times: Times, watcher: Watcher) -> int:
+def _ending(loop: Loop, saved: bool) -> int:
     """Report how the run ended and what it used; returns the exit status."""
+    watcher, stopping, last = loop.watcher, loop.stopping, loop.checkpoints.last
     watcher.say("")
     watcher.say(str(loop.session.report(tokens_per_step=loop.tokens_per_step)))
-    watcher.say(f"process: peak RAM {format_bytes(peak_rss_bytes())}; {times}")
+    watcher.say(describe_usage(loop.metrics.spent))
     watcher.say("")
-    last, weights = loop.checkpoints.last, loop.checkpoints.weights_alone
     if not saved:
+        weights = loop.checkpoints.weights_alone
         kept = f"The weights alone are in {weights}" if weights is not None else "The last step was not saved"
         good = f"The last complete checkpoint is {last}" if last is not None else "There is no complete checkpoint"
         watcher.warn(f"{kept}. {good}. Free space, or use another disk.")
-        return loop.stopping.status or 1
-    if loop.stopping.signal is not None:
+        return stopping.status or 1
+    if stopping.signal is not None:
         where = f"saved in {last}" if last is not None else "nothing to save"
         how = "The same command" if loop.settings.resume == "auto" else "The same command with --resume auto"
         watcher.say(f"Stopped after step {loop.done} of {loop.total}, {where}. {how} resumes from there.")
-        return loop.stopping.status
-    return _say_result(built, last, watcher)
+    else:
+        _say_result(loop.opened.built, last, watcher)
+    return stopping.status
 
 
-def _say_result(built: Built, path: Path | None, watcher: Watcher) -> int:
+def _say_result(built: Built, path: Path | None, watcher: Watcher) -> None:
     watcher.say(f"The trained model is {path}")
-    watcher.say(built.opening(str(path)))
-    return 0
+    watcher.say(f"Open it: {built.opening.format(path=str(path))}")

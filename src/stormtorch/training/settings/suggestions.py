@@ -5,62 +5,52 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# Names of each setting in transformers, trl, axolotl, LLaMA-Factory, Lightning and nanoGPT.
+# Names of each setting in transformers, trl, axolotl, LLaMA-Factory, Lightning and nanoGPT. difflib finds similar ones.
 _ELSEWHERE = {
     "model": "model_name_or_path model_name model_path base_model pretrained pretrained_model_name_or_path checkpoint",
-    "tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_dir",
-    "loss": "loss_function loss_fn criterion",
+    "tokenizer": "tokenizer_name_or_path tokenizer_path",
+    "loss": "loss_fn criterion",
     "vram": "gpu_memory max_memory max_gpu_memory gpu_mem device_memory",
     "ram": "cpu_memory max_cpu_memory host_memory memory",
-    "device": "gpu gpus cuda accelerator device_map devices",
-    "dtype": "precision torch_dtype bf16 fp16 mixed_precision fp32",
-    "chunked_loss": "use_liger_kernel liger fused_cross_entropy cut_cross_entropy",
-    "activations": "gradient_checkpointing activation_checkpointing activation_offloading",
+    "device": "gpu cuda accelerator device_map devices",
+    "dtype": "precision fp16 fp32",
+    "chunked_loss": "use_liger_kernel liger cut_cross_entropy",
+    "activations": "gradient_checkpointing activation_checkpointing",
     "data": (
         "dataset datasets dataset_name dataset_path train_file train_files train_data train_dataset data_path "
         "data_files data_dir input"
     ),
     "format": "dataset_type data_format",
-    "text_field": "dataset_text_field text_column text_key",
-    "sequence": (
-        "max_seq_length max_seq_len max_length seq_len seq_length sequence_len sequence_length block_size "
-        "context_length context ctx cutoff_len model_max_length"
-    ),
-    "packing": "sample_packing pack",
-    "completions_only": "completion_only_loss train_on_inputs train_on_responses_only assistant_only_loss mask_prompt",
-    "batch": (
-        "batch_size per_device_train_batch_size per_device_batch_size train_batch_size micro_batch_size micro_batch "
-        "micro_bs bs"
-    ),
-    "accumulate": (
-        "gradient_accumulation_steps gradient_accumulation accumulation_steps grad_accum grad_accum_steps "
-        "accumulate_grad_batches accum"
-    ),
-    "epochs": "num_train_epochs num_epochs max_epochs n_epochs epoch",
+    "text_field": "dataset_text_field text_column",
+    "sequence": "max_seq_len max_length block_size ctx cutoff_len model_max_length",
+    "packing": "sample_packing",
+    "completions_only": "train_on_inputs train_on_responses_only assistant_only_loss mask_prompt",
+    "batch": "batch_size train_batch_size micro_bs bs",
+    "accumulate": "gradient_accumulation accumulation_steps grad_accum grad_accum_steps accumulate_grad_batches",
+    "epochs": "num_train_epochs num_epochs max_epochs n_epochs",
     "steps": "max_steps num_steps num_train_steps total_steps max_iters iters iterations train_steps n_steps",
-    "optimizer": "optim opt",
-    "lr": "learning_rate max_lr peak_lr base_lr",
-    "schedule": "lr_scheduler_type lr_scheduler scheduler lr_schedule scheduler_type",
-    "warmup": "warmup_steps warmup_ratio lr_warmup_steps num_warmup_steps warmup_iters",
+    "optimizer": "opt",
+    "lr": "learning_rate max_lr base_lr",
+    "schedule": "lr_schedule",
+    "warmup": "warmup_steps lr_warmup_steps num_warmup_steps warmup_iters",
     "weight_decay": "wd decay",
-    "betas": "adam_beta1 adam_beta2 beta1 beta2",
-    "eps": "adam_epsilon epsilon",
-    "clip": "max_grad_norm grad_clip gradient_clipping gradient_clip_val clip_grad clip_grad_norm grad_norm",
-    "seed": "random_seed data_seed",
-    "lora_rank": "lora_r r rank lora use_lora lora_dim peft use_peft",
-    "lora_alpha": "alpha",
+    "betas": "beta1 beta2",
+    "eps": "epsilon",
+    "clip": "grad_clip gradient_clipping grad_norm",
+    "seed": "data_seed",
+    "lora_rank": "lora_r r lora use_lora lora_dim peft",
     "lora_dropout": "dropout",
-    "lora_targets": "lora_target_modules target_modules lora_target lora_modules",
-    "output": "output_dir out out_dir outdir save_dir run_dir output_path",
-    "resume": "resume_from_checkpoint resume_from auto_resume",
+    "lora_targets": "lora_target lora_modules",
+    "output": "out out_dir save_dir output_path",
+    "resume": "resume_from_checkpoint",
     "save_every": "save_steps save_interval checkpoint_every save_strategy save_freq",
-    "keep": "save_total_limit keep_checkpoints keep_last max_checkpoints",
+    "keep": "save_total_limit keep_checkpoints max_checkpoints",
     "save_optimizer": "save_only_model",
     "log_every": "logging_steps log_interval log_steps",
     "tensorboard": "report_to log_with logger tracker",
     "eval_data": "eval_dataset validation_file val_data valid_data eval_file test_data validation_data val_file",
     "eval_every": "eval_steps eval_interval val_check_interval evaluation_strategy eval_strategy",
-    "eval_batches": "eval_iters limit_val_batches max_eval_samples",
+    "eval_batches": "eval_iters max_eval_samples",
     "sample_prompts": "prompts prompt",
     "sample_tokens": "max_new_tokens",
 }

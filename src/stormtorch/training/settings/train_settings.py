@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import SettingError
-from .suggestions import suggestion
-from .values import Kind, accept, count, number, one_of, pair, path, several, size, switch, text
+from .values import PAIR, SWITCH, Kind, accept, count, number, one_of, path, several, size, text
 
 
 def _setting(group: str, default: Any, kind: Kind, meaning: str) -> Any:
@@ -45,58 +44,59 @@ class TrainSettings:
         "or module:callable that returns an nn.Module",
     )
     tokenizer: str | None = _model(None, _PATH, "directory or tokenizer.json (default: the model's directory)")
-    loss: str | None = _model(None, _CALLABLE, "loss(output, batch) of a module:callable model without its own")
-    vram: str = _model("auto", size("vram"), "hard limit of device memory")
-    ram: str = _model("auto", size("ram"), "hard limit of RAM")
-    device: str = _model("auto", text("auto, cpu, cuda:0, ...", "DEVICE"), "where to compute")
+    loss: str | None = _model(None, _CALLABLE, "loss(output, batch), for a module:callable model that returns no loss")
+    vram: str = _model("auto", size("vram"), "limit of device memory, such as 8GiB; auto: nearly all that is free")
+    ram: str = _model("auto", size("ram"), "limit of RAM, such as 64GiB; auto: what is free")
+    device: str = _model("auto", text("auto, cpu, cuda:0, ...", "DEVICE"), "cpu, cuda:0, ...; auto: a GPU if possible")
     dtype: str = _model(
         "auto",
         one_of("auto", "bf16", "fp32"),
-        "of the weights; bf16 has fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it",
+        "dtype of the weights; bf16 keeps fp32 masters; auto: bf16, on a CPU fp32, or as module:callable built it",
     )
     chunked_loss: bool = _model(
-        False, switch(), "never hold all logits: less device memory for large vocabularies, different rounding"
+        False, SWITCH, "never hold all logits: less device memory for large vocabularies, different rounding"
     )
     step: str = _model(
         "auto",
         one_of("auto", "forward", "backward", "serial"),
-        "when the optimizer runs: during the next forward, in backward as gradients arrive, or on its own",
+        "when the optimizer runs: behind the next forward, during backward as gradients arrive, or alone; the numbers "
+        "are the same; auto: forward",
     )
     activations: str = _model(
         "auto",
         one_of("auto", "keep", "offload", "recompute"),
-        "kept on the device, offloaded to RAM, or recomputed in backward",
+        "what backward needs is kept on the device, offloaded to RAM, or recomputed; auto: as measurements show",
     )
 
     data: tuple[str, ...] = _data(
         (), _PATHS, "JSON lines or text files, or directories of them; or folders that storm data pack made"
     )
-    format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the documents; auto: by their keys")
-    text_field: str | None = _data(None, text("a key", "KEY"), "key of the text (default: text)")
+    format: str = _data("auto", one_of("auto", "text", "chat", "completion"), "of the data; auto: by the first line")
+    text_field: str | None = _data(None, text("a key", "KEY"), "key of the text (default: text; for chats: messages)")
     sequence: int = _data(1024, count(2, 1 << 24), "tokens in a row")
-    packing: bool = _data(True, switch(), "join documents to full rows; without: one document per row")
-    completions_only: bool | None = _data(
-        None, switch(), "train on answers only (default: yes for chat and completion)"
-    )
+    packing: bool = _data(True, SWITCH, "join documents into full rows; --no-packing: one document per row")
+    completions_only: bool | None = _data(None, SWITCH, "train on answers only (default: yes for chat and completion)")
 
     batch: int = _update(1, count(1), "rows in a forward pass")
     accumulate: int = _update(1, count(1, 1 << 16), "forward passes in a step")
     epochs: float = _update(1.0, number(above=True, most=1e6), "passes over the data, unless steps are given")
     steps: int | None = _update(None, count(1), "optimizer steps, instead of epochs")
-    optimizer: str = _update("adamw", text("the name of an optimizer of torch.optim", "NAME"), "one of torch.optim")
+    optimizer: str = _update(
+        "adamw", text("the name of an optimizer of torch.optim", "NAME"), "an optimizer of torch.optim"
+    )
     lr: float = _update(1e-5, number(above=True), "maximum learning rate")
-    schedule: str = _update("cosine", one_of("cosine", "linear", "constant"), "of the learning rate after warm-up")
+    schedule: str = _update("cosine", one_of("cosine", "linear", "constant"), "learning rate after the warm-up")
     warmup: float = _update(0.03, number(), "steps from 0 to lr; below 1: a share of all steps")
     weight_decay: float = _update(0.0, number(), "of matrices; norms and biases are not decayed")
-    betas: tuple[float, float] | None = _update(None, pair(), "of Adam (default: the optimizer's own)")
+    betas: tuple[float, float] | None = _update(None, PAIR, "of Adam (default: the optimizer's own)")
     eps: float | None = _update(None, number(above=True), "of Adam (default: the optimizer's own)")
     clip: float = _update(1.0, number(), "norm at which gradients are clipped; 0: no clipping")
-    seed: int = _update(0, count(0), "of weights, dropout and the order of rows")
+    seed: int = _update(0, count(0), "seed of random weights, dropout and the order of rows")
     on_nan: str = _update(
         "stop",
         one_of("stop", "skip"),
-        "at a loss or gradient that is not finite: stop with status 3, or skip the update (the host then waits for "
-        "each step)",
+        "if a loss or gradient is not finite: stop with status 3, or skip the update (the host then waits for each "
+        "step)",
     )
 
     lora_rank: int = _lora(0, count(0), "rank of the adapters; 0 trains all weights")
@@ -119,16 +119,16 @@ class TrainSettings:
     save_every: int = _run(500, count(0), "steps between checkpoints; 0: only at the end")
     keep: int = _run(2, count(1), "checkpoints to keep")
     save_optimizer: bool = _run(
-        True, switch(), "without: checkpoints of weights alone; a resumed run starts the optimizer again"
+        True, SWITCH, "save the optimizer's states; without them, a resumed run starts with new ones"
     )
     log_every: int = _seen(10, count(1), "steps between lines of metrics")
-    tensorboard: bool = _seen(False, switch(), "write TensorBoard files too")
-    eval_data: tuple[str, ...] | None = _seen(None, _PATHS, "documents to evaluate on")
+    tensorboard: bool = _seen(False, SWITCH, "write TensorBoard files too")
+    eval_data: tuple[str, ...] | None = _seen(None, _PATHS, "documents to evaluate on, like --data")
     eval_every: int = _seen(500, count(0), "steps between evaluations; 0: only at the end")
-    eval_batches: int | None = _seen(None, count(1), "most batches of an evaluation (default: all)")
+    eval_batches: int | None = _seen(None, count(1), "limit of batches in an evaluation (default: all)")
     sample_every: int = _seen(0, count(0), "steps between samples; 0: only at the end")
     sample_prompts: tuple[str, ...] | None = _seen(
-        None, several(text("a text", "TEXT", written=True)), "prompts of the samples"
+        None, several(text("a text", "TEXT", written=True)), "prompts that the model continues as samples"
     )
     sample_tokens: int = _seen(64, count(1), "tokens of a sample")
 
@@ -142,17 +142,6 @@ class TrainSettings:
         """Every setting by name, in the types of YAML and JSON."""
         found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-
-
-def known_names(given: Mapping[str, object], *, source: str) -> dict[str, Any]:
-    """``given`` by the names of fields; raises SettingError for an unknown name, with a suggestion."""
-    names = [item.name for item in dataclasses.fields(TrainSettings)]
-    found = {str(name).replace("-", "_"): value for name, value in given.items()}
-    for name in found:
-        if name not in names:
-            meant = suggestion(name, names, flags=False) or "storm train --help has all of them."
-            raise SettingError(f"{source}: there is no setting {name!r}. {meant}")
-    return found
 
 
 def check_required(settings: TrainSettings) -> None:
@@ -206,3 +195,28 @@ def is_callable_name(name: str | None) -> bool:
         return False
     module, colon, attribute = name.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), attribute])
+
+
+def warmup_steps(settings: TrainSettings, total: int) -> int:
+    """Steps until the learning rate reaches its maximum: a number, or a share of all, then at least one."""
+    warmup = settings.warmup
+    if warmup == 0:
+        return 0
+    return math.ceil(warmup * total) if warmup < 1 else round(warmup)
+
+
+def learning_rate(settings: TrainSettings, step: int, total: int) -> float:
+    """The learning rate of update ``step``, from 1 to ``total``: a resumed run needs no state for it.
+
+    It rises linearly and reaches ``lr`` in the last step of the warm-up; then it is constant, or falls towards zero,
+    which the step after the last would have.
+    """
+    warmup = warmup_steps(settings, total)
+    if step <= warmup:
+        return settings.lr * step / warmup
+    if settings.schedule == "constant":
+        return settings.lr
+    progress = (step - 1 - warmup) / max(1, total - warmup)
+    if settings.schedule == "linear":
+        return settings.lr * (1.0 - progress)
+    return settings.lr * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -5,11 +5,12 @@ A flag gives strings; YAML also gives numbers, booleans and lists (and ``1e-5`` 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...core.errors import SettingError
 from ...core.sizes import parse_bytes
@@ -23,8 +24,6 @@ class Kind:
     accepted: str
     metavar: str | None = None
     many: bool = False
-    switch: bool = False
-    choices: tuple[str, ...] = ()
 
 
 def accept(name: str, kind: Kind, value: object) -> Any:
@@ -45,89 +44,42 @@ def accept(name: str, kind: Kind, value: object) -> Any:
 
 
 def one_of(*words: str) -> Kind:
-    def convert(value: object) -> str:
-        if value not in words:
-            raise ValueError
-        return str(value)
-
-    return Kind(convert, ", ".join(words), choices=words)
+    return Kind(lambda value: words[words.index(value)], ", ".join(words), metavar=f"{{{','.join(words)}}}")
 
 
 def count(least: int, most: int = (1 << 63) - 1) -> Kind:
-    def convert(value: object) -> int:
-        number = _whole(value)
-        if not least <= number <= most:
-            raise ValueError
-        return number
-
     at_most = f" and at most {most}" if most < (1 << 63) - 1 else ""
-    return Kind(convert, f"a whole number of at least {least}{at_most}", metavar="N")
+    accepted = f"a whole number of at least {least}{at_most}"
+    return Kind(lambda value: _within(_whole(value), least, most), accepted, metavar="N")
 
 
 def number(*, above: bool = False, most: float = math.inf) -> Kind:
     """A finite number of at least 0, or ``above`` it."""
-
-    def convert(value: object) -> float:
-        found = _number(value)
-        if found < 0 or (above and found == 0) or found > most:
-            raise ValueError
-        return found
-
-    least_text = "above 0" if above else "of at least 0"
-    return Kind(convert, f"a number {least_text}{f' and at most {most:g}' if most < math.inf else ''}", metavar="X")
+    least = math.ulp(0.0) if above else 0.0
+    accepted = (
+        f"a number {'above 0' if above else 'of at least 0'}{f' and at most {most:g}' if most < math.inf else ''}"
+    )
+    return Kind(lambda value: _within(_number(value), least, most), accepted, metavar="X")
 
 
 def text(accepted: str, metavar: str | None = None, *, written: bool = False) -> Kind:
     """``written``: the run writes it to files, as UTF-8."""
-
-    def convert(value: object) -> str:
-        if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
-            raise ValueError
-        if "\0" in str(value):
-            raise UnicodeError
-        if written:
-            str(value).encode()
-        return str(value)
-
-    return Kind(convert, accepted, metavar=metavar)
+    return Kind(functools.partial(_text, written=written), accepted, metavar=metavar)
 
 
 def path(accepted: str = "a path", metavar: str = "PATH", *, written: bool = False) -> Kind:
     """A path or another word; ``~`` is the home directory, in a file too."""
-    word = text(accepted, written=written)
-
-    def convert(value: object) -> str:
-        return os.path.expanduser(str(word.convert(value)))  # noqa: PTH111  # a Path would drop a leading ./
-
-    return Kind(convert, accepted, metavar=metavar)
+    return Kind(
+        lambda value: os.path.expanduser(_text(value, written=written)),  # noqa: PTH111  # a Path would drop a leading ./
+        accepted,
+        metavar=metavar,
+    )
 
 
 def several(one: Kind) -> Kind:
     """One or more of a kind, as a list or as words after a flag."""
-
-    def convert(value: object) -> tuple[Any, ...]:
-        return tuple(one.convert(item) for item in _items(value))
-
-    return Kind(convert, f"{one.accepted}, or several", metavar=one.metavar, many=True)
-
-
-def pair() -> Kind:
-    def convert(value: object) -> tuple[float, ...]:
-        found = tuple(_number(item) for item in _items(value))
-        if len(found) != 2 or not all(0 <= item < 1 for item in found):
-            raise ValueError
-        return found
-
-    return Kind(convert, "two numbers from 0 to below 1, such as 0.9 0.95", metavar="X", many=True)
-
-
-def switch() -> Kind:
-    def convert(value: object) -> bool:
-        if not isinstance(value, bool):
-            raise ValueError
-        return value
-
-    return Kind(convert, "true or false", switch=True)
+    accepted = f"{one.accepted}, or several"
+    return Kind(lambda value: tuple(map(one.convert, _items(value))), accepted, metavar=one.metavar, many=True)
 
 
 def size(name: str) -> Kind:
@@ -141,8 +93,43 @@ def size(name: str) -> Kind:
     return Kind(convert, "auto or a byte size such as 8GiB", metavar="SIZE")
 
 
-def _items(value: object) -> Sequence[object]:
+def _pair(value: object) -> tuple[float, ...]:
+    found = tuple(map(_number, _items(value)))
+    if len(found) != 2 or not all(0 <= item < 1 for item in found):
+        raise ValueError
+    return found
+
+
+def _switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+PAIR = Kind(_pair, "two numbers from 0 to below 1, such as 0.9 0.95", metavar="X", many=True)
+SWITCH = Kind(_switch, "true or false")
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _within(number: _Number, least: float, most: float) -> _Number:
+    if not least <= number <= most:
+        raise ValueError
+    return number
+
+
+def _items(value: object) -> list[object] | tuple[object, ...]:
     return value if isinstance(value, list | tuple) else [value]
+
+
+def _text(value: object, *, written: bool) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+        raise ValueError
+    if "\0" in str(value):
+        raise UnicodeError
+    if written:
+        str(value).encode()
+    return str(value)
 
 
 def _whole(value: object) -> int:
@@ -158,9 +145,6 @@ def _whole(value: object) -> int:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not math.isfinite(float(value)):
         raise ValueError
-    found = float(value)
-    if not math.isfinite(found):
-        raise ValueError
-    return found
+    return float(value)

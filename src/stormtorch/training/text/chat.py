@@ -37,8 +37,8 @@ class ChatTemplate:
         self._marked = isinstance(template, str) and _MARKS.search(template) is not None
 
     def render(
-        self, place: str, messages: object, *, tools: Any = None, spans: bool = True
-    ) -> tuple[str, list[tuple[int, int]]]:
+        self, place: str, messages: object, *, tools: Any, spans: bool
+    ) -> tuple[str, list[tuple[int, int]] | None]:
         """The text of a conversation, and with ``spans`` the spans of the assistant's words."""
         checked = _checked(place, messages)
         if spans and not any(message["role"] == "assistant" for message in checked):
@@ -49,7 +49,7 @@ class ChatTemplate:
         try:
             text = self._render(checked, tools)
             if not spans:
-                return text, []
+                return text, None
             if self._marked:
                 return text, self._marked_spans(place, checked, tools)
             found = [
@@ -66,10 +66,8 @@ class ChatTemplate:
         return text, found
 
     def _render(self, messages: Messages, tools: Any, *, answer: bool = False) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=answer
-        )
-        return text
+        render = self._tokenizer.apply_chat_template
+        return str(render(messages, tools=tools, tokenize=False, add_generation_prompt=answer))
 
     def _marked_spans(self, place: str, messages: Messages, tools: Any) -> list[tuple[int, int]]:
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -1,6 +1,6 @@
-"""Turns documents into tokens and labels, with a tokenizer of transformers.
+"""Turns files into tokens and labels, with a tokenizer of transformers.
 
-The encoder tokenises prompt and answer as one text, and uses each token's character offsets: tokenised separately, many
+`Texts` tokenises prompt and answer as one text, and uses each token's character offsets: tokenised separately, many
 tokenizers would put a space before the answer, or miss the token that spans the border. A token is trained if any of
 its characters is.
 """
@@ -8,50 +8,61 @@ its characters is.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import SettingError, StorageError
+from ...data.formats.text_lines import Progress
 from ..errors import reason
-from .documents import Document, Span
+from .documents import Document, Reading, Span, records
+from .rows import IGNORED, Ids, digest_of
 
-IGNORED = -100  # the label of a token that is not trained, as in torch's cross_entropy
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 
-Ids = npt.NDArray[np.int32]
 
+class Texts:
+    """Files of text or JSON lines, as tokens and labels. ``tokenizer`` may be None if all documents are tokens."""
 
-class Encoder:
-    """Encodes documents with ``tokenizer``, which may be None if all documents are tokens."""
-
-    def __init__(self, tokenizer: Any, *, vocabulary: int | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
+    def __init__(
+        self, files: Sequence[Path], reading: Reading, tokenizer: Any, vocabulary: int | None, cache: Path
+    ) -> None:
+        self._files, self._reading, self._tokenizer = files, reading, tokenizer
+        self._vocabulary, self._cache = vocabulary, cache
         self._offsets = bool(getattr(tokenizer, "is_fast", False))
+        self.place, self.format, self.padding = str(files[0]), reading.format, padding_token(tokenizer)
         self.largest = -1  # of the tokens seen
 
-    @property
-    def padding(self) -> int:
-        """The token that fills a row after a document; it is not trained, and causal attention never sees it."""
-        for name in ("pad_token_id", "eos_token_id"):
-            found = getattr(self._tokenizer, name, None)
-            if isinstance(found, int):
-                return found
-        return 0
+    def made_from(self) -> dict[str, Any]:
+        """Everything that decides the rows, besides their length."""
+        return {
+            "files": digest_of(self._files, self._cache),
+            "tokenizer": self._identity(),
+            "format": self._reading.format,
+            "completions_only": self._reading.completions_only,
+            "text_field": self._reading.text_field,
+        }
 
-    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Ids, Ids]]:
-        """Each document with its tokens and labels, in order. Tokenises a batch at a time, on all cores."""
-        for batch in _batched(documents):
-            encoded = self._tokens(batch)
-            for document, (ids, learn) in zip(batch, encoded, strict=True):
-                self._check(document, ids)
-                yield document, ids, np.where(learn, ids, np.int32(IGNORED))
+    def encoded(self, progress: Progress | None) -> Iterator[tuple[Ids, Ids, bool]]:
+        """Tokens and labels, in order, and whether they end a document. Tokenises a batch at a time, on all cores."""
+        documents = (self._reading.document(record) for file in self._files for record in records(file, progress))
+        for (is_text, opening), group in itertools.groupby(documents, _kind):
+            for batch in _batched(group):
+                made = self._texts(batch, opening=opening) if is_text else map(_given, batch)
+                for document, (ids, learn) in zip(batch, list(made), strict=True):  # arrays are smaller than lists
+                    self._check(document, ids)
+                    yield ids, np.where(learn, ids, np.int32(IGNORED)), document.last
 
-    def identity(self) -> str:
+    def beyond_vocabulary(self, token: int, place: str | None = None) -> SettingError:
+        assert self._vocabulary is not None
+        return beyond_vocabulary(place or self.place, token, self._vocabulary, self._tokenizer)
+
+    def _identity(self) -> str:
         """A hash of everything that decides the tokens of a text."""
         if self._tokenizer is None:
             return "none"
@@ -64,23 +75,6 @@ class Encoder:
         made["template"] = getattr(self._tokenizer, "chat_template", None)
         return hashlib.blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=16).hexdigest()
 
-    def beyond_vocabulary(self, place: str, token: int) -> SettingError:
-        assert self._vocabulary is not None
-        return beyond_vocabulary(place, token, self._vocabulary, self._tokenizer)
-
-    def _tokens(self, batch: Sequence[Document]) -> list[tuple[Ids, npt.NDArray[np.bool_]]]:
-        found: list[tuple[Ids, npt.NDArray[np.bool_]] | None] = [None] * len(batch)
-        for opening in (True, False):
-            chosen = [
-                at
-                for at, document in enumerate(batch)
-                if isinstance(document.content, str) and document.opening is opening
-            ]
-            texts = [batch[at] for at in chosen]
-            for at, made in zip(chosen, self._texts(texts, opening=opening) if texts else (), strict=True):
-                found[at] = made
-        return [_given(document) if made is None else made for document, made in zip(batch, found, strict=True)]
-
     def _texts(self, documents: Sequence[Document], *, opening: bool) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
         if self._tokenizer is None:
             raise SettingError(f"{documents[0].place}: text needs a tokenizer. Name one: --tokenizer PATH.")
@@ -92,7 +86,14 @@ class Encoder:
                 "train on everything: --no-completions-only."
             )
         try:
-            made = self._call([str(document.content) for document in documents], opening, offsets=masked)
+            made = self._tokenizer(
+                [str(document.content) for document in documents],
+                add_special_tokens=opening,
+                return_attention_mask=False,
+                truncation=False,
+                verbose=False,
+                return_offsets_mapping=masked,
+            )
         except Exception as error:  # tokenizers raises TypeError, or bare Exception
             raise self._refusal(documents, error) from error
         for at, document in enumerate(documents):
@@ -108,12 +109,6 @@ class Encoder:
             elif document.ending:
                 learn[-1] = True  # the tokenizer has added the end token itself
             yield np.array(ids, dtype=np.int32), learn
-
-    def _call(self, texts: list[str], opening: bool, *, offsets: bool) -> Any:
-        extra = {"return_offsets_mapping": True} if offsets else {}
-        return self._tokenizer(
-            texts, add_special_tokens=opening, return_attention_mask=False, truncation=False, verbose=False, **extra
-        )
 
     def _refusal(self, documents: Sequence[Document], error: Exception) -> StorageError:
         """The error for a document that the tokenizer refuses: the first with invalid Unicode, if there is one."""
@@ -139,9 +134,15 @@ class Encoder:
         largest = int(ids.max(initial=-1))
         self.largest = max(self.largest, largest)
         if self._vocabulary is not None and largest >= self._vocabulary:
-            raise self.beyond_vocabulary(document.place, largest)
+            raise self.beyond_vocabulary(largest, document.place)
         if ids.min(initial=0) < 0:
             raise StorageError(f"{document.place}: token {int(ids.min())} is below 0. Correct it.")
+
+
+def padding_token(tokenizer: Any) -> int:
+    """The token that fills a row after a document; it is not trained, and causal attention never sees it."""
+    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return next((found for found in ids if isinstance(found, int)), 0)
 
 
 def beyond_vocabulary(place: str, token: int, vocabulary: int, tokenizer: Any) -> SettingError:
@@ -162,6 +163,10 @@ def _given(document: Document) -> tuple[Ids, npt.NDArray[np.bool_]]:
     for start, end in document.learn or ():
         learn[start:end] = True
     return ids, learn
+
+
+def _kind(document: Document) -> tuple[bool, bool]:
+    return isinstance(document.content, str), document.opening
 
 
 def _within(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

@@ -21,9 +21,9 @@ from ...data.formats.dtypes import INTEGERS, name_of
 from ...data.formats.plain.packed import Index, PackedFile, is_packed, read_index
 from ...data.formats.text_lines import Progress
 from ...data.source import Field
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import inside, opened
-from .encode import IGNORED, Ids
+from .rows import IGNORED, Ids
 
 _PIECE_TOKENS = 1 << 20
 _TOKEN_LIMIT = 1 << 31  # rows hold tokens in 32 bits
@@ -46,9 +46,8 @@ class Packed:
     def __init__(
         self,
         folders: Sequence[Path],
-        *,
-        sequence: int,
         padding: int,
+        sequence: int,
         vocabulary: int | None,
         completions_only: bool | None,
     ) -> None:
@@ -58,7 +57,7 @@ class Packed:
         self.place, self.largest = str(folders[0]), -1
         for folder, index in self._folders:
             _check_columns(folder, index, sequence)
-            if completions_only and not {"loss_mask", "labels"} & _by_name(index).keys():
+            if completions_only and not {"loss_mask", "labels"} & {field.name for field in index.fields}:
                 raise SettingError(
                     f"--completions-only: {folder} does not mark prompts. Leave it out, or pack it again with "
                     "--prompt-field."
@@ -77,13 +76,13 @@ class Packed:
         """Tokens and labels, in order. Ends of documents are not known, nor needed to cut rows."""
         for folder, files in self._shards():
             for columns in _pieces(folder, files, progress):
-                ids = self._checked(folder, columns[0])
-                if len(columns) == 1:
-                    yield ids, ids, False
-                elif files[1][0].name == "loss_mask":
-                    yield ids, np.where(columns[1] != 0, ids, np.int32(IGNORED)), False
-                else:
-                    yield ids, self._labels(folder, columns[1]), False
+                labels = ids = self._checked(folder, columns[0])
+                if len(columns) == 2 and files[1][0].name == "loss_mask":
+                    labels = np.where(columns[1] != 0, ids, np.int32(IGNORED))
+                elif len(columns) == 2:
+                    self._checked(folder, columns[1][columns[1] != IGNORED])
+                    labels = columns[1].astype(np.int32)
+                yield ids, labels, False
 
     def beyond_vocabulary(self, token: int) -> SettingError:
         return SettingError(
@@ -94,15 +93,15 @@ class Packed:
     def _shards(self) -> Iterator[tuple[Path, list[tuple[Field, PackedFile]]]]:
         """Each shard's folder, with the columns to read: the tokens, and the labels or the mask."""
         for folder, index in self._folders:
-            names = list(_by_name(index))
+            names = [field.name for field in index.fields]
             second = [name for name in ("labels", "loss_mask") if name in names and (self._masked or name == "labels")]
-            chosen = [names.index(name) for name in (_tokens_of(index), *second)]
+            chosen = [names.index("tokens" if index.kind == "tokens" else "input_ids"), *map(names.index, second)]
             for shard in index.shards:
                 if shard.rows:
                     yield folder, [(index.fields[at], shard.files[at]) for at in chosen]
 
     def _checked(self, folder: Path, found: npt.NDArray[Any]) -> Ids:
-        least, largest = int(found.min()), int(found.max())
+        least, largest = int(found.min(initial=0)), int(found.max(initial=0))
         self.largest = max(self.largest, largest)
         if least < 0:
             raise StorageError(f"{folder}: token {least} is below 0. Pack it again.")
@@ -112,24 +111,10 @@ class Packed:
             raise StorageError(f"{folder}: token {largest} does not fit in 32 bits. Pack it again.")
         return found.astype(np.int32)
 
-    def _labels(self, folder: Path, found: npt.NDArray[Any]) -> Ids:
-        learnt = found[found != IGNORED]
-        if len(learnt):
-            self._checked(folder, learnt)
-        return found.astype(np.int32)
-
-
-def _by_name(index: Index) -> dict[str, Field]:
-    return {field.name: field for field in index.fields}
-
-
-def _tokens_of(index: Index) -> str:
-    return "tokens" if index.kind == "tokens" else "input_ids"
-
 
 def _check_columns(folder: Path, index: Index, sequence: int) -> None:
     """Refuse columns that are not tokens, and rows of another length."""
-    found = _by_name(index)
+    found = {field.name: field for field in index.fields}
     if index.kind == "tokens":
         if "tokens" not in found:
             raise StorageError(f"{folder} holds packed tokens, and no column is named tokens. Copy or pack it again.")
@@ -164,26 +149,21 @@ def _pieces(
     dtypes = [np.dtype(name_of(field.dtype)).newbyteorder("<") for field, _ in files]
     sums = [0] * len(files)
     left = files[0][1].bytes // dtypes[0].itemsize
-    with contextlib.ExitStack() as stack:
-        try:
-            streams = [stack.enter_context(opened(inside(folder, file.name))) for _, file in files]
-            while left:
-                count = min(left, _PIECE_TOKENS)
-                columns = []
-                for at, (stream, dtype) in enumerate(zip(streams, dtypes, strict=True)):
-                    data = stream.read(count * dtype.itemsize)
-                    if len(data) < count * dtype.itemsize:
-                        raise StorageError(f"{folder / files[at][1].name} ends early. Copy or pack it again.")
-                    sums[at] = zlib.crc32(data, sums[at])
-                    columns.append(np.frombuffer(data, dtype=dtype))
-                    if progress is not None:
-                        progress(len(data))
-                left -= count
-                yield columns
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise storage_error(f"read {folder}", error) from error
+    with storage_errors(f"read {folder}"), contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(opened(inside(folder, file.name))) for _, file in files]
+        while left:
+            count = min(left, _PIECE_TOKENS)
+            columns = []
+            for at, (stream, dtype) in enumerate(zip(streams, dtypes, strict=True)):
+                data = stream.read(count * dtype.itemsize)
+                if len(data) < count * dtype.itemsize:
+                    raise StorageError(f"{folder / files[at][1].name} ends early. Copy or pack it again.")
+                sums[at] = zlib.crc32(data, sums[at])
+                columns.append(np.frombuffer(data, dtype=dtype))
+                if progress is not None:
+                    progress(len(data))
+            left -= count
+            yield columns
     for (_, file), found in zip(files, sums, strict=True):
         if found != file.crc32:
             raise StorageError(

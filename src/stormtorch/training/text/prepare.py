@@ -15,9 +15,10 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,13 @@ from ...data.formats.text_lines import Progress
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link, inside, parse_json, read_small
 from ..errors import reason
-from .cache import being_written, digest_of
-from .documents import Document, Reading, settle
-from .encode import IGNORED, Encoder, Ids
+from .documents import choose_reading, data_files, is_plain_text
+from .encode import Texts, padding_token
 from .packed import Packed, packed_folders
-from .records import data_files, is_plain_text, records
-from .rows import RowWriter, examine
+from .rows import ARRAYS, IGNORED, RowWriter, being_written, check_array
 
 _VERSION = 1  # of the format: a change invalidates all caches
+_COUNTS = ("rows", "tokens", "trained_tokens", "cut_documents", "empty_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +87,13 @@ def prepare(
     were read. Verifies the checksums of cached arrays; calls ``warn`` for damaged ones, and makes them again.
     """
     sequence = whole_number("--sequence", sequence, 2)
-    encoder = Encoder(tokenizer, vocabulary=vocabulary)
-    source: _Texts | Packed
+    source: Texts | Packed
     if folders := packed_folders(paths):
         of_text = {"--no-packing": not packing, "--format": format != "auto", "--text-field": text_field is not None}
         for flag, given in of_text.items():
             if given:
                 raise SettingError(f"{flag} is for text, and {folders[0]} is packed. Leave it out, or name the text.")
-        source = Packed(
-            folders,
-            sequence=sequence,
-            padding=encoder.padding,
-            vocabulary=vocabulary,
-            completions_only=completions_only,
-        )
+        source = Packed(folders, padding_token(tokenizer), sequence, vocabulary, completions_only)
     else:
         files = data_files(paths)
         if not packing and any(map(is_plain_text, files)):
@@ -108,15 +101,14 @@ def prepare(
                 "--no-packing uses the first row of each document, and a text file is one document. Give JSON lines, "
                 "or leave --no-packing out."
             )
-        reading = settle(
-            _first(files), format=format, completions_only=completions_only, text_field=text_field, tokenizer=tokenizer
-        )
-        source = _Texts(files, reading, encoder, cache)
+        reading = choose_reading(files, format, completions_only, text_field, tokenizer)
+        source = Texts(files, reading, tokenizer, vocabulary, cache)
     with storage_errors(f"write tokens to {cache}"):
         check_no_link(cache)
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache)
-        key = _key(source, sequence=sequence, packing=packing)
+        made_from = {"version": _VERSION, **source.made_from(), "sequence": sequence, "packing": packing}
+        key = hashlib.blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=12).hexdigest()
         found = _found(cache / key, padding=source.padding, warn=warn)
         if found is None:
             _write(cache, key, source, sequence=sequence, packing=packing, progress=progress)
@@ -135,87 +127,33 @@ def input_bytes(paths: Sequence[Path | str]) -> int:
     return sum(file_size(path) for path in data_files(paths))
 
 
-class _Texts:
-    """Text files: ``reading`` turns them into documents, ``encoder`` into tokens."""
-
-    def __init__(self, files: Sequence[Path], reading: Reading, encoder: Encoder, cache: Path) -> None:
-        self._files, self._reading, self._encoder, self._cache = files, reading, encoder, cache
-        self.place, self.format, self.padding = str(files[0]), reading.format, encoder.padding
-
-    @property
-    def largest(self) -> int:
-        return self._encoder.largest
-
-    def made_from(self) -> dict[str, Any]:
-        return {
-            "files": digest_of(self._files, self._cache),
-            "tokenizer": self._encoder.identity(),
-            "format": self._reading.format,
-            "completions_only": self._reading.completions_only,
-            "text_field": self._reading.text_field,
-        }
-
-    def encoded(self, progress: Progress | None) -> Iterator[tuple[Ids, Ids, bool]]:
-        for document, ids, labels in self._encoder.encode(_documents(self._files, self._reading, progress)):
-            yield ids, labels, document.last
-
-    def beyond_vocabulary(self, token: int) -> SettingError:
-        return self._encoder.beyond_vocabulary(self.place, token)
-
-
-def _first(files: Sequence[Path]) -> Any:
-    for file in files:
-        for record in records(file):
-            return record
-    raise StorageError(f"{files[0]} holds no document, only empty lines. Give it some.")
-
-
-def _documents(files: Sequence[Path], reading: Reading, progress: Progress | None) -> Iterator[Document]:
-    for file in files:
-        for record in records(file, progress):
-            yield reading.document(record)
-
-
-def _key(source: _Texts | Packed, *, sequence: int, packing: bool) -> str:
-    made_from = {"version": _VERSION, **source.made_from(), "sequence": sequence, "packing": packing}
-    return hashlib.blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
 def _write(
-    cache: Path, key: str, source: _Texts | Packed, *, sequence: int, packing: bool, progress: Progress | None
+    cache: Path, key: str, source: Texts | Packed, *, sequence: int, packing: bool, progress: Progress | None
 ) -> None:
     count = 0
-    with being_written(cache, key) as directory:
-        with RowWriter(directory, sequence=sequence, packing=packing, padding=source.padding) as writer:
-            for ids, labels, ended in source.encoded(progress):
-                writer.add(ids, labels)
-                count += ended
-            fingerprint = writer.close()
+    with being_written(cache, key) as directory, ExitStack() as ends:
+        writer = RowWriter(directory, ends, sequence=sequence, packing=packing, padding=source.padding)
+        for ids, labels, ended in source.encoded(progress):
+            writer.add(ids, labels)
+            count += ended
+        fingerprint = writer.close()
         if not writer.rows:
             of = f" of {count} documents" if count else ""
             raise SettingError(
                 f"{source.place}: none{of} with {writer.tokens} tokens has a token to train on within --sequence "
                 f"{sequence}. Prompts may be longer than that, or documents may have one token. Raise --sequence."
             )
-        made = Prepared(
-            arrays={},
-            sequence=sequence,
-            rows=writer.rows,
-            tokens=writer.tokens,
-            trained_tokens=writer.trained_tokens,
-            documents=count,
-            cut_documents=writer.cut_documents,
-            empty_rows=writer.empty_rows,
-            largest_token=source.largest,
-            format=source.format,
-            fingerprint=fingerprint,
-            reused=True,
-        )
-        facts = {name: value for name, value in asdict(made).items() if name not in ("arrays", "reused")}
-        facts["marks"] = writer.marks()
-        facts["sum"] = _sum(facts)
+        facts = {
+            "sequence": sequence,
+            "documents": count,
+            "largest_token": source.largest,
+            "format": source.format,
+            "fingerprint": fingerprint,
+            "marks": writer.marks(),
+            **{name: getattr(writer, name) for name in _COUNTS},
+        }
         with (directory / "prepared.json").open("w") as file:
-            json.dump(facts, file)
+            json.dump(facts | {"sum": _sum(facts)}, file)
             file.flush()
             os.fsync(file.fileno())
 
@@ -232,9 +170,21 @@ def _found(
         if facts.pop("sum") != _sum(facts):
             raise ValueError("the checksum of prepared.json is wrong")
         marks = facts.pop("marks")
-        arrays = {name: inside(directory, f"{name}.npy") for name in ("input_ids", "labels")}
+        arrays = {name: inside(directory, f"{name}.npy") for name in ARRAYS}
         found = Prepared(arrays=arrays, reused=reused, **facts)
-        _check_arrays(found, marks, padding)
+
+        def check(name: str) -> None:
+            check_array(
+                arrays[name],
+                rows=found.rows,
+                sequence=found.sequence,
+                crc=marks[name][0],
+                least=0 if name == "input_ids" else IGNORED,
+                largest=max(found.largest_token, padding),
+            )
+
+        with ThreadPoolExecutor() as pool:  # numpy, zlib and reading release the GIL
+            list(pool.map(check, arrays))
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warn(f"The tokens in {directory} cannot be used ({reason(error)}). Making them again.")
@@ -247,17 +197,3 @@ def _found(
 
 def _sum(facts: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
-
-
-def _check_arrays(found: Prepared, marks: Mapping[str, Sequence[int]], padding: int) -> None:
-    """Raise ValueError unless both files have their sizes and checksums, and hold valid tokens."""
-    with ThreadPoolExecutor(len(found.arrays)) as pool:  # numpy, zlib and reading release the GIL
-        held = pool.map(lambda path: examine(path, rows=found.rows, sequence=found.sequence), found.arrays.values())
-        for (name, path), what in zip(found.arrays.items(), held, strict=True):
-            if what is None:
-                raise ValueError(f"{path.name} does not have the size that was written")
-            if what.crc != marks[name][0]:
-                raise ValueError(f"the checksum of {path.name} is {what.crc:08x}, {marks[name][0]:08x} was written")
-            least = 0 if name == "input_ids" else IGNORED
-            if what.least < least or what.largest > max(found.largest_token, padding):
-                raise ValueError(f"{path.name} holds numbers that are not tokens")
