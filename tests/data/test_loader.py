@@ -24,8 +24,7 @@ import torch
 from stormtorch.core.errors import LaneError, OutOfBudget, SettingError, StorageError, StormError
 from stormtorch.core.sizes import MiB
 from stormtorch.data.delivery.buffers import Buffers
-from stormtorch.data.delivery.groups import batches_at_once
-from stormtorch.data.delivery.to_device import HostGroup, LaneDelivery
+from stormtorch.data.delivery.to_device import LaneDelivery, batches_at_once
 from stormtorch.data.delivery.transforms import Cast, Normalise
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.readers.choice import Reading
@@ -269,8 +268,8 @@ def test_interrupted_between_sent_and_no_longer_pending(
     with DataLoader(numbered_source(tmp_path, [200]), 16) as loader:
         batches = iter(loader)
         next(batches)
-        run: Any = loader._run
-        run._pending = Pressing(run._pending)
+        engine: Any = loader._engine
+        engine._pending = Pressing(engine._pending)
         with pytest.raises(KeyboardInterrupt):
             deque(batches)
         loader.set_epoch(0)
@@ -686,12 +685,12 @@ def test_a_group_that_cannot_be_sent_is_not_left_out(
     deliver_late(monkeypatch, 4)
     send, count = LaneDelivery.send, 0
 
-    def fail(delivery: LaneDelivery, group: HostGroup) -> object:
+    def fail(delivery: LaneDelivery, group: Any) -> None:
         nonlocal count
         count += 1
         if count == bad or (count > bad and not once):
             raise LaneError("the lane has failed")
-        return send(delivery, group)
+        send(delivery, group)
 
     monkeypatch.setattr(LaneDelivery, "send", fail)
     seen: list[int] = []

@@ -29,17 +29,17 @@ from ..core.tags import Tag
 from ..memory.books.ledger import open_ledger
 from ..memory.books.limits import usable_device
 from .delivery.content import content_of
-from .delivery.engine import BatchRange, Counts, Engine, Run
+from .delivery.engine import BatchRange, Counts, Engine, EngineSettings
 from .delivery.item_engine import ItemEngine
 from .delivery.report import LoaderReport
 from .delivery.row_engine import RowsEngine
 from .delivery.state import VERSION, check_state, fingerprint
 from .delivery.transforms import Transform, apply, check_transform
 from .formats.items import ItemSource
-from .formats.open import Source, open_source
+from .formats.open import open_source
 from .readers.choice import Choice, Reading, choose
 from .readers.order import WINDOW_BYTES, Order, OrderSettings, Shuffle
-from .source import DecodedSource, FileSource
+from .source import DecodedSource
 
 
 class DataLoader(Closing):
@@ -89,12 +89,11 @@ class DataLoader(Closing):
         self.device = usable_device(device)
         self.batch_size, self.drop_last, self.epochs = batch_size, drop_last, epochs
         self._transform, self._nan, self._workers = transform, nan, workers
-        shards, row_bytes, fields = _layout_of(self.source)
-        self._fingerprint = fingerprint(shards, fields)
+        self._fingerprint = fingerprint(self.source)
         self._content: str | None = None
         self._order = Order(
-            shards,
-            row_bytes,
+            self.source.groups,
+            self.source.row_bytes,
             OrderSettings(
                 shuffle=shuffle,
                 seed=seed,
@@ -112,9 +111,9 @@ class DataLoader(Closing):
                 f"{self.source.name} has {self.source.rows} rows, which fill no batch: batch_size={batch_size}, "
                 f"world={world}, drop_last={drop_last}. Lower batch_size, or use drop_last=False."
             )
-        self._names = [name for name, _, _ in fields]
+        self._names = [field.name for field in self.source.fields]
         check_transform(transform, self._names)
-        if isinstance(transform, Mapping) and len(fields) == 1:
+        if isinstance(transform, Mapping) and len(self._names) == 1:
             self._transform = transform.get(self._names[0])
         self._ram = ram
         if isinstance(self.source, ItemSource):
@@ -123,7 +122,7 @@ class DataLoader(Closing):
             self._choice = choose(self.source, reading)
         self._engine: Engine | None = None
         self._finalizer: weakref.finalize[[], DataLoader] | None = None  # closes the engine with the loader
-        self._run: Run | None = None
+        self._running = False  # the engine reads batches of the present loop
         self._epoch = self._batch = self._run_epoch = 0
         self._resumed = True  # the next loop starts at the present place
         self._turn = 0  # counts the loops over this loader
@@ -163,7 +162,7 @@ class DataLoader(Closing):
             while True:
                 if turn != self._turn:
                     raise StormError("This loop is over: another loop over the same loader began. Use two loaders.")
-                if self._engine is not None and self._engine.pid != os.getpid() and self._run is not None:
+                if self._running and self._engine is not None and self._engine.pid != os.getpid():
                     raise StormError("This loop belongs to the process before the fork. Start a new one here.")
                 found = self._next(end)
                 if found is None:
@@ -187,9 +186,11 @@ class DataLoader(Closing):
     def _next(self, end: int) -> tuple[Any, int, int] | None:
         """The next batch of the run, its samples and bytes; the first request starts the run."""
         try:
-            if self._run is None:
-                self._run = self._own_engine().run(BatchRange(self._epoch, self._batch, end, self._per_epoch))
-            return self._run.next()
+            engine = self._own_engine()
+            if not self._running:
+                self._running = True
+                engine.start(BatchRange(self._epoch, self._batch, end, self._per_epoch))
+            return engine.next()
         except BaseException:
             # Ctrl-C may have left the engine inconsistent. After an error, the user may fix a file by replacing it,
             # so open files must not be used again either.
@@ -289,27 +290,17 @@ class DataLoader(Closing):
         return self._engine
 
     def _opened_engine(self) -> Engine:
-        if isinstance(self.source, ItemSource):
-            return ItemEngine(
-                self.source,
-                self._order,
-                device=self.device,
-                batch_rows=self.batch_size,
-                workers=self._workers,
-                nan=self._nan,
-                counts=self._counts,
-            )
-        return RowsEngine(
-            self.source,
-            self._order,
-            self._choice,
+        settings = EngineSettings(
+            order=self._order,
             device=self.device,
             batch_rows=self.batch_size,
-            ledger=open_ledger(self.device, ram=self._ram),
-            threads=self._workers,
-            nan=self._nan,
+            workers=self._workers,
+            refuses_nan=self._nan == "error",
             counts=self._counts,
         )
+        if isinstance(self.source, ItemSource):
+            return ItemEngine(self.source, settings)
+        return RowsEngine(self.source, self._choice, open_ledger(self.device, ram=self._ram), settings)
 
     def _drop_engine(self) -> None:
         engine, self._engine = self._engine, None
@@ -319,23 +310,12 @@ class DataLoader(Closing):
                 self._finalizer.detach()  # only now: after Ctrl-C the finalizer closes it
 
     def _end_run(self) -> None:
-        run, self._run = self._run, None
+        running, self._running = self._running, False
         if self._finalizer is not None and not self._finalizer.alive:
             return  # the interpreter is exiting: the engine is closed, and modules are empty
-        if run is not None and self._engine is not None and self._engine.pid == os.getpid():
+        if running and self._engine is not None and self._engine.pid == os.getpid():
             try:
-                run.close()
+                self._engine.stop()
             except BaseException:
                 self._drop_engine()
                 raise
-
-
-def _layout_of(source: Source) -> tuple[list[int], int, list[tuple[str, str, tuple[int, ...]]]]:
-    """Rows of each shard, bytes of a row, and the fields, for the order and the state."""
-    if isinstance(source, ItemSource):
-        return [source.rows], 1, []
-    shards = [shard.rows for shard in source.shards] if isinstance(source, FileSource) else list(source.groups)
-    for field in source.fields:
-        if field.row_bytes == 0:
-            raise SettingError(f"Field {field.name!r} of {source.name} has rows of no bytes. Leave it out.")
-    return shards, source.row_bytes, [(field.name, str(field.dtype), field.shape) for field in source.fields]

@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..core.errors import SettingError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
@@ -54,25 +56,8 @@ class Shard:
     strips: tuple[Strip, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileSource:
-    """Rows of a fixed width in files. ``name``: its name in errors, as the user gave it."""
-
-    name: str
-    fields: tuple[Field, ...]
-    shards: tuple[Shard, ...]
-
-    @cached_property
-    def rows(self) -> int:
-        return sum(shard.rows for shard in self.shards)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        return sum(field.row_bytes for field in self.fields)
-
-
-class DecodedSource(ABC):
-    """Rows that a decoder gives, a group at a time. ``groups``: the number of rows of each group, in order."""
+class RowSource:
+    """``name``: its name in errors, as the user gave it. ``groups``: the rows of each shard, or of what is decoded."""
 
     name: str
     fields: tuple[Field, ...]
@@ -85,6 +70,30 @@ class DecodedSource(ABC):
     @cached_property
     def row_bytes(self) -> int:
         return sum(field.row_bytes for field in self.fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource(RowSource):
+    """Rows of a fixed width in files."""
+
+    name: str
+    fields: tuple[Field, ...]
+    shards: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        for field in self.fields:
+            if field.row_bytes == 0:
+                raise SettingError(
+                    f"Field {field.name!r} of {self.name} has rows of zero bytes (shape {field.shape}). Leave it out."
+                )
+
+    @cached_property
+    def groups(self) -> Sequence[int]:  # type: ignore[override]
+        return [shard.rows for shard in self.shards]
+
+
+class DecodedSource(RowSource, ABC):
+    """Rows that a decoder gives, a group at a time."""
 
     @abstractmethod
     def decode(self, group: int) -> Mapping[str, Tensor]:

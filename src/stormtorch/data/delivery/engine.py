@@ -1,4 +1,4 @@
-"""Interfaces: an engine lives as long as its loader; a run is one iteration, which gives its batches in order."""
+"""The interface of engines: an engine reads batches and brings them to the device, and lives as long as its loader."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ...core.events import Span, What
+from ..readers.order import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +39,21 @@ class Counts:
         if span.what is What.BATCH:
             self.samples += span.times
             self.bytes += span.bytes
-            self.spent_s += span.end_s - span.start_s
+            self.spent_s += span.seconds
         elif span.what is What.WAIT:
-            self.waited_s += span.end_s - span.start_s
+            self.waited_s += span.seconds
 
 
-class Run(ABC):
-    """Gives batches until there are none; ``close`` may be called at any moment."""
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The loader's settings, as both engines need them. ``workers``: None for the engine's own choice."""
 
-    @abstractmethod
-    def next(self) -> tuple[Any, int, int] | None:
-        """The next batch, on its device, with its samples and bytes; None after the last. Blocks until it is read."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Cancel pending reads and copies; none is running when it returns. Idempotent."""
+    order: Order
+    device: torch.device
+    batch_rows: int
+    workers: int | None
+    refuses_nan: bool
+    counts: Counts
 
 
 class Engine(ABC):
@@ -59,8 +62,16 @@ class Engine(ABC):
     pid: int
 
     @abstractmethod
-    def run(self, span: BatchRange) -> Run:
-        """Start reading ``span``. One run at a time: close the last one first."""
+    def start(self, span: BatchRange) -> None:
+        """Start reading ``span``. Nothing else is being read: ``stop`` comes first."""
+
+    @abstractmethod
+    def next(self) -> tuple[Any, int, int] | None:
+        """The next batch, on its device, with its samples and bytes; None after the last. Blocks until it is read."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Cancel pending reads and copies; none is running when it returns. Idempotent."""
 
     @property
     @abstractmethod
@@ -75,3 +86,13 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the threads and return everything. Idempotent; does nothing in a forked child."""
+
+
+def first_nan_row(tensor: torch.Tensor) -> int | None:
+    """The first row of a CPU batch that holds a NaN; infinities are allowed. Blocks; one pass over the bytes."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return None
+    if not tensor.sum().isnan():  # necessary, not sufficient: inf - inf is NaN too
+        return None
+    found = tensor.isnan().view(tensor.shape[0], -1).any(dim=1).nonzero()
+    return int(found[0]) if len(found) else None

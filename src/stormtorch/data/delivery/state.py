@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...core.errors import SettingError
+from ..source import RowSource
 
 VERSION = 2
 _PLACE = {"version", "epoch", "batch", "run_epoch"}
@@ -18,9 +19,9 @@ _MEANING = {
 _OPTIONAL = {"content"}  # older states do not have it
 
 
-def fingerprint(shards: Sequence[int], fields: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:
+def fingerprint(source: RowSource) -> str:
     """A hash of the layout of the data, by which a state recognises its data."""
-    text = repr((list(shards), [(name, dtype, list(shape)) for name, dtype, shape in fields]))
+    text = repr((list(source.groups), [(field.name, str(field.dtype), list(field.shape)) for field in source.fields]))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
