@@ -342,8 +342,7 @@ def test_the_first_epoch_announces_every_row(tmp_path: Path, shuffle: Shuffle) -
     with DataLoader(source, 50, shuffle=shuffle, window=MiB, reading="cached") as loader:
         assert sorted(row for batch in loader for row in rows_in(batch)) == list(range(5000))
         list(loader)
-        warmer = loader._engine._reader._warmer  # type: ignore[union-attr]
-        assert warmer.ended
+        assert loader._engine._reader._is_warm  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("reading", ["cached", "direct"])

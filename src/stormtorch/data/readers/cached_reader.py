@@ -5,7 +5,7 @@ Files are mapped, and the copy is guarded (see csrc/rows.c): a file that shrinks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from .layout import Layout
 from .order import Order
 from .permutations import Rows
 from .reader import Read, Reader
-from .warmer import Warmer
+from .warmer import warm
 
 
 class CachedRead(Read):
@@ -46,24 +46,25 @@ class CachedReader(Reader):
         self.descriptors = Descriptors(self.layout.files, direct=False, mapped_bytes=self.layout.file_ends())
         self.pool: RowsPool = open_rows(threads)
         self._only_shard = np.zeros(1, dtype=np.int64) if len(source.shards) == 1 else None  # of all rows
-        self._warmer: Warmer | None = None
+        self._warmer: Generator[None, None, None] | None = None
+        self._is_warm = False  # the whole epoch is cached
         self._templates: list[Pieces] = []  # see _template
 
     def stop(self) -> None:
-        if self._warmer is not None and not self._warmer.ended:
+        if self._warmer is not None:
             self._warmer.close()
-            self._warmer = None  # ``restart`` makes another
+            self._warmer = None
         self.pool.cancel()
 
     def restart(self, epoch: int, first: int) -> None:
         self.stop()
-        if self._warmer is None:  # a finished one remains: the data is cached
-            self._warmer = Warmer(self.layout, self._order, self.descriptors, epoch, first)
+        if not self._is_warm:
+            self._warmer = warm(self.layout, self._order, self.descriptors, epoch, first)
 
     def start(self, epoch: int, first: int, count: int, targets: Sequence[int], keep: object) -> Read:
         rows = self._order.rows(epoch, first, count)
-        assert self._warmer is not None
-        self._warmer.step()
+        if self._warmer is not None and next(self._warmer, True):
+            self._warmer, self._is_warm = None, True
         shards = self.layout.shards_of(rows) if self._only_shard is None else self._only_shard
         pieces = self._template(count)
         for at, (column, target) in enumerate(zip(self.layout.columns, targets, strict=True)):

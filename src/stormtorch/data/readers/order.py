@@ -118,7 +118,6 @@ class Order:
         self._counts = np.minimum(np.repeat(rows, per_shard) - numbers * block, block)
         self._line: tuple[int, Rows, Rows, Rows] | None = None  # epoch, firsts, counts, ends
         self._rows: tuple[int, int, Rows] | None = None  # epoch, window, its rows
-        self._scatter: tuple[int, Scatter] | None = None
 
     @property
     def windows(self) -> int:
@@ -169,16 +168,11 @@ class Order:
                 first = window * _CHUNK
                 places = np.arange(first, min(first + _CHUNK, self.rows_per_epoch), dtype=np.int64)
                 places += self.settings.rank * self.rows_per_epoch
-                rows = self._scatter_of(epoch).at(places % self.total_rows)
+                rows = Scatter(self.total_rows, mix(self.settings.seed, epoch, 2)).at(places % self.total_rows)
             else:
                 rows = self.window(epoch, window).rows()
             self._rows = epoch, window, rows
         return self._rows[2]
-
-    def _scatter_of(self, epoch: int) -> Scatter:
-        if self._scatter is None or self._scatter[0] != epoch:
-            self._scatter = epoch, Scatter(self.total_rows, mix(self.settings.seed, epoch, 2))
-        return self._scatter[1]
 
     def _line_of(self, epoch: int) -> tuple[int, Rows, Rows, Rows]:
         """The blocks in the order of ``epoch``; without shuffling all epochs are the same."""

@@ -8,11 +8,11 @@ data fits in RAM, or it would not be read this way, so there is no limit on how 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import numpy as np
 
-from ...native.rows.jobs import PENDING, PIECE, RowsJob, RowsPool
+from ...native.rows.jobs import PENDING, PIECE, Pieces, RowsJob
 from ...native.rows.open import open_rows
 from .descriptors import Descriptors
 from .layout import Layout
@@ -21,51 +21,29 @@ from .order import Order, Window
 _JOBS = 2  # windows queued at a time, so that the thread is never idle
 
 
-class Warmer:
-    """Call ``step`` now and then; ends by itself."""
+def warm(layout: Layout, order: Order, descriptors: Descriptors, epoch: int, first: int) -> Generator[None, None, None]:
+    """Start a thread with the window of place ``first`` of ``epoch``. The generator ends when it has read all.
 
-    def __init__(self, layout: Layout, order: Order, descriptors: Descriptors, epoch: int, first: int) -> None:
-        """Start with the window of place ``first`` of ``epoch``."""
-        self._layout, self._descriptors = layout, descriptors
-        self._windows: Iterator[Window] = order.windows_from(epoch, first)
-        self._jobs: deque[RowsJob] = deque()
-        self._pool: RowsPool | None = open_rows(1)
+    Each ``next`` queues windows if the thread has few left, without blocking. ``close`` waits for one block at most."""
+    jobs: deque[RowsJob] = deque()
+    with open_rows(1) as pool:
+        for window in order.windows_from(epoch, first):
+            while len(jobs) == _JOBS:
+                if pool.state(jobs[0]) == PENDING:
+                    yield
+                else:
+                    jobs.popleft()
+            jobs.append(pool.submit(_pieces(layout, descriptors, window), None))
+        while pool.state(jobs[-1]) == PENDING:
+            yield
 
-    def step(self) -> None:
-        """Queue the next windows, if the thread has few left. Does not block."""
-        while self._pool is not None:
-            while self._jobs and self._pool.state(self._jobs[0]) != PENDING:
-                self._jobs.popleft()
-            if len(self._jobs) >= _JOBS:
-                return
-            window = next(self._windows, None)
-            if window is not None:
-                self._queue(window)
-            elif not self._jobs:
-                self.close()
-            else:
-                return
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has finished, or was closed."""
-        return self._pool is None
-
-    def close(self) -> None:
-        """Cancel the rest. Blocks for the current block at most."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-        self._jobs.clear()
-
-    def _queue(self, window: Window) -> None:
-        layout = self._layout
-        shards = layout.shards_of(window.firsts)
-        pieces = np.zeros((len(layout.columns) * len(shards), len(PIECE)), dtype=np.int64)
-        for lines, column in zip(np.split(pieces, len(layout.columns)), layout.columns, strict=True):
-            self._descriptors.open(column.files[shards])  # what it cannot open, the read that needs the file reports
-            lines[:, 0] = self._descriptors.fds[column.files[shards]]
-            lines[:, 1] = layout.begins(window.firsts, shards, column)
-            lines[:, 2] = lines[:, 3] = (window.counts - 1) * column.strides[shards] + column.row_bytes
-        assert self._pool is not None
-        self._jobs.append(self._pool.submit(pieces, None))
+def _pieces(layout: Layout, descriptors: Descriptors, window: Window) -> Pieces:
+    shards = layout.shards_of(window.firsts)
+    pieces = np.zeros((len(layout.columns) * len(shards), len(PIECE)), dtype=np.int64)
+    for lines, column in zip(np.split(pieces, len(layout.columns)), layout.columns, strict=True):
+        descriptors.open(column.files[shards])  # what it cannot open, the read that needs the file reports
+        lines[:, 0] = descriptors.fds[column.files[shards]]
+        lines[:, 1] = layout.begins(window.firsts, shards, column)
+        lines[:, 2] = lines[:, 3] = (window.counts - 1) * column.strides[shards] + column.row_bytes
+    return pieces
