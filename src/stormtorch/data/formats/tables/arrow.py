@@ -7,12 +7,12 @@ offset in the file. Then it drops the mapping; the loader reads the file itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ....core.errors import SettingError, StorageError
-from ...source import Field, FileSource, Shard, Strip
+from ...source import Field, FileSource, Strip
 from ..columns import cut_together, selected
 from ..paths import file_size, read_at
 from .arrow_tables import Rows, arrow_errors, pyarrow, rows_of
@@ -38,14 +38,18 @@ def arrow_source(path: Path, columns: Sequence[str] | None = None) -> FileSource
             inside = 0 <= offset <= size - rows.count * rows.field.row_bytes
             return Strip(path=path, offset=offset, stride=rows.field.row_bytes) if inside else None
 
-        tables = (_checked(batch) for batch in batches_of(path, arrow.BufferReader(buffer)))
-        fields, shards = shards_of(str(path), tables, columns, locate)
-    if None in shards:
+        batches = list(batches_of(path, arrow.BufferReader(buffer)))
+        for batch in batches:
+            batch.validate()  # that its buffers are long enough for its columns
+        if not batches:
+            return FileSource(name=str(path), fields=(), shards=())
+        source = table_in_files(str(path), arrow.Table.from_batches(batches), columns, locate)
+    if source is None:
         raise CompressedArrow(
             f"{path} is compressed, so its columns cannot be read from it directly. Write it without compression "
             "(pyarrow.ipc.IpcWriteOptions(compression=None)), or pack it with `storm data pack`."
         )
-    return FileSource(name=str(path), fields=fields, shards=tuple(shard for shard in shards if shard))
+    return source
 
 
 def batches_of(path: Path, opened: Any) -> Iterator[Any]:
@@ -64,45 +68,21 @@ def read_batches(path: Path) -> Iterator[Any]:
         yield from batches_of(path, file)
 
 
-def shards_of(
-    where: str, tables: Iterable[Any], columns: Sequence[str] | None, locate: Locate
-) -> tuple[tuple[Field, ...], list[Shard | None]]:
-    """A shard for each contiguous run of rows; None if rows are in no file."""
-    fields: tuple[Field, ...] = ()
-    shards: list[Shard | None] = []
-    first_row = 0
-    for table in tables:
-        chosen = selected(where, "columns", table.schema.names, columns)
-        pieces: list[list[tuple[int, Strip]]] = []
-        found: list[Field] = []
-        for name in chosen:
-            pieces.append([])
-            row = first_row
-            for chunk in table.column(name).chunks:
-                if not len(chunk):
-                    continue
-                rows = rows_of(name, chunk, where, row)
-                known = [field for field in (*fields, *found) if field.name == name]
-                if known and known[0] != rows.field:
-                    raise SettingError(
-                        f"{where}: column {name!r} has rows of shape {known[0].shape} up to row {row}, and of "
-                        f"{rows.field.shape} from there on. Make them equal, or leave the column out "
-                        "(open_source(..., columns=[...]))."
-                    )
-                if not known:
-                    found.append(rows.field)
+def table_in_files(name: str, table: Any, columns: Sequence[str] | None, locate: Locate) -> FileSource | None:
+    """The rows of a table, with a shard for each contiguous run of them; None if rows are in no file."""
+    fields: list[Field] = []
+    strips: list[list[tuple[int, Strip]]] = []
+    for column in selected(name, "columns", table.schema.names, columns):
+        row, field = 0, None
+        strips.append([])
+        for chunk in table.column(column).chunks:
+            if len(chunk):
+                rows = rows_of(column, chunk, name, row, field)
                 strip = locate(rows)
                 if strip is None:
-                    return fields, [None]
-                pieces[-1].append((len(chunk), strip))
+                    return None
+                field = rows.field
+                strips[-1].append((len(chunk), strip))
                 row += len(chunk)
-        fields = fields or tuple(found)
-        shards.extend(cut_together(pieces))
-        first_row += table.num_rows
-    return fields, shards
-
-
-def _checked(batch: Any) -> Any:
-    """A batch as a table, after checking that its buffers are long enough for its columns."""
-    batch.validate()
-    return pyarrow().Table.from_batches([batch])
+        fields += [] if field is None else [field]
+    return FileSource(name=name, fields=tuple(fields), shards=tuple(cut_together(strips)))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....core.errors import SettingError, StorageError
 from ...source import DecodedSource, Field
 from ..columns import selected
-from ..dtypes import BY_NAME
+from ..dtypes import BY_NAME, name_of
 
 _TYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}  # by Arrow's name
 _GROUP_ROWS = 4096
@@ -71,8 +71,8 @@ class Rows:
         return torch.from_numpy(numbers).view(self.count, *self.field.shape)
 
 
-def rows_of(name: str, array: Any, where: str, first_row: int) -> Rows:
-    """An Arrow array with at least one row as rows of a fixed width.
+def rows_of(name: str, array: Any, where: str, first_row: int, expected: Field | None = None) -> Rows:
+    """An Arrow array with at least one row as rows of a fixed width, which must be as ``expected``, if given.
 
     Raises SettingError that names the column, ``where`` (the file) and the row, counted from ``first_row``.
     """
@@ -102,11 +102,17 @@ def rows_of(name: str, array: Any, where: str, first_row: int) -> Rows:
             break
         if 0 in shape:
             raise SettingError(f"{where}: column {name!r} has empty lists (row {first_row}). {_PACK}")
-    dtype = leaf_dtype(name, kind, where)
-    return Rows(field=Field(name=name, dtype=dtype, shape=tuple(shape)), values=array, count=count)
+    field = Field(name=name, dtype=_leaf_dtype(name, kind, where), shape=tuple(shape))
+    if expected is not None and field != expected:
+        raise SettingError(
+            f"{where}: column {name!r} has rows of {name_of(expected.dtype)} {expected.shape} up to row {first_row}, "
+            f"and of {name_of(field.dtype)} {field.shape} from there on. Make them equal, or leave the column out "
+            "(open_source(..., columns=[...]))."
+        )
+    return Rows(field=field, values=array, count=count)
 
 
-def leaf_dtype(name: str, kind: Any, where: str) -> torch.dtype:
+def _leaf_dtype(name: str, kind: Any, where: str) -> torch.dtype:
     """The torch dtype of a numeric Arrow type. Raises SettingError, with the reason, if there is none."""
     types = pyarrow().types
     if types.is_boolean(kind):
@@ -129,27 +135,22 @@ class TableSource(DecodedSource):
         chosen = table.select(selected(name, "columns", table.schema.names, columns))
         self._batches = chosen.to_batches(max_chunksize=_GROUP_ROWS)
         self.groups = [batch.num_rows for batch in self._batches]
-        self.fields = tuple(
-            rows_of(column, self._batches[0].column(column), name, 0).field for column in chosen.schema.names
-        )
+        self.fields = fields_of(self._batches[0], name, 0)
 
     def decode(self, group: int) -> Mapping[str, Tensor]:
         return tensors_of(self.fields, self._batches[group], self.name, sum(self.groups[:group]))
 
 
+def fields_of(batch: Any, where: str, first_row: int) -> tuple[Field, ...]:
+    """The fields of a record batch with at least one row."""
+    return tuple(rows_of(name, batch.column(name), where, first_row).field for name in batch.schema.names)
+
+
 def tensors_of(fields: Sequence[Field], batch: Any, where: str, first_row: int) -> dict[str, Tensor]:
     """The columns of a record batch as tensors. Raises SettingError if a row does not have the shape of its field."""
-    tensors = {}
-    for field in fields:
-        rows = rows_of(field.name, batch.column(field.name), where, first_row)
-        if rows.field != field:
-            raise SettingError(
-                f"{where}: column {field.name!r} has rows of {rows.field.dtype} {rows.field.shape} from row "
-                f"{first_row} on, and of {field.dtype} {field.shape} before. Make them equal, or leave the column out "
-                "(open_source(..., columns=[...]))."
-            )
-        tensors[field.name] = rows.tensor()
-    return tensors
+    return {
+        field.name: rows_of(field.name, batch.column(field.name), where, first_row, field).tensor() for field in fields
+    }
 
 
 def _equal_length(name: str, offsets: np.ndarray[Any, np.dtype[Any]], where: str, first_row: int, per_row: int) -> int:
