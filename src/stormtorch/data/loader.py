@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any, Literal
 
@@ -24,19 +25,19 @@ import torch
 from ..core.endings import Closing
 from ..core.errors import SettingError, StormError
 from ..core.events import Span, What
-from ..core.sizes import parse_bytes
+from ..core.sizes import parse_bytes, round_up
 from ..core.tags import Tag
 from ..memory.books.ledger import open_ledger
 from ..memory.books.limits import usable_device
-from .delivery.content import content_of
-from .delivery.engine import BatchRange, Counts, Engine, EngineSettings
+from .delivery.engine import Counts, Engine, EngineSettings
 from .delivery.item_engine import ItemEngine
 from .delivery.report import LoaderReport
 from .delivery.row_engine import RowsEngine
-from .delivery.state import VERSION, check_state, fingerprint
+from .delivery.state import VERSION, check_state, content_of, fingerprint
 from .delivery.transforms import Transform, apply, check_transform
 from .formats.items import ItemSource
 from .formats.open import open_source
+from .formats.paths import whole_number
 from .readers.choice import Choice, Reading, choose
 from .readers.order import WINDOW_BYTES, Order, OrderSettings, Shuffle
 from .source import DecodedSource
@@ -77,18 +78,15 @@ class DataLoader(Closing):
         "cached", "direct", or "auto", which chooses by the data and the RAM. ``ram``: the loader's RAM budget.
         ``workers``: reading threads; for a torch ``Dataset``, processes.
         """
-        for name, value, least in (("batch_size", batch_size, 1), ("epochs", epochs, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SettingError(f"{name}={value!r} is not accepted. Accepted: a whole number of at least {least}.")
+        self.batch_size, self.epochs = whole_number("batch_size", batch_size, 1), whole_number("epochs", epochs, 1)
+        seed = whole_number("seed", seed, 0)
         if nan not in ("allow", "error"):
             raise SettingError(f"nan={nan!r} is not accepted. Accepted: 'allow', 'error'.")
         self.source = open_source(source)
-        least = 0 if isinstance(self.source, ItemSource) else 1
-        if workers is not None and workers < least:
-            raise SettingError(f"workers={workers!r} is not accepted. Accepted: None, or at least {least}.")
-        self.device = usable_device(device)
-        self.batch_size, self.drop_last, self.epochs = batch_size, drop_last, epochs
-        self._transform, self._nan, self._workers = transform, nan, workers
+        if workers is not None:
+            workers = whole_number("workers", workers, 0 if isinstance(self.source, ItemSource) else 1)
+        self.device, self.drop_last = usable_device(device), drop_last
+        self._transform, self._ram = transform, ram
         self._fingerprint = fingerprint(self.source)
         self._content: str | None = None
         self._order = Order(
@@ -115,7 +113,6 @@ class DataLoader(Closing):
         check_transform(transform, self._names)
         if isinstance(transform, Mapping) and len(self._names) == 1:
             self._transform = transform.get(self._names[0])
-        self._ram = ram
         if isinstance(self.source, ItemSource):
             self._choice = Choice("processes", "a torch Dataset")
         else:
@@ -123,10 +120,19 @@ class DataLoader(Closing):
         self._engine: Engine | None = None
         self._finalizer: weakref.finalize[[], DataLoader] | None = None  # closes the engine with the loader
         self._running = False  # the engine reads batches of the present loop
-        self._epoch = self._batch = self._run_epoch = 0
+        self._place = self._run_begin = 0  # the next batch, and the first one of its run, counted through all epochs
         self._resumed = True  # the next loop starts at the present place
         self._turn = 0  # counts the loops over this loader
         self._counts = Counts()
+        self._engine_settings = EngineSettings(
+            order=self._order,
+            device=self.device,
+            batch_rows=self.batch_size,
+            per_epoch=self._per_epoch,
+            workers=workers,
+            refuses_nan=nan == "error",
+            counts=self._counts,
+        )
 
     def __len__(self) -> int:
         """This rank's batches in one loop, over all its epochs."""
@@ -135,26 +141,25 @@ class DataLoader(Closing):
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._epoch
+        return self._place // self._per_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next loop with ``epoch``. After ``load_state_dict``, naming the state's epoch changes nothing."""
-        if self._resumed and epoch == self._epoch and self._batch > 0:
+        if self._resumed and epoch == self.epoch and self._place % self._per_epoch > 0:
             return
-        self._epoch = self._run_epoch = epoch
-        self._batch, self._resumed = 0, True
+        self._place = self._run_begin = epoch * self._per_epoch
+        self._resumed = True
 
     def __iter__(self) -> Iterator[Any]:
         self._end_run()
         if not self._resumed:
-            self._epoch, self._batch = self._epoch + (self._batch > 0), 0
-            self._run_epoch = self._epoch
+            self._place = self._run_begin = round_up(self._place, self._per_epoch)
         self._resumed = True  # a loop has not begun before its first batch
         self._turn += 1
         return self._batches(self._turn)
 
     def _batches(self, turn: int) -> Iterator[Any]:
-        end = self._run_epoch + self.epochs
+        end = self._run_begin + len(self)
         last = perf_counter()
         if turn == self._turn:
             self._resumed = False
@@ -166,7 +171,7 @@ class DataLoader(Closing):
                     raise StormError("This loop belongs to the process before the fork. Start a new one here.")
                 found = self._next(end)
                 if found is None:
-                    self._run_epoch, self._resumed = self._epoch, True
+                    self._run_begin, self._resumed = self._place, True
                     return
                 given, samples, size = found
                 batch = self._finished(given)
@@ -174,9 +179,7 @@ class DataLoader(Closing):
                 now = perf_counter()
                 self._counts(Span(What.BATCH, last, now, "", Tag.DATA, size, None, samples))
                 last = now
-                is_last = self._batch + 1 == self._per_epoch
-                place = (self._epoch + 1, 0) if is_last else (self._epoch, self._batch + 1)
-                self._epoch, self._batch = place  # just before the yield: Ctrl-C cannot lose the batch
+                self._place += 1  # just before the yield: Ctrl-C cannot lose the batch
                 yield batch
                 del batch  # once the user drops it too, its memory is used again
         finally:
@@ -189,7 +192,7 @@ class DataLoader(Closing):
             engine = self._own_engine()
             if not self._running:
                 self._running = True
-                engine.start(BatchRange(self._epoch, self._batch, end, self._per_epoch))
+                engine.start(self._place, end)
             return engine.next()
         except BaseException:
             # Ctrl-C may have left the engine inconsistent. After an error, the user may fix a file by replacing it,
@@ -204,13 +207,9 @@ class DataLoader(Closing):
         """The place after the last batch that the user got; prefetched batches do not count. Changes nothing.
 
         The first call reads samples of the data, by which the state recognises it: 256 rows, or up to 4 MiB whole."""
-        return {
-            "version": VERSION,
-            "epoch": self._epoch,
-            "batch": self._batch,
-            "run_epoch": self._run_epoch,
-            **self._identity(content=True),
-        }
+        epoch, batch = divmod(self._place, self._per_epoch)
+        place = {"epoch": epoch, "batch": batch, "run_epoch": self._run_begin // self._per_epoch}
+        return {"version": VERSION, **place, **self._identity(content=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next loop with the batch after the state, and end it where the state's loop would have ended.
@@ -228,16 +227,14 @@ class DataLoader(Closing):
             )
         self._end_run()
         self._turn += 1
-        self._epoch, self._batch, self._run_epoch, self._resumed = epoch, batch, run_epoch, True
+        self._place, self._run_begin = epoch * self._per_epoch + batch, run_epoch * self._per_epoch
+        self._resumed = True
 
     def report(self) -> LoaderReport:
         """The loader's totals so far; print it, or use its numbers."""
         engine = self._engine
         return LoaderReport(
-            samples=self._counts.samples,
-            bytes=self._counts.bytes,
-            seconds=self._counts.spent_s,
-            waited_s=self._counts.waited_s,
+            **asdict(self._counts),
             reading=self._choice.mode,
             reason=self._choice.reason,
             depth=0 if engine is None else engine.depth_batches,
@@ -290,17 +287,10 @@ class DataLoader(Closing):
         return self._engine
 
     def _opened_engine(self) -> Engine:
-        settings = EngineSettings(
-            order=self._order,
-            device=self.device,
-            batch_rows=self.batch_size,
-            workers=self._workers,
-            refuses_nan=self._nan == "error",
-            counts=self._counts,
-        )
         if isinstance(self.source, ItemSource):
-            return ItemEngine(self.source, settings)
-        return RowsEngine(self.source, self._choice, open_ledger(self.device, ram=self._ram), settings)
+            return ItemEngine(self.source, self._engine_settings)
+        ledger = open_ledger(self.device, ram=self._ram)
+        return RowsEngine(self.source, self._choice, ledger, self._engine_settings)
 
     def _drop_engine(self) -> None:
         engine, self._engine = self._engine, None

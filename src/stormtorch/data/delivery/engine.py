@@ -12,45 +12,34 @@ from ...core.events import Span, What
 from ..readers.order import Order
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRange:
-    """The batches from ``batch`` of ``epoch`` up to ``end_epoch``, exclusive. An epoch has ``per_epoch`` batches."""
-
-    epoch: int
-    batch: int
-    end_epoch: int
-    per_epoch: int
-
-    def after(self, epoch: int, batch: int) -> tuple[int, int]:
-        """The next batch, as epoch and batch."""
-        return (epoch, batch + 1) if batch + 1 < self.per_epoch else (epoch + 1, 0)
-
-
 @dataclass(slots=True)
 class Counts:
     """A sink that keeps a loader's totals, for reports."""
 
     samples: int = 0
     bytes: int = 0
+    seconds: float = 0.0  # in loops, each from its first request to its last batch
     waited_s: float = 0.0
-    spent_s: float = 0.0  # in runs, each from its first request to its last batch
 
     def __call__(self, span: Span) -> None:
         if span.what is What.BATCH:
             self.samples += span.times
             self.bytes += span.bytes
-            self.spent_s += span.seconds
+            self.seconds += span.seconds
         elif span.what is What.WAIT:
             self.waited_s += span.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The loader's settings, as both engines need them. ``workers``: None for the engine's own choice."""
+    """The loader's settings, as both engines need them. ``workers``: None for the engine's own choice.
+
+    An epoch has ``per_epoch`` batches. A batch's number counts through all epochs."""
 
     order: Order
     device: torch.device
     batch_rows: int
+    per_epoch: int
     workers: int | None
     refuses_nan: bool
     counts: Counts
@@ -62,8 +51,8 @@ class Engine(ABC):
     pid: int
 
     @abstractmethod
-    def start(self, span: BatchRange) -> None:
-        """Start reading ``span``. Nothing else is being read: ``stop`` comes first."""
+    def start(self, begin: int, end: int) -> None:
+        """Start reading the batches from ``begin`` up to ``end``. Nothing else is being read: ``stop`` comes first."""
 
     @abstractmethod
     def next(self) -> tuple[Any, int, int] | None:

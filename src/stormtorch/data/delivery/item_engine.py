@@ -21,7 +21,7 @@ from ...core.events import Span, What
 from ...core.tags import Tag
 from ...native.cores import usable_count
 from ..formats.items import ItemSource
-from .engine import BatchRange, Engine, EngineSettings, first_nan_row
+from .engine import Engine, EngineSettings, first_nan_row
 
 
 class ItemEngine(Engine):
@@ -37,20 +37,17 @@ class ItemEngine(Engine):
         self._rows: Iterator[list[int]] = iter(())  # of each batch
         self._stream = torch.cuda.Stream(settings.device) if settings.device.type == "cuda" else None
 
-    def start(self, span: BatchRange) -> None:
-        sampler, self._rows = itertools.tee(self._rows_of(span))  # torch takes rows some batches ahead
+    def start(self, begin: int, end: int) -> None:
+        sampler, self._rows = itertools.tee(map(self._rows_of, range(begin, end)))  # torch asks some batches ahead
         self._batches = iter(
             torch.utils.data.DataLoader(self._source.dataset, batch_sampler=sampler, num_workers=self._workers)
         )
 
-    def _rows_of(self, span: BatchRange) -> Iterator[list[int]]:
-        """The rows of each batch of a span."""
+    def _rows_of(self, number: int) -> list[int]:
         order, most = self._settings.order, self._settings.batch_rows
-        epoch, batch = span.epoch, span.batch
-        while epoch < span.end_epoch:
-            first = batch * most
-            yield order.rows(epoch, first, min(most, order.rows_per_epoch - first)).tolist()
-            epoch, batch = span.after(epoch, batch)
+        epoch, batch = divmod(number, self._settings.per_epoch)
+        rows: list[int] = order.rows(epoch, batch * most, min(most, order.rows_per_epoch - batch * most)).tolist()
+        return rows
 
     def next(self) -> tuple[Any, int, int] | None:
         start_s = perf_counter()

@@ -24,18 +24,18 @@ from ..readers.layout import Layout
 from ..readers.order import Order
 from ..readers.reader import Read
 from ..source import DecodedSource, FileSource
-from .engine import BatchRange, Engine, EngineSettings, first_nan_row
+from .engine import Engine, EngineSettings, first_nan_row
 from .prefetch_depth import Depth
 from .to_device import HostGroup, as_fields, batches_at_once, open_delivery
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A group that is being read; ``end``: the place of the batch after it."""
+    """A group that is being read; ``end``: the batch after it."""
 
     read: Read
     memory: HostGroup
-    end: tuple[int, int]
+    end: int
     batches: int
     failed: bool = False
 
@@ -48,7 +48,8 @@ class RowsEngine(Engine):
     ) -> None:
         self.pid = os.getpid()
         self._source, self._ledger, self._settings = source, ledger, settings
-        self._order = order = settings.order
+        self._order, self._per_epoch = settings.order, settings.per_epoch
+        order = settings.order
         self._batch_rows = min(settings.batch_rows, order.rows_per_epoch)
         self._window_rows = order.rows_per_epoch if choice.mode == "cached" else order.window_rows
         batch_bytes = self._batch_rows * source.row_bytes
@@ -97,13 +98,15 @@ class RowsEngine(Engine):
         self._given: Iterator[list[torch.Tensor]] = iter(())  # the remaining batches of the group in use
         self._left = 0  # their number
 
-    def start(self, span: BatchRange) -> None:
-        self._span = span
-        self._cursor = self._place = span.epoch, span.batch  # the batch to read next, and the one to give next
-        self._single_until = self._place  # up to this place, read batches one by one
+    def start(self, begin: int, end: int) -> None:
+        self._cursor, self._place, self._end = begin, begin, end  # the batch to read next, and the one to give next
+        self._single_until = begin  # up to this place, read batches one by one
         self._ramp = 1  # the most batches of the next group: the first batch must not wait for a large group
-        self._delivery.reset()
-        self._reader.restart(span.epoch, span.batch * self._batch_rows)
+        self._restart_reader()
+
+    def _restart_reader(self) -> None:
+        epoch, batch = divmod(self._cursor, self._per_epoch)
+        self._reader.restart(epoch, batch * self._batch_rows)
 
     def next(self) -> tuple[list[torch.Tensor], int, int] | None:
         if not self._left and not self._take_group():
@@ -116,7 +119,7 @@ class RowsEngine(Engine):
             self._send_ahead()
         if self._group == 1:
             self._delivery.prepare()
-        self._place = self._span.after(*self._place)
+        self._place += 1
         return given, given[0].shape[0], sum(tensor.nbytes for tensor in given)
 
     def stop(self) -> None:
@@ -125,7 +128,7 @@ class RowsEngine(Engine):
         while self._pending:
             self._delivery.drop(self._pending.popleft().memory)
         while self._sent:
-            self._delivery.forget(self._sent.popleft())
+            self._delivery.drop(self._sent.popleft())
 
     @property
     def depth_batches(self) -> int:
@@ -161,10 +164,8 @@ class RowsEngine(Engine):
     def _prefetch(self) -> None:
         if len(self._pending) > self._depth.batches // 2:
             return  # request several at a time: wakes the threads once
-        while len(self._pending) < self._depth.batches:
-            epoch, batch = self._cursor
-            if epoch >= self._span.end_epoch:
-                return
+        while len(self._pending) < self._depth.batches and self._cursor < self._end:
+            epoch, batch = divmod(self._cursor, self._per_epoch)
             first, batches = batch * self._batch_rows, self._batches_from(batch)
             count = min(batches * self._batch_rows, self._order.rows_per_epoch - first)
             memory = self._delivery.take(count, block=not self._pending and not self._sent)
@@ -179,7 +180,7 @@ class RowsEngine(Engine):
                     raise self._reader.refused
                 return
             self._ramp = min(2 * self._ramp, self._group)
-            self._cursor = self._span.after(epoch, batch + batches - 1)
+            self._cursor += batches
             self._pending.append(_Pending(read, memory, self._cursor, batches))
 
     def _batches_from(self, batch: int) -> int:
@@ -189,7 +190,7 @@ class RowsEngine(Engine):
         first = batch * self._batch_rows
         last = first + self._batch_rows - 1  # of the first batch, which may cross windows
         end = last - last % self._window_rows + self._window_rows
-        left = min(self._span.per_epoch - batch, (end - first) // self._batch_rows)
+        left = min(self._per_epoch - batch, (end - first) // self._batch_rows)
         groups = -(-left // self._ramp)
         return -(-left // groups)  # equal sizes: a small group costs as much as a large one
 
@@ -203,7 +204,7 @@ class RowsEngine(Engine):
                 raise
             self.stop()
             self._cursor, self._single_until = self._place, failed.end
-            self._reader.restart(self._place[0], self._place[1] * self._batch_rows)
+            self._restart_reader()
             self._prefetch()
             self._send(wait=True)
 

@@ -84,16 +84,13 @@ class Delivery(ABC, Generic[_Group]):
     def grow(self, depth: int) -> bool:
         """Make room for ``depth`` groups in host memory; returns False and changes nothing if the budget refuses."""
 
-    def reset(self) -> None:
-        """Reclaim memory that an interrupt left without an owner. Nothing is being read or sent."""
-
     @abstractmethod
     def take(self, count: int, *, block: bool) -> _Group | None:
         """Memory for ``count`` rows. If all of it is in use: waits with ``block``, else returns None."""
 
     @abstractmethod
     def drop(self, group: _Group) -> None:
-        """Take back a group that will not be sent. Nothing writes to it any more."""
+        """Take back a group instead of giving it, sent or not. The reader does not write to it any more."""
 
     def send(self, group: _Group) -> None:
         """Start sending a group that has been read; returns at once. Groups are given in the same order."""
@@ -102,10 +99,6 @@ class Delivery(ABC, Generic[_Group]):
     def give(self, group: _Group) -> Iterator[list[torch.Tensor]]:
         """The batches of a group that was sent, each as the user's own memory, ready for the stream that is current
         when it is requested."""
-
-    @abstractmethod
-    def forget(self, group: _Group) -> None:
-        """Discard a group that was sent, instead of ``give``."""
 
     def prepare(self) -> None:
         """Allocate for the next groups. Called after a batch is taken, before the user computes with it."""
@@ -158,9 +151,6 @@ class CpuDelivery(Delivery[_CpuGroup]):
         while batches:
             yield list(batches.popleft())
 
-    def forget(self, group: _CpuGroup) -> None:
-        self.drop(group)
-
     def close(self) -> None:
         for buffers in self._buffers:
             buffers.clear()
@@ -177,25 +167,20 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class _DeviceTensors:
-    """Device memory for one group, and the event on the user's stream after which copies may write to it."""
+class _Target:
+    """Device memory for one group."""
 
     tensors: list[torch.Tensor]
-    place: Hashable  # the stream
-    allocated: Event
-
-
-@dataclass(slots=True)
-class _Sent:
-    target: _DeviceTensors
-    arrived: Event
+    place: Hashable  # the user's stream when it was allocated
+    allocated: Event  # on that stream: from then on copies may write to it
+    arrived: Event | None = None  # the copies have ended
     followers: set[Hashable] = field(default_factory=set)  # streams that wait for ``arrived``
 
 
 @dataclass(slots=True)
 class _LaneGroup(HostGroup):
     slot: _Slot
-    sent: _Sent | None = None
+    target: _Target | None = None  # where it was sent
 
 
 class LaneDelivery(Delivery[_LaneGroup]):
@@ -222,7 +207,7 @@ class LaneDelivery(Delivery[_LaneGroup]):
         self._slots: list[_Slot] = []
         self._free: deque[_Slot] = deque()  # by the order of their copies
         self._lanes: Lanes | None = None
-        self._allocated: deque[_DeviceTensors] = deque()
+        self._allocated: deque[_Target] = deque()
 
     def grow(self, depth: int) -> bool:
         more = depth + self.ahead + 1 - len(self._slots)
@@ -245,9 +230,6 @@ class LaneDelivery(Delivery[_LaneGroup]):
             self._free.append(self._slots[-1])
         return True
 
-    def reset(self) -> None:
-        self._free = deque(dict.fromkeys([*self._free, *self._slots]))  # each once
-
     def take(self, count: int, *, block: bool) -> _LaneGroup | None:
         if not self._free:
             assert not block, "a slot is free if nothing is being read or sent"
@@ -262,7 +244,10 @@ class LaneDelivery(Delivery[_LaneGroup]):
         return _LaneGroup(count, [memory[: count * field.row_bytes] for memory, field in whole], slot)
 
     def drop(self, group: _LaneGroup) -> None:
-        self._free.append(group.slot)
+        if group.target is None:
+            self._free.append(group.slot)
+        else:
+            self._follow(group.target)  # the user's stream then frees the memory after the copy
 
     def send(self, group: _LaneGroup) -> None:
         assert self._lanes is not None
@@ -281,42 +266,41 @@ class LaneDelivery(Delivery[_LaneGroup]):
         except BaseException:
             self._lanes.compute.wait(lane.record())  # some copies may run, and the target is freed now
             raise
-        group.sent = _Sent(target, lane.record())
-        group.slot.copied = group.sent.arrived
+        group.slot.copied = target.arrived = lane.record()
+        group.target = target
         self._free.append(group.slot)
 
     def give(self, group: _LaneGroup) -> Iterator[list[torch.Tensor]]:
+        assert group.target is not None
         if not self._is_copied:
-            yield self._follow(group)
+            yield self._follow(group.target)
             return
         for first in range(0, group.count, self._batch_rows):
-            yield self._copied(group, first)
-
-    def _copied(self, group: _LaneGroup, first: int) -> list[torch.Tensor]:
-        tensors = self._follow(group)
-        with torch.inference_mode(False):
-            return [tensor[first : first + self._batch_rows].clone() for tensor in tensors]
-
-    def forget(self, group: _LaneGroup) -> None:
-        self._follow(group)  # the user's stream then frees the memory after the copy
+            yield self._copied(group.target, first)
 
     @property
     def _is_copied(self) -> bool:
         """Whether batches are copied out of their group, because it has several."""
         return self._group_rows > self._batch_rows
 
-    def _follow(self, group: _LaneGroup) -> list[torch.Tensor]:
-        """Make the current stream wait for the group, and return its tensors."""
+    def _copied(self, target: _Target, first: int) -> list[torch.Tensor]:
+        """A copy of the batch that begins with row ``first``."""
+        tensors = self._follow(target)
+        with torch.inference_mode(False):
+            return [tensor[first : first + self._batch_rows].clone() for tensor in tensors]
+
+    def _follow(self, target: _Target) -> list[torch.Tensor]:
+        """Make the current stream wait for the copies, and return the tensors."""
         assert self._lanes is not None
-        assert group.sent is not None
-        sent, now = group.sent, self._lanes.compute.place()
-        if now not in sent.followers:
-            self._lanes.compute.wait(sent.arrived)
-            sent.followers.add(now)
-            if isinstance(now, torch.cuda.Stream) and now != sent.target.place:
-                for tensor in sent.target.tensors:
+        assert target.arrived is not None
+        now = self._lanes.compute.place()
+        if now not in target.followers:
+            self._lanes.compute.wait(target.arrived)
+            target.followers.add(now)
+            if isinstance(now, torch.cuda.Stream) and now != target.place:
+                for tensor in target.tensors:
                     tensor.record_stream(now)
-        return sent.target.tensors
+        return target.tensors
 
     def prepare(self) -> None:
         while len(self._allocated) < self.ahead:
@@ -332,13 +316,13 @@ class LaneDelivery(Delivery[_LaneGroup]):
         while self._arenas:
             self._arenas.pop().close()
 
-    def _allocate(self, count: int) -> _DeviceTensors:
+    def _allocate(self, count: int) -> _Target:
         assert self._lanes is not None
         with torch.inference_mode(False):
             tensors = [
                 torch.empty((count, *field.shape), dtype=field.dtype, device=self._device) for field in self._fields
             ]
-        return _DeviceTensors(tensors, self._lanes.compute.place(), self._lanes.compute.record())
+        return _Target(tensors, self._lanes.compute.place(), self._lanes.compute.record())
 
 
 def as_fields(group: HostGroup, fields: Sequence[Field]) -> list[torch.Tensor]:

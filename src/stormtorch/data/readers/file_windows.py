@@ -75,12 +75,9 @@ class FileWindows(Windows):
         return bool(self.free)
 
     def load(self, window: Window) -> Load:
-        memory = self.free.pop()
-        try:
-            return _FileLoad(self, window, memory)
-        except BaseException:
-            self.free.append(memory)
-            raise
+        load = _FileLoad(self, window, self.free[-1])
+        self.free.pop()
+        return load
 
     def cancel(self) -> None:
         self.pool.cancel()
