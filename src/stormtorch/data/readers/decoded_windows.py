@@ -41,14 +41,11 @@ class DecodedWindows(Windows):
     """Up to ``count`` windows of ``source``; charges each group before decoding it."""
 
     def __init__(self, source: DecodedSource, *, ledger: Ledger, count: int, threads: int) -> None:
-        self.source, self._ledger, self.room = source, ledger, count
+        self.source, self._ledger, self.free = source, ledger, [None] * count
         self.row_bytes = [field.row_bytes for field in source.fields]
         self.ends = np.cumsum(np.asarray(source.groups, dtype=np.int64))
         self.groups: dict[int, _Group] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="storm-decode")
-
-    def has_room(self) -> bool:
-        return self.room > 0
 
     def load(self, window: Window) -> Load:
         load = _DecodedLoad(self, window)
@@ -59,7 +56,7 @@ class DecodedWindows(Windows):
         except BaseException:
             self.let_go(load.held)
             raise
-        self.room -= 1
+        self.free.pop()
         return load
 
     def let_go(self, numbers: list[int]) -> None:
@@ -134,4 +131,4 @@ class _DecodedLoad(Load):
 
     def release(self) -> None:
         self._windows.let_go(self.held)
-        self._windows.room += 1
+        self._windows.free.append(None)

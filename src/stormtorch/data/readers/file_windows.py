@@ -48,14 +48,7 @@ class FileWindows(Windows):
     """Memory for ``count`` windows of ``source``, charged before it is mapped."""
 
     def __init__(
-        self,
-        source: FileSource,
-        order: Order,
-        *,
-        ledger: Ledger,
-        count: int,
-        direct: bool,
-        staged: bool,
+        self, source: FileSource, order: Order, *, ledger: Ledger, count: int, direct: bool, staged: bool
     ) -> None:
         """``staged``: the CPU has time for one more copy, which makes the disk faster."""
         self.layout = Layout(source)
@@ -70,9 +63,6 @@ class FileWindows(Windows):
         threads = min(READ_THREADS * len(self.groups), _MAX_THREADS)
         self._stages = self._reserve_stages(ledger, threads * _STAGE_BYTES) if direct and staged else None
         self.pool = open_rows(threads, stage_bytes=_STAGE_BYTES if self._stages else 0)
-
-    def has_room(self) -> bool:
-        return bool(self.free)
 
     def load(self, window: Window) -> Load:
         load = _FileLoad(self, window, self.free[-1])

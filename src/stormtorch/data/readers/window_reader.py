@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -63,14 +64,11 @@ class Windows(ABC):
     """Memory for a few windows, and the code that fills it."""
 
     row_bytes: Sequence[int]  # of each field
-
-    @abstractmethod
-    def has_room(self) -> bool:
-        """Whether there is memory for one more window."""
+    free: list[Any]  # an entry for each window that there is room for
 
     @abstractmethod
     def load(self, window: Window) -> Load:
-        """Start to load a window. There must be room."""
+        """Start to load a window; there must be room. Raises OutOfBudget."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -221,7 +219,7 @@ class WindowReader(Reader):
             self._unread.popleft()
 
     def _prefetch(self) -> None:
-        while self._windows.has_room():
+        while self._windows.free:
             epoch, number = self._next
             self._ahead = self._ahead or self._order.window(epoch, number)
             try:
