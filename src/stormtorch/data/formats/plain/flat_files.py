@@ -18,7 +18,7 @@ from ..columns import describe
 from ..dtypes import BY_NAME, INTEGERS, name_of
 from ..paths import file_size, read_at
 from .arrays import array_source, npy_source
-from .packed import is_packed, packed_tokens
+from .packed import is_packed, packed_source
 
 NAME = "tokens"
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -31,7 +31,7 @@ _LLMC_HEADER_BYTES = 1024
 def flat_tokens(path: Path, given: torch.dtype | None) -> FileSource:
     """The tokens of one file or packed directory, each a row. ``given``: the dtype that the user names, if any."""
     if is_packed(path):
-        flat = packed_tokens(path)
+        flat = packed_source(path, "tokens")
     else:
         size = file_size(path)
         index = path.with_suffix(".idx")
