@@ -29,9 +29,8 @@ from ..core.sizes import parse_bytes, round_up
 from ..core.tags import Tag
 from ..memory.books.ledger import open_ledger
 from ..memory.books.limits import usable_device
-from .delivery.engine import Counts, Engine, EngineSettings
+from .delivery.engine import Counts, EngineSettings, LoaderReport
 from .delivery.item_engine import ItemEngine
-from .delivery.report import LoaderReport
 from .delivery.row_engine import RowsEngine
 from .delivery.state import VERSION, check_state, content_of, fingerprint
 from .delivery.transforms import Transform, apply, check_transform
@@ -117,7 +116,7 @@ class DataLoader(Closing):
             self._choice = Choice("processes", "a torch Dataset")
         else:
             self._choice = choose(self.source, reading)
-        self._engine: Engine | None = None
+        self._engine: RowsEngine | ItemEngine | None = None
         self._finalizer: weakref.finalize[[], DataLoader] | None = None  # closes the engine with the loader
         self._running = False  # the engine reads batches of the present loop
         self._place = self._run_begin = 0  # the next batch, and the first one of its run, counted through all epochs
@@ -277,20 +276,18 @@ class DataLoader(Closing):
             batch = given[0] if len(given) == 1 else dict(zip(self._names, given, strict=True))
         return apply(self._transform, batch, self.source.name)
 
-    def _own_engine(self) -> Engine:
+    def _own_engine(self) -> RowsEngine | ItemEngine:
         if self._engine is not None and self._engine.pid != os.getpid():
             self._engine = None  # the parent's: a fork does not copy threads
             self._finalizer = None
         if self._engine is None:
-            self._engine = self._opened_engine()
+            if isinstance(self.source, ItemSource):
+                self._engine = ItemEngine(self.source, self._engine_settings)
+            else:
+                ledger = open_ledger(self.device, ram=self._ram)
+                self._engine = RowsEngine(self.source, self._choice, ledger, self._engine_settings)
             self._finalizer = weakref.finalize(self, self._engine.close)
         return self._engine
-
-    def _opened_engine(self) -> Engine:
-        if isinstance(self.source, ItemSource):
-            return ItemEngine(self.source, self._engine_settings)
-        ledger = open_ledger(self.device, ram=self._ram)
-        return RowsEngine(self.source, self._choice, ledger, self._engine_settings)
 
     def _drop_engine(self) -> None:
         engine, self._engine = self._engine, None

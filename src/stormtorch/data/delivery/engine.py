@@ -1,14 +1,17 @@
-"""The interface of engines: an engine reads batches and brings them to the device, and lives as long as its loader."""
+"""What the engines share: their settings, a loader's totals with their report, and the search for NaN.
+
+An engine reads batches and brings them to the device. It keeps threads, files and memory from one loop to the next, as
+long as its loader lives, and belongs to the process ``pid``. RowsEngine is for rows, ItemEngine for torch's datasets.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...core.events import Span, What
+from ...core.sizes import format_bytes
 from ..readers.order import Order
 
 
@@ -45,36 +48,41 @@ class EngineSettings:
     counts: Counts
 
 
-class Engine(ABC):
-    """A loader's threads, files and memory, kept from one loop to the next. Belongs to the process ``pid``."""
+@dataclass(frozen=True, kw_only=True)
+class LoaderReport:
+    """``seconds``: the time of all loops, user code included; ``waited_s``: the part spent waiting for data.
 
-    pid: int
+    ``reading``: how the loader reads, ``reason``: why. ``depth``: batches to prefetch. ``ring_bytes``: RAM charged.
+    """
 
-    @abstractmethod
-    def start(self, begin: int, end: int) -> None:
-        """Start reading the batches from ``begin`` up to ``end``. Nothing else is being read: ``stop`` comes first."""
-
-    @abstractmethod
-    def next(self) -> tuple[Any, int, int] | None:
-        """The next batch, on its device, with its samples and bytes; None after the last. Blocks until it is read."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Cancel pending reads and copies; none is running when it returns. Idempotent."""
-
-    @property
-    @abstractmethod
-    def depth_batches(self) -> int:
-        """Batches to prefetch."""
+    samples: int
+    bytes: int
+    seconds: float
+    waited_s: float
+    reading: str
+    reason: str
+    depth: int
+    ring_bytes: int
 
     @property
-    @abstractmethod
-    def ring_bytes(self) -> int:
-        """Host memory charged to the ledger."""
+    def samples_per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
 
-    @abstractmethod
-    def close(self) -> None:
-        """End the threads and return everything. Idempotent; does nothing in a forked child."""
+    @property
+    def bytes_per_s(self) -> float:
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        share = self.waited_s / self.seconds if self.seconds else 0.0
+        return "\n".join(
+            (
+                f"data: {self.samples} samples, {format_bytes(self.bytes)} in {self.seconds:.1f} s: "
+                f"{self.samples_per_s:.0f} samples/s, {format_bytes(int(self.bytes_per_s))}/s",
+                f"waited for data: {self.waited_s:.2f} s ({share:.1%})",
+                f"reading: {self.reading} ({self.reason})",
+                f"prefetch: {self.depth} batches; RAM: {format_bytes(self.ring_bytes)}",
+            )
+        )
 
 
 def first_nan_row(tensor: torch.Tensor) -> int | None:

@@ -21,11 +21,11 @@ from ...core.events import Span, What
 from ...core.tags import Tag
 from ...native.cores import usable_count
 from ..formats.items import ItemSource
-from .engine import Engine, EngineSettings, first_nan_row
+from .engine import EngineSettings, first_nan_row
 
 
-class ItemEngine(Engine):
-    """Keeps nothing from one loop to the next: torch's worker processes belong to one iteration."""
+class ItemEngine:
+    """As RowsEngine. Keeps nothing from one loop to the next: torch's worker processes belong to one iteration."""
 
     ring_bytes = 0
 
@@ -33,6 +33,7 @@ class ItemEngine(Engine):
         self.pid = os.getpid()
         self._source, self._settings = source, settings
         self._workers = min(4, usable_count()) if settings.workers is None else settings.workers
+        self.depth_batches = 2 * self._workers
         self._batches: Iterator[Any] = iter(())
         self._rows: Iterator[list[int]] = iter(())  # of each batch
         self._stream = torch.cuda.Stream(settings.device) if settings.device.type == "cuda" else None
@@ -77,10 +78,6 @@ class ItemEngine(Engine):
 
     def stop(self) -> None:
         self._batches = self._rows = iter(())  # torch ends its workers with its iterator
-
-    @property
-    def depth_batches(self) -> int:
-        return 2 * self._workers
 
     def close(self) -> None:
         """Nothing is left after ``stop``."""

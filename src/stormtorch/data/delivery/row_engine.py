@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,28 +20,29 @@ from ...core.events import Span, What
 from ...core.sizes import format_bytes
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger
+from ..readers.cached_reader import CachedRead
 from ..readers.choice import Choice, open_reader
 from ..readers.layout import Layout
 from ..readers.order import Order
-from ..readers.reader import Read
+from ..readers.window_reader import WindowRead
 from ..source import DecodedSource, FileSource
-from .engine import Engine, EngineSettings, first_nan_row
+from .engine import EngineSettings, first_nan_row
 from .prefetch_depth import Depth
-from .to_device import HostGroup, as_fields, batches_at_once, open_delivery
+from .to_device import as_fields, batches_at_once, open_delivery
 
 
 @dataclass(slots=True)
 class _Pending:
     """A group that is being read; ``end``: the batch after it."""
 
-    read: Read
-    memory: HostGroup
+    read: CachedRead | WindowRead
+    memory: Any  # a group of the delivery
     end: int
     batches: int
     failed: bool = False
 
 
-class RowsEngine(Engine):
+class RowsEngine:
     """Reads rows and delivers them. Starts threads, and charges its memory to ``ledger``."""
 
     def __init__(
@@ -94,11 +96,12 @@ class RowsEngine(Engine):
             self._delivery.close()
             raise
         self._pending: deque[_Pending] = deque()
-        self._sent: deque[HostGroup] = deque()
+        self._sent: deque[Any] = deque()
         self._given: Iterator[list[torch.Tensor]] = iter(())  # the remaining batches of the group in use
         self._left = 0  # their number
 
     def start(self, begin: int, end: int) -> None:
+        """Start reading the batches from ``begin`` up to ``end``. Nothing else is being read: ``stop`` comes first."""
         self._cursor, self._place, self._end = begin, begin, end  # the batch to read next, and the one to give next
         self._single_until = begin  # up to this place, read batches one by one
         self._ramp = 1  # the most batches of the next group: the first batch must not wait for a large group
@@ -109,6 +112,7 @@ class RowsEngine(Engine):
         self._reader.restart(epoch, batch * self._batch_rows)
 
     def next(self) -> tuple[list[torch.Tensor], int, int] | None:
+        """The next batch, on its device, with its samples and bytes; None after the last. Blocks until it is read."""
         if not self._left and not self._take_group():
             return None
         given = next(self._given)
@@ -123,6 +127,7 @@ class RowsEngine(Engine):
         return given, given[0].shape[0], sum(tensor.nbytes for tensor in given)
 
     def stop(self) -> None:
+        """Cancel pending reads and copies; none is running when it returns. Idempotent."""
         self._given, self._left = iter(()), 0
         self._reader.stop()
         while self._pending:
@@ -132,13 +137,16 @@ class RowsEngine(Engine):
 
     @property
     def depth_batches(self) -> int:
+        """Batches to prefetch."""
         return self._depth.batches * self._group
 
     @property
     def ring_bytes(self) -> int:
+        """Host memory charged to the ledger."""
         return self._ledger.used_bytes(Tier.HOST, Tag.DATA)
 
     def close(self) -> None:
+        """End the threads and return everything. Idempotent; does nothing in a forked child."""
         if os.getpid() != self.pid:
             return
         try:
@@ -168,7 +176,7 @@ class RowsEngine(Engine):
             epoch, batch = divmod(self._cursor, self._per_epoch)
             first, batches = batch * self._batch_rows, self._batches_from(batch)
             count = min(batches * self._batch_rows, self._order.rows_per_epoch - first)
-            memory = self._delivery.take(count, block=not self._pending and not self._sent)
+            memory: Any = self._delivery.take(count, block=not self._pending and not self._sent)
             if memory is None:
                 return
             addresses = [tensor.data_ptr() for tensor in memory.fields]

@@ -24,11 +24,9 @@ is the user's memory, and the group's memory is free after its last batch.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -72,49 +70,15 @@ class HostGroup:
     fields: list[torch.Tensor]
 
 
-_Group = TypeVar("_Group", bound=HostGroup)
-
-
-class Delivery(ABC, Generic[_Group]):
-    """``ahead``: how many groups to send before their batches are requested."""
-
-    ahead = 0
-
-    @abstractmethod
-    def grow(self, depth: int) -> bool:
-        """Make room for ``depth`` groups in host memory; returns False and changes nothing if the budget refuses."""
-
-    @abstractmethod
-    def take(self, count: int, *, block: bool) -> _Group | None:
-        """Memory for ``count`` rows. If all of it is in use: waits with ``block``, else returns None."""
-
-    @abstractmethod
-    def drop(self, group: _Group) -> None:
-        """Take back a group instead of giving it, sent or not. The reader does not write to it any more."""
-
-    def send(self, group: _Group) -> None:
-        """Start sending a group that has been read; returns at once. Groups are given in the same order."""
-
-    @abstractmethod
-    def give(self, group: _Group) -> Iterator[list[torch.Tensor]]:
-        """The batches of a group that was sent, each as the user's own memory, ready for the stream that is current
-        when it is requested."""
-
-    def prepare(self) -> None:
-        """Allocate for the next groups. Called after a batch is taken, before the user computes with it."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Return the memory. Tensors that the user got remain valid. Idempotent."""
-
-
 @dataclass(slots=True)
 class _CpuGroup(HostGroup):
     rooms: list[Room]
 
 
-class CpuDelivery(Delivery[_CpuGroup]):
+class CpuDelivery:
     """Gives the user the memory that the reader wrote to."""
+
+    ahead = 0  # how many groups to send before their batches are requested
 
     def __init__(self, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, batches: int) -> None:
         self._ledger = ledger
@@ -123,6 +87,7 @@ class CpuDelivery(Delivery[_CpuGroup]):
         self._reservations: list[Reservation] = []
 
     def grow(self, depth: int) -> bool:
+        """Make room for ``depth`` groups in host memory; returns False and changes nothing if the budget refuses."""
         # One more than are being read: the user drops the last batch just after requesting the next.
         more = (depth + 1) * self._group_bytes - sum(reservation.bytes for reservation in self._reservations)
         try:
@@ -134,15 +99,21 @@ class CpuDelivery(Delivery[_CpuGroup]):
         return True
 
     def take(self, count: int, *, block: bool) -> _CpuGroup:  # noqa: ARG002
+        """Memory for ``count`` rows. If all of it is in use: waits with ``block``, else returns None."""
         with torch.inference_mode(False):  # user code may use prefetched tensors outside the present mode
             rooms = [buffers.take(count) for buffers in self._buffers]
         return _CpuGroup(count, [room.whole for room in rooms], rooms)
 
     def drop(self, group: _CpuGroup) -> None:
+        """Take back a group instead of giving it, sent or not. The reader does not write to it any more."""
         group.fields.clear()  # the reader may hold the lists a little longer
         group.rooms.clear()
 
+    def send(self, group: _CpuGroup) -> None:
+        """Start sending a group that has been read; returns at once. Groups are given in the same order."""
+
     def give(self, group: _CpuGroup) -> Iterator[list[torch.Tensor]]:
+        """The batches of a group that was sent: the user's own memory, ready for the stream that is current at each."""
         with torch.inference_mode(False):
             parts = [buffers.batches(room) for buffers, room in zip(self._buffers, group.rooms, strict=True)]
         self.drop(group)
@@ -151,7 +122,11 @@ class CpuDelivery(Delivery[_CpuGroup]):
         while batches:
             yield list(batches.popleft())
 
+    def prepare(self) -> None:
+        """Allocate for the next groups. Called after a batch is taken, before the user computes with it."""
+
     def close(self) -> None:
+        """Return the memory. Tensors that the user got remain valid. Idempotent."""
         for buffers in self._buffers:
             buffers.clear()
         while self._reservations:
@@ -183,8 +158,8 @@ class _LaneGroup(HostGroup):
     target: _Target | None = None  # where it was sent
 
 
-class LaneDelivery(Delivery[_LaneGroup]):
-    """Copies slots to device tensors on a lane."""
+class LaneDelivery:
+    """As CpuDelivery, but copies slots to device tensors on a lane."""
 
     def __init__(
         self,
@@ -335,7 +310,7 @@ def as_fields(group: HostGroup, fields: Sequence[Field]) -> list[torch.Tensor]:
 
 def open_delivery(
     device: torch.device, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, batches: int, ahead: int
-) -> Delivery[Any]:
+) -> CpuDelivery | LaneDelivery:
     """The delivery of groups of up to ``batches`` batches to ``device``. Takes no memory before ``grow``."""
     if device.type == "cpu":
         return CpuDelivery(fields, batch_rows, ledger, batches=batches)

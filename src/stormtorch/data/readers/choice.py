@@ -18,7 +18,6 @@ from .cached_reader import CachedReader
 from .decoded_windows import DecodedWindows
 from .file_windows import FileWindows
 from .order import Order
-from .reader import Reader
 from .window_reader import WindowReader, Windows, windows_needed
 
 Reading = Literal["auto", "cached", "direct"]
@@ -58,7 +57,7 @@ def open_reader(
     batch_rows: int,
     used_rows: int,
     device: torch.device,
-) -> Reader:
+) -> CachedReader | WindowReader:
     """The reader of that choice, for batches to ``device``. Starts threads; takes memory for windows."""
     copiers = threads or max(1, min(4, usable_count() - 1))  # the calling thread helps while it waits
     if isinstance(source, FileSource) and choice.mode == "cached":

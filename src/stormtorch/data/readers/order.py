@@ -188,17 +188,16 @@ class Order:
     def _cut(self, epoch: int, begin: int, count: int) -> tuple[Rows, Rows]:
         """The runs of ``count`` rows of the line from ``begin`` on; after its end the line starts again."""
         _, firsts, counts, ends = self._line_of(epoch)
-        runs: list[tuple[Rows, Rows]] = []
-        while count > 0:
-            begin %= self.total_rows
-            part = min(count, self.total_rows - begin)
-            low = int(np.searchsorted(ends, begin, side="right"))
-            high = int(np.searchsorted(ends, begin + part, side="left")) + 1
-            run_firsts, run_counts = firsts[low:high].copy(), counts[low:high].copy()
-            skip = begin - (int(ends[low]) - int(run_counts[0]))
-            run_firsts[0] += skip
-            run_counts[0] -= skip
-            run_counts[-1] -= int(ends[high - 1]) - (begin + part)
-            runs.append((run_firsts, run_counts))
-            begin, count = begin + part, count - part
-        return np.concatenate([first for first, _ in runs]), np.concatenate([count for _, count in runs])
+        begin %= self.total_rows
+        part = min(count, self.total_rows - begin)
+        low = int(np.searchsorted(ends, begin, side="right"))
+        high = int(np.searchsorted(ends, begin + part, side="left")) + 1
+        firsts, counts = firsts[low:high].copy(), counts[low:high].copy()
+        skip = begin - (int(ends[low]) - int(counts[0]))
+        firsts[0] += skip
+        counts[0] -= skip
+        counts[-1] -= int(ends[high - 1]) - (begin + part)
+        if part == count:
+            return firsts, counts
+        more_firsts, more_counts = self._cut(epoch, 0, count - part)
+        return np.concatenate([firsts, more_firsts]), np.concatenate([counts, more_counts])

@@ -23,7 +23,6 @@ from ...native.rows.jobs import DONE, FAILED, PENDING, PIECE, RowsJob, RowsPool
 from ...native.rows.open import open_rows
 from .order import Order, Window
 from .permutations import Rows
-from .reader import Read, Reader
 
 
 class Load(ABC):
@@ -89,12 +88,14 @@ class _Part:
     job: RowsJob | None = None
 
 
-class WindowRead(Read):
+class WindowRead:
+    """As CachedRead; ``ready`` submits work that is ready, too."""
+
     def __init__(self, reader: WindowReader, parts: list[_Part], targets: Sequence[int], keep: object) -> None:
         self._reader, self._parts, self._targets, self._keep = reader, parts, targets, keep
 
     @property
-    def rows(self) -> Rows:  # type: ignore[override]
+    def rows(self) -> Rows:
         return np.concatenate([part.load.window.rows()[part.skip : part.skip + part.count] for part in self._parts])
 
     def ready(self) -> bool:
@@ -124,12 +125,13 @@ class WindowRead(Read):
         self._reader.refill()
 
 
-class WindowReader(Reader):
-    """Gathers batches from windows."""
+class WindowReader:
+    """As CachedReader, but gathers batches from windows. ``start`` gives None if it must wait for earlier reads."""
 
     def __init__(self, windows: Windows, order: Order, *, threads: int, used_rows: int) -> None:
         """``used_rows``: the rows of an epoch that are requested; ``drop_last`` may leave some out."""
         self.pool: RowsPool = open_rows(threads)
+        self.refused: OutOfBudget | None = None  # the reason of the last None, if it was memory
         self._windows, self._order, self._used_rows = windows, order, used_rows
         self._loads: deque[Load] = deque()  # in the order of use
         self._next = (0, 0)  # the window to load next
@@ -159,7 +161,7 @@ class WindowReader(Reader):
             self._next, self._skip, self._ahead = (epoch, number), skip, None
         self.refill()
 
-    def start(self, epoch: int, first: int, count: int, targets: Sequence[int], keep: object) -> Read | None:
+    def start(self, epoch: int, first: int, count: int, targets: Sequence[int], keep: object) -> WindowRead | None:
         parts: list[_Part] = []
         at = 0
         while at < count:
