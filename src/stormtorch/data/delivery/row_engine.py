@@ -15,20 +15,26 @@ from typing import Any
 
 import torch
 
-from ...core.errors import OutOfBudget, StorageError, StormError
+from ...core.errors import OutOfBudget, SettingError, StorageError, StormError
 from ...core.events import Span, What
 from ...core.sizes import format_bytes
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger
-from ..readers.cached_reader import CachedRead
-from ..readers.choice import Choice, open_reader
+from ...memory.disk.files import open_file
+from ...native.cores import usable_count
+from ..readers.cached_reader import CachedRead, CachedReader
+from ..readers.choice import Choice
+from ..readers.decoded_windows import DecodedWindows
+from ..readers.file_windows import FileWindows
 from ..readers.layout import Layout
 from ..readers.order import Order
-from ..readers.window_reader import WindowRead
+from ..readers.window_reader import WindowRead, WindowReader, Windows, windows_needed
 from ..source import DecodedSource, FileSource
 from .engine import EngineSettings, first_nan_row
 from .prefetch_depth import Depth
 from .to_device import as_fields, batches_at_once, open_delivery
+
+_MIN_CORES = 4  # to launch work and gather rows, and one or two for one more copy
 
 
 @dataclass(slots=True)
@@ -80,16 +86,7 @@ class RowsEngine:
                 "Raise it, or lower batch_size.",
             )
         try:
-            self._reader = open_reader(
-                source,
-                order,
-                choice,
-                ledger=ledger,
-                threads=settings.workers,
-                batch_rows=self._batch_rows,
-                used_rows=used_rows,
-                device=settings.device,
-            )
+            self._reader = self._opened_reader(choice, used_rows)
             if settings.device.type == "cuda":  # up to a quarter of the rest, after windows and groups
                 self._depth.grow_while(lambda wanted: 4 * wanted * group_bytes <= ledger.free_bytes(Tier.HOST))
         except BaseException:
@@ -99,6 +96,36 @@ class RowsEngine:
         self._sent: deque[Any] = deque()
         self._given: Iterator[list[torch.Tensor]] = iter(())  # the remaining batches of the group in use
         self._left = 0  # their number
+
+    def _opened_reader(self, choice: Choice, used_rows: int) -> CachedReader | WindowReader:
+        """The reader of that choice. Starts threads; takes memory for windows."""
+        source, order, ledger, threads = self._source, self._order, self._ledger, self._settings.workers
+        copiers = threads or max(1, min(4, usable_count() - 1))  # the calling thread helps while it waits
+        if isinstance(source, FileSource) and choice.mode == "cached":
+            return CachedReader(source, order, threads=copiers)
+        if order.settings.shuffle == "full":
+            how, other = "decoded in whole groups", "`storm data pack` the data first"
+            if choice.mode == "direct":
+                how, other = f"read from disk ({choice.reason})", "reading='cached' if RAM is large enough"
+            raise SettingError(
+                f"shuffle='full' reads rows one by one, in random order, and {source.name} is {how}. Use shuffle=True, "
+                f"or {other}."
+            )
+        count = windows_needed(order, self._batch_rows)
+        windows: Windows
+        if isinstance(source, DecodedSource):
+            copiers = threads or min(4, usable_count())
+            windows = DecodedWindows(source, ledger=ledger, count=count, threads=copiers)
+        else:
+            with open_file(source.shards[0].strips[0].path) as trial:
+                direct = trial.mode == "direct"
+            staged = self._settings.device.type == "cuda" and usable_count() >= _MIN_CORES
+            windows = FileWindows(source, order, ledger=ledger, count=count, direct=direct, staged=staged)
+        try:
+            return WindowReader(windows, order, threads=copiers, used_rows=used_rows)
+        except BaseException:
+            windows.close()
+            raise
 
     def start(self, begin: int, end: int) -> None:
         """Start reading the batches from ``begin`` up to ``end``. Nothing else is being read: ``stop`` comes first."""

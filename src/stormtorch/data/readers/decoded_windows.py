@@ -49,27 +49,15 @@ class DecodedWindows(Windows):
 
     def load(self, window: Window) -> Load:
         load = _DecodedLoad(self, window)
+        self.free.pop()
         try:
             for number in dict.fromkeys(load.numbers.tolist()):
-                self._need(number).users += 1
-                load.held.append(number)
+                load.groups[number] = self._need(number)
+                load.groups[number].users += 1
         except BaseException:
-            self.let_go(load.held)
+            load.release()
             raise
-        self.free.pop()
         return load
-
-    def let_go(self, numbers: list[int]) -> None:
-        """Release these groups for one window; free those that no window needs."""
-        while numbers:
-            group = self.groups[numbers[-1]]
-            group.users -= 1
-            if group.users == 0:
-                if not group.rows.cancel():
-                    wait([group.rows])
-                del self.groups[numbers[-1]]
-                group.charge.release()
-            numbers.pop()
 
     def cancel(self) -> None:
         rows = [group.rows for group in self.groups.values()]
@@ -106,29 +94,35 @@ class _DecodedLoad(Load):
         super().__init__(window)
         self._windows = windows
         self.numbers: Rows = np.searchsorted(windows.ends, window.firsts, side="right")  # the group of each run
-        self.held: list[int] = []  # the groups, each once
+        self.groups: dict[int, _Group] = {}
 
     def state(self) -> int:
-        states = {self._windows.groups[number].state() for number in self.held}
+        states = {group.state() for group in self.groups.values()}
         return next((state for state in (FAILED, PENDING) if state in states), DONE)
 
     def wait(self) -> None:
-        for number in self.held:
-            rows = self._windows.groups[number].rows
-            while not rows.done():
-                wait([rows], timeout=_TICK_S)
-            rows.result()  # raises the decoder's error
+        for group in self.groups.values():
+            while not group.rows.done():
+                wait([group.rows], timeout=_TICK_S)
+            group.rows.result()  # raises the decoder's error
 
     def runs(self, field: int) -> tuple[Rows, Rows]:
         source, size = self._windows.source, self._windows.row_bytes[field]
         bases = np.zeros(len(source.groups), dtype=np.int64)
-        for number in self.held:
-            tensor = self._windows.groups[number].rows.result()[source.fields[field].name]
+        for number, group in self.groups.items():
+            tensor = group.rows.result()[source.fields[field].name]
             assert tensor.is_contiguous(), field
             assert tensor.nbytes == source.groups[number] * size, field
             bases[number] = tensor.data_ptr() - int(self._windows.ends[number] - source.groups[number]) * size
         return bases[self.numbers] + self.window.firsts * size, np.full_like(self.window.counts, size)
 
     def release(self) -> None:
-        self._windows.let_go(self.held)
+        while self.groups:
+            number, group = self.groups.popitem()
+            group.users -= 1
+            if group.users == 0:
+                if not group.rows.cancel():
+                    wait([group.rows])
+                del self._windows.groups[number]
+                group.charge.release()
         self._windows.free.append(None)

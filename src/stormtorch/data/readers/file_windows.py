@@ -56,9 +56,19 @@ class FileWindows(Windows):
         self.groups = _groups(self.layout)
         self.descriptors = Descriptors(self.layout.files, direct=direct)
         self.window_bytes = self._most_bytes(order)
-        self._check_room(ledger, order, count)
-        self._arenas = [HostArena(self.window_bytes, ledger=ledger, tag=Tag.DATA) for _ in range(count)]
-        self.free = [arena.tensor((self.window_bytes,), torch.uint8, alignment=ALIGNMENT) for arena in self._arenas]
+        try:
+            self._arena = HostArena([self.window_bytes] * count, ledger=ledger, tag=Tag.DATA)
+        except OutOfBudget as error:
+            free = ledger.free_bytes(Tier.HOST)
+            rows = min(order.window_rows, order.rows_per_epoch)
+            fits = int(0.95 * rows * source.row_bytes * free / (count * self.window_bytes))
+            raise OutOfBudget(
+                f"Cannot take {format_bytes(count * self.window_bytes)} of RAM to read {source.name} with",
+                f"{count} windows of {format_bytes(self.window_bytes)}, {format_bytes(free)} left",
+                error.limit,
+                f"Raise it, or shuffle in smaller windows: window='{max(1, fits >> 20)}MiB' would fit.",
+            ) from error
+        self.free = [self._arena.tensor((self.window_bytes,), torch.uint8) for _ in range(count)]
         # Per group: otherwise a read of a few labels would occupy the thread of a block of images.
         threads = min(READ_THREADS * len(self.groups), _MAX_THREADS)
         self._stages = self._reserve_stages(ledger, threads * _STAGE_BYTES) if direct and staged else None
@@ -76,8 +86,7 @@ class FileWindows(Windows):
         self.pool.close()
         self.descriptors.close()
         self.free.clear()
-        for arena in self._arenas:
-            arena.close()
+        self._arena.close()
         if self._stages is not None:
             self._stages.release()
 
@@ -92,26 +101,12 @@ class FileWindows(Windows):
 
     def _reserve_stages(self, ledger: Ledger, size: int) -> Reservation | None:
         """None if windows are so small that they fit in the CPU's caches, or if the budget has no room."""
-        if 8 * size > sum(arena.capacity_bytes for arena in self._arenas):
+        if 8 * size > self._arena.capacity_bytes:
             return None
         try:
             return ledger.reserve(Tier.HOST, Tag.DATA, size)
         except OutOfBudget:
             return None
-
-    def _check_room(self, ledger: Ledger, order: Order, count: int) -> None:
-        free = ledger.free_bytes(Tier.HOST)
-        if count * self.window_bytes <= free:
-            return
-        budget = ledger.budgets[Tier.HOST]
-        rows = min(order.window_rows, order.rows_per_epoch)
-        fits = int(0.95 * rows * sum(self.row_bytes) * free / (count * self.window_bytes))
-        raise OutOfBudget(
-            f"Cannot take {format_bytes(count * self.window_bytes)} of RAM to read {self.layout.source.name} with",
-            f"{count} windows of {format_bytes(self.window_bytes)}, {format_bytes(free)} left",
-            f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
-            f"Raise it, or shuffle in smaller windows: window='{max(1, fits >> 20)}MiB' would fit.",
-        )
 
 
 class _FileLoad(Load):

@@ -112,11 +112,10 @@ class WindowRead:
         return True
 
     def wait(self) -> None:
-        for part in self._parts:
-            if part.job is None:
-                self._reader.release_used(part.load)  # request the next window before waiting for this one
-                part.load.wait()
-                part.job = self._reader.submit(part, self._targets, self._keep)
+        while not self.gather():
+            load = next(part.load for part in self._parts if part.job is None)
+            self._reader.release_used(load)  # request the next window before waiting for this one
+            load.wait()
         for part in self._parts:
             assert part.job is not None
             state = self._reader.pool.wait(part.job, help=True)
