@@ -18,8 +18,7 @@ from ..formats.columns import selected
 from ..formats.dtypes import name_of
 from ..formats.open import open_source
 from ..formats.paths import file_size, files_meant
-from ..formats.tables.arrow import CompressedArrow, read_batches
-from ..formats.tables.arrow_tables import fields_of, tensors_of
+from ..formats.tables.arrow import CompressedArrow, fields_of, read_batches, tensors_of
 from ..formats.tables.hf_datasets import saved_files
 from ..formats.text_lines import Progress
 from ..source import DecodedSource, Field, FileSource, Shard, Strip

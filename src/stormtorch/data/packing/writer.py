@@ -68,8 +68,9 @@ class PackWriter:
         while done < count:
             if not self._open:
                 self._open_rows = 0
-                for field in self.fields:  # one by one: if one cannot be opened, the others get closed
-                    self._open.append(_Column(self._place / self._file_name(field)))
+                # One by one: if one cannot be opened, the others get closed. A field's name may not suit a file.
+                for number in range(len(self.fields)):
+                    self._open.append(_Column(self._place / f"{len(self._shards):05d}-{number}.bin"))
             taken = min(count - done, self._rows_per_shard - self._open_rows)
             for column, tensor in zip(self._open, tensors, strict=True):
                 column.append(tensor[done : done + taken])
@@ -78,10 +79,6 @@ class PackWriter:
             done += taken
             if self._open_rows == self._rows_per_shard:
                 self._end_shard()
-
-    def _file_name(self, field: Field) -> str:
-        # A field's name may not be valid for a file: use its number. The index holds its name.
-        return f"{len(self._shards):05d}-{self.fields.index(field)}.bin"
 
     def _end_shard(self) -> None:
         files = tuple(column.end() for column in self._open)

@@ -17,8 +17,7 @@ from ....core.errors import SettingError, StorageError
 from ....memory.disk.contained import inside, parse_json, read_small
 from ...source import DecodedSource, FileSource, Strip
 from ..items import ItemSource, item_source
-from .arrow import Locate, table_in_files
-from .arrow_tables import Rows, TableSource
+from .arrow import Locate, Rows, TableSource, table_in_files
 
 
 def dataset_source(dataset: Any, columns: Sequence[str] | None = None) -> FileSource | DecodedSource | ItemSource:

@@ -14,7 +14,7 @@ from ....core.errors import SettingError, StorageError
 from ...source import DecodedSource, Field
 from ..columns import check_equal_fields, selected
 from ..paths import file_size
-from .arrow_tables import arrow_errors, fields_of, pyarrow, tensors_of
+from .arrow import arrow_errors, fields_of, pyarrow, tensors_of
 
 
 @dataclass(frozen=True, kw_only=True)
