@@ -194,17 +194,17 @@ def test_close_lets_go_of_memory_that_waits(tmp_path: Path) -> None:
 def test_pages_count_as_used_while_any_tensor_is_there() -> None:
     buffers = Buffers(Field(name="x", dtype=torch.float32, shape=(1 << 16,)), 1)
     buffers.most = 1
-    held = buffers.take(1).whole
+    held = buffers.tensor(buffers.take(), 0, 1)
     place = held.data_ptr()
     array = held.numpy()
     del held
-    other = buffers.take(1).whole
+    other = buffers.tensor(buffers.take(), 0, 1)
     assert other.data_ptr() != place, "numpy holds it"
     del array, other
-    again = buffers.take(1).whole
+    again = buffers.tensor(buffers.take(), 0, 1)
     place = again.data_ptr()
     del again
-    assert buffers.take(1).whole.data_ptr() == place
+    assert buffers.tensor(buffers.take(), 0, 1).data_ptr() == place
 
 
 def test_what_counts_as_used_does_not_depend_on_a_debugger() -> None:

@@ -1,11 +1,5 @@
 """A dataset as the loader sees it: fields, and where their rows lie.
 
-- A *field* is one named tensor of a row, with a dtype and a shape.
-- A *strip* is rows of one field in one file: the first at ``offset``, each next one ``stride`` bytes further. Rows may
-  overlap (windows over a flat file of tokens) or have gaps between them (several fields in one record).
-- A *shard* is a run of rows with one strip for each field, such as an array's file or an Arrow file's record batch.
-- A *source* is a sequence of shards; row numbers count through all of them.
-
 Rows of a fixed width are a ``FileSource``: the loader reads their bytes straight into the batch. Rows that must be
 decoded (Parquet) are a ``DecodedSource``: the loader requests whole groups of rows. To make either reads the layout
 alone, and keeps no file open.
@@ -41,7 +35,10 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Strip:
-    """Rows of one field in one file, the first at byte ``offset``, each next one ``stride`` bytes further."""
+    """Rows of one field in one file, the first at byte ``offset``, each next one ``stride`` bytes further.
+
+    They may overlap (windows over a flat file of tokens) or have gaps (several fields in one record).
+    """
 
     path: Path
     offset: int
@@ -50,7 +47,7 @@ class Strip:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """``rows`` rows, with one strip for each field of the source, in the order of the fields."""
+    """``rows`` rows, with one strip for each field, such as an array's file or an Arrow file's record batch."""
 
     rows: int
     strips: tuple[Strip, ...]
@@ -74,7 +71,7 @@ class RowSource:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource(RowSource):
-    """Rows of a fixed width in files."""
+    """Rows of a fixed width in files. Row numbers count through all shards."""
 
     name: str
     fields: tuple[Field, ...]

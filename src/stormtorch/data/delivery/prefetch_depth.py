@@ -30,7 +30,7 @@ class Depth:
         ``group``: how many of the user's batches count as one here."""
         self._grow = grow
         self._most = max(1, min(max(_FIRST[0], _MOST // group), _MOST_BYTES // max(1, batch_bytes)))
-        self._was_full = False
+        self.was_full = False  # when the user requested a batch, at some time since the last growth
         wanted = min(max(_FIRST[0], min(_FIRST[1], _FIRST_BYTES // max(1, batch_bytes))), self._most)
         self.batches = next((depth for depth in range(wanted, 0, -1) if grow(depth)), 0)
 
@@ -41,15 +41,11 @@ class Depth:
         while self.batches < self._most and may(min(2 * self.batches, self._most)):
             self._double()
 
-    def saw_full(self) -> None:
-        """Note that the queue was full when the user requested a batch."""
-        self._was_full = True
-
     def waited(self, seconds: float) -> None:
         """Note how long the user waited for a batch; grow if that helps."""
-        if seconds < WAIT_S or not self._was_full or self.batches >= self._most:
+        if seconds < WAIT_S or not self.was_full or self.batches >= self._most:
             return
-        self._was_full = False
+        self.was_full = False
         self._double()
 
     def _double(self) -> None:

@@ -185,7 +185,7 @@ class RowsEngine:
         """Begin with the next group; False if there are no more."""
         self._prefetch()
         if len(self._pending) >= self._depth.batches and self._pending[-1].read.ready():
-            self._depth.saw_full()
+            self._depth.was_full = True
         if not self._sent:
             if not self._pending:
                 return False
@@ -232,7 +232,7 @@ class RowsEngine:
     def _send_first(self) -> None:
         """Wait for the next group and send it. If it cannot be read, give the batches before the bad one first."""
         try:
-            self._send(wait=True)
+            self._send()
         except StormError:
             failed = self._pending[0]
             if failed.batches == 1:
@@ -241,7 +241,7 @@ class RowsEngine:
             self._cursor, self._single_until = self._place, failed.end
             self._restart_reader()
             self._prefetch()
-            self._send(wait=True)
+            self._send()
 
     def _send_ahead(self) -> None:
         while len(self._sent) < self._delivery.ahead and self._pending:
@@ -249,14 +249,14 @@ class RowsEngine:
             if first.failed or not first.read.ready():
                 return
             try:
-                self._send(wait=False)
+                self._send()
             except StormError:
                 first.failed = True  # the error is raised when the batch is due
                 return
 
-    def _send(self, *, wait: bool) -> None:
+    def _send(self) -> None:
         pending = self._pending[0]
-        if wait and not pending.read.ready():
+        if not pending.read.ready():
             start_s = time.perf_counter()
             pending.read.wait()
             waited = Span(What.WAIT, start_s, time.perf_counter(), "data", Tag.DATA)
@@ -272,10 +272,11 @@ class RowsEngine:
     def _refuse_nan(self, group: _Pending) -> None:
         """Raise for the first NaN of a group, with the file and the row."""
         source = self._source
+        epoch, batch = divmod(group.end - group.batches, self._per_epoch)
         for number, (field, data) in enumerate(zip(source.fields, as_fields(group.memory, source.fields), strict=True)):
             at = first_nan_row(data)
             if at is not None:
-                row = int(group.read.rows[at])
+                row = int(self._order.rows(epoch, batch * self._batch_rows + at, 1)[0])
                 place = Layout(source).describe(row, number) if isinstance(source, FileSource) else source.place_of(row)
                 raise StorageError(
                     f"NaN in field {field.name!r} of {place}, which nan='error' refuses. Fix the row, or allow NaN "

@@ -108,7 +108,6 @@ def _of_rows(source: FileSource) -> Iterator[bytes]:
 
 
 def _of_files(paths: Sequence[Path]) -> Iterator[bytes]:
-    """Samples of the encoded files."""
     for path in (paths[number] for number in _spread(len(paths), _SAMPLES)):
         size = file_size(path)
         yield str(size).encode()

@@ -39,7 +39,7 @@ from ...memory.host.pinning import page_lock_for
 from ...memory.lanes.build import Lanes, open_lanes
 from ...memory.lanes.lane import Delay, Event
 from ..source import Field
-from .buffers import LINE, Buffers, Room
+from .buffers import LINE, Buffers, Pages
 
 _ALIGNMENT = 512  # of the fields in a slot; copy engines are fastest with it
 
@@ -72,7 +72,7 @@ class HostGroup:
 
 @dataclass(slots=True)
 class _CpuGroup(HostGroup):
-    rooms: list[Room]
+    pages: list[Pages]  # of each field
 
 
 class CpuDelivery:
@@ -81,7 +81,7 @@ class CpuDelivery:
     ahead = 0  # how many groups to send before their batches are requested
 
     def __init__(self, fields: Sequence[Field], batch_rows: int, ledger: Ledger, *, batches: int) -> None:
-        self._ledger = ledger
+        self._ledger, self._batch_rows = ledger, batch_rows
         self._group_bytes = batches * batch_rows * sum(field.row_bytes for field in fields)
         self._buffers = [Buffers(field, batch_rows, batches) for field in fields]
         self._reservations: list[Reservation] = []
@@ -100,27 +100,31 @@ class CpuDelivery:
 
     def take(self, count: int, *, block: bool) -> _CpuGroup:  # noqa: ARG002
         """Memory for ``count`` rows. If all of it is in use: waits with ``block``, else returns None."""
-        with torch.inference_mode(False):  # user code may use prefetched tensors outside the present mode
-            rooms = [buffers.take(count) for buffers in self._buffers]
-        return _CpuGroup(count, [room.whole for room in rooms], rooms)
+        pages = [buffers.take() for buffers in self._buffers]
+        return _CpuGroup(count, self._tensors(pages, 0, count), pages)
 
     def drop(self, group: _CpuGroup) -> None:
         """Take back a group instead of giving it, sent or not. The reader does not write to it any more."""
         group.fields.clear()  # the reader may hold the lists a little longer
-        group.rooms.clear()
+        group.pages.clear()
 
     def send(self, group: _CpuGroup) -> None:
         """Start sending a group that has been read; returns at once. Groups are given in the same order."""
 
     def give(self, group: _CpuGroup) -> Iterator[list[torch.Tensor]]:
         """The batches of a group that was sent: the user's own memory, ready for the stream that is current at each."""
-        with torch.inference_mode(False):
-            parts = [buffers.batches(room) for buffers, room in zip(self._buffers, group.rooms, strict=True)]
+        fields, pages = list(group.fields), list(group.pages)
         self.drop(group)
-        batches = deque(zip(*parts, strict=True))
-        del parts
-        while batches:
-            yield list(batches.popleft())
+        if group.count <= self._batch_rows:
+            yield fields
+            return
+        del fields
+        for first in range(0, group.count, self._batch_rows):
+            yield self._tensors(pages, first, min(self._batch_rows, group.count - first))
+
+    def _tensors(self, pages: Sequence[Pages], first: int, rows: int) -> list[torch.Tensor]:
+        with torch.inference_mode(False):  # user code may use prefetched tensors outside the present mode
+            return [buffers.tensor(some, first, rows) for buffers, some in zip(self._buffers, pages, strict=True)]
 
     def prepare(self) -> None:
         """Allocate for the next groups. Called after a batch is taken, before the user computes with it."""
@@ -176,6 +180,7 @@ class LaneDelivery:
         self.ahead, self._delay = ahead, delay
         self._device, self._fields, self._ledger = device, fields, ledger
         self._batch_rows, self._group_rows = batch_rows, batches * batch_rows
+        self._is_copied = batches > 1  # batches are copied out of a group of several
         self._field_bytes = [self._group_rows * field.row_bytes for field in fields]
         self._page_lock = page_lock_for(device)
         self._arenas: list[HostArena] = []
@@ -252,11 +257,6 @@ class LaneDelivery:
             return
         for first in range(0, group.count, self._batch_rows):
             yield self._copied(group.target, first)
-
-    @property
-    def _is_copied(self) -> bool:
-        """Whether batches are copied out of their group, because it has several."""
-        return self._group_rows > self._batch_rows
 
     def _copied(self, target: _Target, first: int) -> list[torch.Tensor]:
         """A copy of the batch that begins with row ``first``."""

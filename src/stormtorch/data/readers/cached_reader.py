@@ -28,10 +28,10 @@ _WARM_JOBS = 2  # windows queued at a time, so that the thread is never idle
 
 
 class CachedRead:
-    """One batch that is being read into host memory. ``rows``: its row numbers."""
+    """A group of batches that is being read into host memory."""
 
     def __init__(self, reader: CachedReader, rows: Rows, job: RowsJob) -> None:
-        self.rows, self._reader, self._job = rows, reader, job
+        self._rows, self._reader, self._job = rows, reader, job
 
     def ready(self) -> bool:
         """Whether it is complete. Does not block."""
@@ -43,8 +43,8 @@ class CachedRead:
         state = reader.pool.wait(self._job, help=True)
         if state == FAILED:
             failure = self._job.failure()
-            field, at = divmod(failure.piece, len(self.rows))
-            raise reader.layout.read_error(int(self.rows[at]), field, failure.error, reader.descriptors.errors)
+            field, at = divmod(failure.piece, len(self._rows))
+            raise reader.layout.read_error(int(self._rows[at]), field, failure.error, reader.descriptors.errors)
         assert state == DONE, "waited for a cancelled read"
 
 

@@ -68,7 +68,7 @@ class FileWindows(Windows):
                 error.limit,
                 f"Raise it, or shuffle in smaller windows: window='{max(1, fits >> 20)}MiB' would fit.",
             ) from error
-        self.free = [self._arena.tensor((self.window_bytes,), torch.uint8) for _ in range(count)]
+        self.free = [self._arena.tensor((self.window_bytes,), torch.uint8, alignment=ALIGNMENT) for _ in range(count)]
         # Per group: otherwise a read of a few labels would occupy the thread of a block of images.
         threads = min(READ_THREADS * len(self.groups), _MAX_THREADS)
         self._stages = self._reserve_stages(ledger, threads * _STAGE_BYTES) if direct and staged else None

@@ -55,7 +55,6 @@ class Layout:
         return found
 
     def shards_of(self, rows: Rows) -> Rows:
-        """The shard of each row."""
         return np.searchsorted(self.ends, rows, side="right")
 
     def begins(self, rows: Rows, shards: Rows, column: Column) -> Rows:

@@ -32,7 +32,7 @@ import numpy as np
 
 from ...core.errors import SettingError
 from ...core.sizes import MiB
-from .permutations import Rows, Scatter, mix, permutation
+from .permutations import Rows, mix, permutation, scatter
 
 Shuffle = bool | Literal["full"]
 BLOCK_BYTES = 2 * MiB
@@ -168,7 +168,7 @@ class Order:
                 first = window * _CHUNK
                 places = np.arange(first, min(first + _CHUNK, self.rows_per_epoch), dtype=np.int64)
                 places += self.settings.rank * self.rows_per_epoch
-                rows = Scatter(self.total_rows, mix(self.settings.seed, epoch, 2)).at(places % self.total_rows)
+                rows = scatter(self.total_rows, mix(self.settings.seed, epoch, 2), places % self.total_rows)
             else:
                 rows = self.window(epoch, window).rows()
             self._rows = epoch, window, rows

@@ -94,10 +94,6 @@ class WindowRead:
     def __init__(self, reader: WindowReader, parts: list[_Part], targets: Sequence[int], keep: object) -> None:
         self._reader, self._parts, self._targets, self._keep = reader, parts, targets, keep
 
-    @property
-    def rows(self) -> Rows:
-        return np.concatenate([part.load.window.rows()[part.skip : part.skip + part.count] for part in self._parts])
-
     def ready(self) -> bool:
         self._reader.refill()
         return all(part.job is not None and self._reader.pool.state(part.job) == DONE for part in self._parts)
