@@ -88,21 +88,15 @@ class DataLoader(Closing):
         self._transform, self._ram = transform, ram
         self._fingerprint = fingerprint(self.source)
         self._content: str | None = None
+        window_bytes = parse_bytes(window, setting="window")
+        settings = OrderSettings(
+            shuffle=shuffle, seed=seed, rank=rank, world=world, drop_last=drop_last, window_bytes=window_bytes
+        )
         self._order = Order(
-            self.source.groups,
-            self.source.row_bytes,
-            OrderSettings(
-                shuffle=shuffle,
-                seed=seed,
-                rank=rank,
-                world=world,
-                drop_last=drop_last,
-                window_bytes=parse_bytes(window, setting="window"),
-            ),
-            whole_shards=isinstance(self.source, DecodedSource),
+            self.source.groups, self.source.row_bytes, settings, whole_shards=isinstance(self.source, DecodedSource)
         )
         rows = self._order.rows_per_epoch
-        self._per_epoch = rows // batch_size if drop_last else -(-rows // batch_size)
+        self._per_epoch = rows // self.batch_size if drop_last else -(-rows // self.batch_size)
         if self._per_epoch == 0:
             raise SettingError(
                 f"{self.source.name} has {self.source.rows} rows, which fill no batch: batch_size={batch_size}, "

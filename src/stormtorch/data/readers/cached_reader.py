@@ -44,7 +44,7 @@ class CachedRead:
         if state == FAILED:
             failure = self._job.failure()
             field, at = divmod(failure.piece, len(self._rows))
-            raise reader.layout.read_error(int(self._rows[at]), field, failure.error, reader.descriptors.errors)
+            reader.layout.raise_error(int(self._rows[at]), field, failure.error, reader.descriptors.errors)
         assert state == DONE, "waited for a cancelled read"
 
 

@@ -12,11 +12,12 @@ are large. So if the CPU has time for one more copy, as when a GPU computes, thr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
 
-from ...core.errors import OutOfBudget, StormError
+from ...core.errors import OutOfBudget
 from ...core.sizes import MiB, format_bytes, round_up
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger, Reservation
@@ -143,7 +144,7 @@ class _FileLoad(Load):
     def wait(self) -> None:
         state = self._windows.pool.wait(self._job)
         if state == FAILED:
-            raise self._error(self._job.failure())
+            self._raise_error(self._job.failure())
         assert state == DONE, "waited for a cancelled window"
 
     def runs(self, field: int) -> tuple[Rows, Rows]:
@@ -157,7 +158,7 @@ class _FileLoad(Load):
         self._windows.pool.wait(self._job)
         self._windows.free.append(self._memory)
 
-    def _error(self, failure: Failure) -> StormError:
+    def _raise_error(self, failure: Failure) -> NoReturn:
         layout, window = self._windows.layout, self.window
         run, at = divmod(failure.piece, len(self._windows.groups))
         group = self._windows.groups[at]
@@ -166,7 +167,7 @@ class _FileLoad(Load):
         there = max(0, failure.got - begin % ALIGNMENT)  # bytes of rows that were read
         whole = 0 if there < group.span else (there - group.span) // int(column.strides[shard]) + 1
         row = int(window.firsts[run]) + min(whole, int(window.counts[run]) - 1)
-        return layout.read_error(row, group.fields[-1], failure.error, self._windows.descriptors.errors)
+        layout.raise_error(row, group.fields[-1], failure.error, self._windows.descriptors.errors)
 
 
 def _groups(layout: Layout) -> list[_Group]:

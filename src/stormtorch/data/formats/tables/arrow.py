@@ -87,7 +87,7 @@ def rows_of(name: str, array: Any, where: str, first_row: int, expected: Field |
     while True:
         kind = array.type
         if array.null_count:
-            row = first_row + _first_null(array) // max(int(np.prod(shape)), 1)
+            row = first_row + array.is_null().index(True).as_py() // max(int(np.prod(shape)), 1)
             raise SettingError(
                 f"{where}: column {name!r} has no value in row {row} ({array.null_count} nulls from row {first_row}). "
                 "Fill or drop them: a tensor cannot hold nulls."
@@ -169,10 +169,6 @@ def _equal_length(name: str, offsets: np.ndarray[Any, np.dtype[Any]], where: str
             f"{lengths[other[0]]} in row {row}. {_PACK}"
         )
     return int(lengths[0])
-
-
-def _first_null(array: Any) -> int:
-    return int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
 
 
 Locate = Callable[[Rows], Strip | None]  # the strip of the rows; None if they are in no file
