@@ -182,11 +182,12 @@ class DataLoader(Closing):
     def _next(self, end: int) -> tuple[Any, int, int] | None:
         """The next batch of the run, its samples and bytes; the first request starts the run."""
         try:
-            engine = self._own_engine()
             if not self._running:
+                engine = self._own_engine()
                 self._running = True
                 engine.start(self._place, end)
-            return engine.next()
+            assert self._engine is not None
+            return self._engine.next()
         except BaseException:
             # Ctrl-C may have left the engine inconsistent. After an error, the user may fix a file by replacing it,
             # so open files must not be used again either.

@@ -101,7 +101,8 @@ class CpuDelivery:
     def take(self, count: int, *, block: bool) -> _CpuGroup:  # noqa: ARG002
         """Memory for ``count`` rows. If all of it is in use: waits with ``block``, else returns None."""
         pages = [buffers.take() for buffers in self._buffers]
-        return _CpuGroup(count, self._tensors(pages, 0, count), pages)
+        with torch.inference_mode(False):  # user code may use prefetched tensors outside the present mode
+            return _CpuGroup(count, self._tensors(pages, 0, count), pages)
 
     def drop(self, group: _CpuGroup) -> None:
         """Take back a group instead of giving it, sent or not. The reader does not write to it any more."""
@@ -113,18 +114,21 @@ class CpuDelivery:
 
     def give(self, group: _CpuGroup) -> Iterator[list[torch.Tensor]]:
         """The batches of a group that was sent: the user's own memory, ready for the stream that is current at each."""
-        fields, pages = list(group.fields), list(group.pages)
-        self.drop(group)
         if group.count <= self._batch_rows:
-            yield fields
-            return
-        del fields
-        for first in range(0, group.count, self._batch_rows):
-            yield self._tensors(pages, first, min(self._batch_rows, group.count - first))
+            batches = deque([list(group.fields)])
+        else:
+            firsts = range(0, group.count, self._batch_rows)
+            ends = (*firsts[1:], group.count)
+            with torch.inference_mode(False):  # once for all: that takes as long as the tensors of a batch
+                batches = deque(
+                    self._tensors(group.pages, first, end - first) for first, end in zip(firsts, ends, strict=True)
+                )
+        self.drop(group)
+        while batches:
+            yield batches.popleft()
 
     def _tensors(self, pages: Sequence[Pages], first: int, rows: int) -> list[torch.Tensor]:
-        with torch.inference_mode(False):  # user code may use prefetched tensors outside the present mode
-            return [buffers.tensor(some, first, rows) for buffers, some in zip(self._buffers, pages, strict=True)]
+        return [buffers.tensor(some, first, rows) for buffers, some in zip(self._buffers, pages, strict=True)]
 
     def prepare(self) -> None:
         """Allocate for the next groups. Called after a batch is taken, before the user computes with it."""
@@ -260,9 +264,11 @@ class LaneDelivery:
 
     def _copied(self, target: _Target, first: int) -> list[torch.Tensor]:
         """A copy of the batch that begins with row ``first``."""
-        tensors = self._follow(target)
+        tensors = [tensor[first : first + self._batch_rows] for tensor in self._follow(target)]
+        if not torch.is_inference_mode_enabled():
+            return [tensor.clone() for tensor in tensors]
         with torch.inference_mode(False):
-            return [tensor[first : first + self._batch_rows].clone() for tensor in tensors]
+            return [tensor.clone() for tensor in tensors]
 
     def _follow(self, target: _Target) -> list[torch.Tensor]:
         """Make the current stream wait for the copies, and return the tensors."""
