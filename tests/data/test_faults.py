@@ -174,8 +174,8 @@ def test_ctrl_c_ends_at_once_and_the_loader_can_go_on(source: FileSource, readin
 
 FILES = (
     *(f"data/readers/{name}.py" for name in ("cached_reader", "window_reader", "file_windows")),
-    *(f"data/readers/{name}.py" for name in ("descriptors", "warmer", "choice")),
-    *(f"data/delivery/{name}.py" for name in ("row_run", "to_device", "row_engine")),
+    *(f"data/readers/{name}.py" for name in ("descriptors", "choice")),
+    *(f"data/delivery/{name}.py" for name in ("to_device", "row_engine")),
     "native/rows/c_rows.py",
 )
 

@@ -24,8 +24,7 @@ import torch
 from stormtorch.core.errors import LaneError, OutOfBudget, SettingError, StorageError, StormError
 from stormtorch.core.sizes import MiB
 from stormtorch.data.delivery.buffers import Buffers
-from stormtorch.data.delivery.groups import batches_at_once
-from stormtorch.data.delivery.to_device import HostGroup, LaneDelivery
+from stormtorch.data.delivery.to_device import LaneDelivery, batches_at_once
 from stormtorch.data.delivery.transforms import Cast, Normalise
 from stormtorch.data.loader import DataLoader
 from stormtorch.data.readers.choice import Reading
@@ -195,17 +194,17 @@ def test_close_lets_go_of_memory_that_waits(tmp_path: Path) -> None:
 def test_pages_count_as_used_while_any_tensor_is_there() -> None:
     buffers = Buffers(Field(name="x", dtype=torch.float32, shape=(1 << 16,)), 1)
     buffers.most = 1
-    held = buffers.take(1).whole
+    held = buffers.tensor(buffers.take(), 0, 1)
     place = held.data_ptr()
     array = held.numpy()
     del held
-    other = buffers.take(1).whole
+    other = buffers.tensor(buffers.take(), 0, 1)
     assert other.data_ptr() != place, "numpy holds it"
     del array, other
-    again = buffers.take(1).whole
+    again = buffers.tensor(buffers.take(), 0, 1)
     place = again.data_ptr()
     del again
-    assert buffers.take(1).whole.data_ptr() == place
+    assert buffers.tensor(buffers.take(), 0, 1).data_ptr() == place
 
 
 def test_what_counts_as_used_does_not_depend_on_a_debugger() -> None:
@@ -269,8 +268,8 @@ def test_interrupted_between_sent_and_no_longer_pending(
     with DataLoader(numbered_source(tmp_path, [200]), 16) as loader:
         batches = iter(loader)
         next(batches)
-        run: Any = loader._run
-        run._pending = Pressing(run._pending)
+        engine: Any = loader._engine
+        engine._pending = Pressing(engine._pending)
         with pytest.raises(KeyboardInterrupt):
             deque(batches)
         loader.set_epoch(0)
@@ -686,12 +685,12 @@ def test_a_group_that_cannot_be_sent_is_not_left_out(
     deliver_late(monkeypatch, 4)
     send, count = LaneDelivery.send, 0
 
-    def fail(delivery: LaneDelivery, group: HostGroup) -> object:
+    def fail(delivery: LaneDelivery, group: Any) -> None:
         nonlocal count
         count += 1
         if count == bad or (count > bad and not once):
             raise LaneError("the lane has failed")
-        return send(delivery, group)
+        send(delivery, group)
 
     monkeypatch.setattr(LaneDelivery, "send", fail)
     seen: list[int] = []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stormtorch.core.errors import SettingError
 from stormtorch.core.sizes import MiB
 from stormtorch.data.readers.order import Order, OrderSettings, Shuffle
-from stormtorch.data.readers.permutations import Rows, Scatter, permutation
+from stormtorch.data.readers.permutations import Rows, permutation, scatter
 
 SHUFFLES = st.sampled_from([True, False, "full"])
 
@@ -180,12 +180,11 @@ def test_a_full_shuffle_is_uniform() -> None:
 def test_permutations_are_permutations(count: int, key: int) -> None:
     everything = np.arange(count)
     assert np.array_equal(np.sort(permutation(count, key)), everything)
-    assert np.array_equal(np.sort(Scatter(count, key).at(everything)), everything)
+    assert np.array_equal(np.sort(scatter(count, key, everything)), everything)
 
 
 def test_a_scatter_needs_no_memory() -> None:
-    scatter = Scatter(10**15, 1)
-    found = scatter.at(np.arange(10**14, 10**14 + 1000))
+    found = scatter(10**15, 1, np.arange(10**14, 10**14 + 1000))
     assert len(set(found.tolist())) == 1000
     assert found.min() >= 0
     assert found.max() < 10**15

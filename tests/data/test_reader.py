@@ -19,8 +19,8 @@ from torch import Tensor
 
 from stormtorch.core.errors import OutOfBudget, SettingError
 from stormtorch.core.sizes import GiB, MiB
+from stormtorch.data.delivery import row_engine
 from stormtorch.data.loader import DataLoader
-from stormtorch.data.readers import choice as choice_module
 from stormtorch.data.readers import file_windows
 from stormtorch.data.readers import order as order_module
 from stormtorch.data.readers.choice import choose
@@ -137,7 +137,7 @@ def with_stages(windows: Callable[..., Windows], *arguments: Any, staged: bool, 
 def test_blocks_come_through_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Opened(monkeypatch)
     monkeypatch.setattr(file_windows, "_STAGE_BYTES", 4096)
-    monkeypatch.setattr(choice_module, "FileWindows", partial(with_stages, file_windows.FileWindows))
+    monkeypatch.setattr(row_engine, "FileWindows", partial(with_stages, file_windows.FileWindows))
     source = numbered_source(tmp_path, [500, 77], 300, header=10)
     settings: dict[str, Any] = {"shuffle": True, "window": 200_000, "seed": 3, "epochs": 2}
     with DataLoader(source, 4, reading="cached", **settings) as loader:
@@ -342,8 +342,7 @@ def test_the_first_epoch_announces_every_row(tmp_path: Path, shuffle: Shuffle) -
     with DataLoader(source, 50, shuffle=shuffle, window=MiB, reading="cached") as loader:
         assert sorted(row for batch in loader for row in rows_in(batch)) == list(range(5000))
         list(loader)
-        warmer = loader._engine._reader._warmer  # type: ignore[union-attr]
-        assert warmer.ended
+        assert loader._engine._reader._is_warm  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("reading", ["cached", "direct"])

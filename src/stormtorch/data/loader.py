@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any, Literal
 
@@ -24,22 +25,21 @@ import torch
 from ..core.endings import Closing
 from ..core.errors import SettingError, StormError
 from ..core.events import Span, What
-from ..core.sizes import parse_bytes
+from ..core.sizes import parse_bytes, round_up
 from ..core.tags import Tag
 from ..memory.books.ledger import open_ledger
 from ..memory.books.limits import usable_device
-from .delivery.content import content_of
-from .delivery.engine import BatchRange, Counts, Engine, Run
+from .delivery.engine import Counts, EngineSettings, LoaderReport
 from .delivery.item_engine import ItemEngine
-from .delivery.report import LoaderReport
 from .delivery.row_engine import RowsEngine
-from .delivery.state import VERSION, check_state, fingerprint
+from .delivery.state import VERSION, check_state, content_of, fingerprint
 from .delivery.transforms import Transform, apply, check_transform
 from .formats.items import ItemSource
-from .formats.open import Source, open_source
+from .formats.open import open_source
+from .formats.paths import whole_number
 from .readers.choice import Choice, Reading, choose
 from .readers.order import WINDOW_BYTES, Order, OrderSettings, Shuffle
-from .source import DecodedSource, FileSource
+from .source import DecodedSource
 
 
 class DataLoader(Closing):
@@ -77,57 +77,55 @@ class DataLoader(Closing):
         "cached", "direct", or "auto", which chooses by the data and the RAM. ``ram``: the loader's RAM budget.
         ``workers``: reading threads; for a torch ``Dataset``, processes.
         """
-        for name, value, least in (("batch_size", batch_size, 1), ("epochs", epochs, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SettingError(f"{name}={value!r} is not accepted. Accepted: a whole number of at least {least}.")
+        self.batch_size, self.epochs = whole_number("batch_size", batch_size, 1), whole_number("epochs", epochs, 1)
+        seed = whole_number("seed", seed, 0)
         if nan not in ("allow", "error"):
             raise SettingError(f"nan={nan!r} is not accepted. Accepted: 'allow', 'error'.")
         self.source = open_source(source)
-        least = 0 if isinstance(self.source, ItemSource) else 1
-        if workers is not None and workers < least:
-            raise SettingError(f"workers={workers!r} is not accepted. Accepted: None, or at least {least}.")
-        self.device = usable_device(device)
-        self.batch_size, self.drop_last, self.epochs = batch_size, drop_last, epochs
-        self._transform, self._nan, self._workers = transform, nan, workers
-        shards, row_bytes, fields = _layout_of(self.source)
-        self._fingerprint = fingerprint(shards, fields)
+        if workers is not None:
+            workers = whole_number("workers", workers, 0 if isinstance(self.source, ItemSource) else 1)
+        self.device, self.drop_last = usable_device(device), drop_last
+        self._transform, self._ram = transform, ram
+        self._fingerprint = fingerprint(self.source)
         self._content: str | None = None
+        window_bytes = parse_bytes(window, setting="window")
+        settings = OrderSettings(
+            shuffle=shuffle, seed=seed, rank=rank, world=world, drop_last=drop_last, window_bytes=window_bytes
+        )
         self._order = Order(
-            shards,
-            row_bytes,
-            OrderSettings(
-                shuffle=shuffle,
-                seed=seed,
-                rank=rank,
-                world=world,
-                drop_last=drop_last,
-                window_bytes=parse_bytes(window, setting="window"),
-            ),
-            whole_shards=isinstance(self.source, DecodedSource),
+            self.source.groups, self.source.row_bytes, settings, whole_shards=isinstance(self.source, DecodedSource)
         )
         rows = self._order.rows_per_epoch
-        self._per_epoch = rows // batch_size if drop_last else -(-rows // batch_size)
+        self._per_epoch = rows // self.batch_size if drop_last else -(-rows // self.batch_size)
         if self._per_epoch == 0:
             raise SettingError(
                 f"{self.source.name} has {self.source.rows} rows, which fill no batch: batch_size={batch_size}, "
                 f"world={world}, drop_last={drop_last}. Lower batch_size, or use drop_last=False."
             )
-        self._names = [name for name, _, _ in fields]
+        self._names = [field.name for field in self.source.fields]
         check_transform(transform, self._names)
-        if isinstance(transform, Mapping) and len(fields) == 1:
+        if isinstance(transform, Mapping) and len(self._names) == 1:
             self._transform = transform.get(self._names[0])
-        self._ram = ram
         if isinstance(self.source, ItemSource):
             self._choice = Choice("processes", "a torch Dataset")
         else:
             self._choice = choose(self.source, reading)
-        self._engine: Engine | None = None
+        self._engine: RowsEngine | ItemEngine | None = None
         self._finalizer: weakref.finalize[[], DataLoader] | None = None  # closes the engine with the loader
-        self._run: Run | None = None
-        self._epoch = self._batch = self._run_epoch = 0
+        self._running = False  # the engine reads batches of the present loop
+        self._place = self._run_begin = 0  # the next batch, and the first one of its run, counted through all epochs
         self._resumed = True  # the next loop starts at the present place
         self._turn = 0  # counts the loops over this loader
         self._counts = Counts()
+        self._engine_settings = EngineSettings(
+            order=self._order,
+            device=self.device,
+            batch_rows=self.batch_size,
+            per_epoch=self._per_epoch,
+            workers=workers,
+            refuses_nan=nan == "error",
+            counts=self._counts,
+        )
 
     def __len__(self) -> int:
         """This rank's batches in one loop, over all its epochs."""
@@ -136,26 +134,25 @@ class DataLoader(Closing):
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._epoch
+        return self._place // self._per_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next loop with ``epoch``. After ``load_state_dict``, naming the state's epoch changes nothing."""
-        if self._resumed and epoch == self._epoch and self._batch > 0:
+        if self._resumed and epoch == self.epoch and self._place % self._per_epoch > 0:
             return
-        self._epoch = self._run_epoch = epoch
-        self._batch, self._resumed = 0, True
+        self._place = self._run_begin = epoch * self._per_epoch
+        self._resumed = True
 
     def __iter__(self) -> Iterator[Any]:
         self._end_run()
         if not self._resumed:
-            self._epoch, self._batch = self._epoch + (self._batch > 0), 0
-            self._run_epoch = self._epoch
+            self._place = self._run_begin = round_up(self._place, self._per_epoch)
         self._resumed = True  # a loop has not begun before its first batch
         self._turn += 1
         return self._batches(self._turn)
 
     def _batches(self, turn: int) -> Iterator[Any]:
-        end = self._run_epoch + self.epochs
+        end = self._run_begin + len(self)
         last = perf_counter()
         if turn == self._turn:
             self._resumed = False
@@ -163,11 +160,11 @@ class DataLoader(Closing):
             while True:
                 if turn != self._turn:
                     raise StormError("This loop is over: another loop over the same loader began. Use two loaders.")
-                if self._engine is not None and self._engine.pid != os.getpid() and self._run is not None:
+                if self._running and self._engine is not None and self._engine.pid != os.getpid():
                     raise StormError("This loop belongs to the process before the fork. Start a new one here.")
                 found = self._next(end)
                 if found is None:
-                    self._run_epoch, self._resumed = self._epoch, True
+                    self._run_begin, self._resumed = self._place, True
                     return
                 given, samples, size = found
                 batch = self._finished(given)
@@ -175,9 +172,7 @@ class DataLoader(Closing):
                 now = perf_counter()
                 self._counts(Span(What.BATCH, last, now, "", Tag.DATA, size, None, samples))
                 last = now
-                is_last = self._batch + 1 == self._per_epoch
-                place = (self._epoch + 1, 0) if is_last else (self._epoch, self._batch + 1)
-                self._epoch, self._batch = place  # just before the yield: Ctrl-C cannot lose the batch
+                self._place += 1  # just before the yield: Ctrl-C cannot lose the batch
                 yield batch
                 del batch  # once the user drops it too, its memory is used again
         finally:
@@ -187,9 +182,12 @@ class DataLoader(Closing):
     def _next(self, end: int) -> tuple[Any, int, int] | None:
         """The next batch of the run, its samples and bytes; the first request starts the run."""
         try:
-            if self._run is None:
-                self._run = self._own_engine().run(BatchRange(self._epoch, self._batch, end, self._per_epoch))
-            return self._run.next()
+            if not self._running:
+                engine = self._own_engine()
+                self._running = True
+                engine.start(self._place, end)
+            assert self._engine is not None
+            return self._engine.next()
         except BaseException:
             # Ctrl-C may have left the engine inconsistent. After an error, the user may fix a file by replacing it,
             # so open files must not be used again either.
@@ -203,13 +201,9 @@ class DataLoader(Closing):
         """The place after the last batch that the user got; prefetched batches do not count. Changes nothing.
 
         The first call reads samples of the data, by which the state recognises it: 256 rows, or up to 4 MiB whole."""
-        return {
-            "version": VERSION,
-            "epoch": self._epoch,
-            "batch": self._batch,
-            "run_epoch": self._run_epoch,
-            **self._identity(content=True),
-        }
+        epoch, batch = divmod(self._place, self._per_epoch)
+        place = {"epoch": epoch, "batch": batch, "run_epoch": self._run_begin // self._per_epoch}
+        return {"version": VERSION, **place, **self._identity(content=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next loop with the batch after the state, and end it where the state's loop would have ended.
@@ -227,16 +221,14 @@ class DataLoader(Closing):
             )
         self._end_run()
         self._turn += 1
-        self._epoch, self._batch, self._run_epoch, self._resumed = epoch, batch, run_epoch, True
+        self._place, self._run_begin = epoch * self._per_epoch + batch, run_epoch * self._per_epoch
+        self._resumed = True
 
     def report(self) -> LoaderReport:
         """The loader's totals so far; print it, or use its numbers."""
         engine = self._engine
         return LoaderReport(
-            samples=self._counts.samples,
-            bytes=self._counts.bytes,
-            seconds=self._counts.spent_s,
-            waited_s=self._counts.waited_s,
+            **asdict(self._counts),
             reading=self._choice.mode,
             reason=self._choice.reason,
             depth=0 if engine is None else engine.depth_batches,
@@ -279,37 +271,18 @@ class DataLoader(Closing):
             batch = given[0] if len(given) == 1 else dict(zip(self._names, given, strict=True))
         return apply(self._transform, batch, self.source.name)
 
-    def _own_engine(self) -> Engine:
+    def _own_engine(self) -> RowsEngine | ItemEngine:
         if self._engine is not None and self._engine.pid != os.getpid():
             self._engine = None  # the parent's: a fork does not copy threads
             self._finalizer = None
         if self._engine is None:
-            self._engine = self._opened_engine()
+            if isinstance(self.source, ItemSource):
+                self._engine = ItemEngine(self.source, self._engine_settings)
+            else:
+                ledger = open_ledger(self.device, ram=self._ram)
+                self._engine = RowsEngine(self.source, self._choice, ledger, self._engine_settings)
             self._finalizer = weakref.finalize(self, self._engine.close)
         return self._engine
-
-    def _opened_engine(self) -> Engine:
-        if isinstance(self.source, ItemSource):
-            return ItemEngine(
-                self.source,
-                self._order,
-                device=self.device,
-                batch_rows=self.batch_size,
-                workers=self._workers,
-                nan=self._nan,
-                counts=self._counts,
-            )
-        return RowsEngine(
-            self.source,
-            self._order,
-            self._choice,
-            device=self.device,
-            batch_rows=self.batch_size,
-            ledger=open_ledger(self.device, ram=self._ram),
-            threads=self._workers,
-            nan=self._nan,
-            counts=self._counts,
-        )
 
     def _drop_engine(self) -> None:
         engine, self._engine = self._engine, None
@@ -319,23 +292,12 @@ class DataLoader(Closing):
                 self._finalizer.detach()  # only now: after Ctrl-C the finalizer closes it
 
     def _end_run(self) -> None:
-        run, self._run = self._run, None
+        running, self._running = self._running, False
         if self._finalizer is not None and not self._finalizer.alive:
             return  # the interpreter is exiting: the engine is closed, and modules are empty
-        if run is not None and self._engine is not None and self._engine.pid == os.getpid():
+        if running and self._engine is not None and self._engine.pid == os.getpid():
             try:
-                run.close()
+                self._engine.stop()
             except BaseException:
                 self._drop_engine()
                 raise
-
-
-def _layout_of(source: Source) -> tuple[list[int], int, list[tuple[str, str, tuple[int, ...]]]]:
-    """Rows of each shard, bytes of a row, and the fields, for the order and the state."""
-    if isinstance(source, ItemSource):
-        return [source.rows], 1, []
-    shards = [shard.rows for shard in source.shards] if isinstance(source, FileSource) else list(source.groups)
-    for field in source.fields:
-        if field.row_bytes == 0:
-            raise SettingError(f"Field {field.name!r} of {source.name} has rows of no bytes. Leave it out.")
-    return shards, source.row_bytes, [(field.name, str(field.dtype), field.shape) for field in source.fields]

@@ -1,11 +1,5 @@
 """A dataset as the loader sees it: fields, and where their rows lie.
 
-- A *field* is one named tensor of a row, with a dtype and a shape.
-- A *strip* is rows of one field in one file: the first at ``offset``, each next one ``stride`` bytes further. Rows may
-  overlap (windows over a flat file of tokens) or have gaps between them (several fields in one record).
-- A *shard* is a run of rows with one strip for each field, such as an array's file or an Arrow file's record batch.
-- A *source* is a sequence of shards; row numbers count through all of them.
-
 Rows of a fixed width are a ``FileSource``: the loader reads their bytes straight into the batch. Rows that must be
 decoded (Parquet) are a ``DecodedSource``: the loader requests whole groups of rows. To make either reads the layout
 alone, and keeps no file open.
@@ -23,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..core.errors import SettingError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
@@ -39,7 +35,10 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Strip:
-    """Rows of one field in one file, the first at byte ``offset``, each next one ``stride`` bytes further."""
+    """Rows of one field in one file, the first at byte ``offset``, each next one ``stride`` bytes further.
+
+    They may overlap (windows over a flat file of tokens) or have gaps (several fields in one record).
+    """
 
     path: Path
     offset: int
@@ -48,31 +47,14 @@ class Strip:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """``rows`` rows, with one strip for each field of the source, in the order of the fields."""
+    """``rows`` rows, with one strip for each field, such as an array's file or an Arrow file's record batch."""
 
     rows: int
     strips: tuple[Strip, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileSource:
-    """Rows of a fixed width in files. ``name``: its name in errors, as the user gave it."""
-
-    name: str
-    fields: tuple[Field, ...]
-    shards: tuple[Shard, ...]
-
-    @cached_property
-    def rows(self) -> int:
-        return sum(shard.rows for shard in self.shards)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        return sum(field.row_bytes for field in self.fields)
-
-
-class DecodedSource(ABC):
-    """Rows that a decoder gives, a group at a time. ``groups``: the number of rows of each group, in order."""
+class RowSource:
+    """``name``: its name in errors, as the user gave it. ``groups``: the rows of each shard, or of what is decoded."""
 
     name: str
     fields: tuple[Field, ...]
@@ -85,6 +67,30 @@ class DecodedSource(ABC):
     @cached_property
     def row_bytes(self) -> int:
         return sum(field.row_bytes for field in self.fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource(RowSource):
+    """Rows of a fixed width in files. Row numbers count through all shards."""
+
+    name: str
+    fields: tuple[Field, ...]
+    shards: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        for field in self.fields:
+            if field.row_bytes == 0:
+                raise SettingError(
+                    f"Field {field.name!r} of {self.name} has rows of zero bytes (shape {field.shape}). Leave it out."
+                )
+
+    @cached_property
+    def groups(self) -> Sequence[int]:  # type: ignore[override]
+        return [shard.rows for shard in self.shards]
+
+
+class DecodedSource(RowSource, ABC):
+    """Rows that a decoder gives, a group at a time."""
 
     @abstractmethod
     def decode(self, group: int) -> Mapping[str, Tensor]:

@@ -18,15 +18,13 @@ import mmap
 import sys
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ...core.sizes import KiB, MiB, round_up
+from ...core.sizes import MiB, round_up
 from ..source import Field
 
-_SMALL = 64 * KiB
 _LARGE = 1 * MiB  # from this size on, a buffer has its own mapping
 LINE = 64  # of the CPU's caches; torch aligns its own memory to it too
 
@@ -42,14 +40,6 @@ def _reference_count(pages: deque[Pages]) -> int:
 _UNUSED = _reference_count(deque([(ctypes.c_ubyte * 1)()]))
 
 
-@dataclass(slots=True)
-class Room:
-    """Memory for rows of one field, and the pages that it lies in; None: it comes from malloc."""
-
-    whole: torch.Tensor
-    pages: Pages | None
-
-
 class Buffers:
     """Buffers for groups of ``batches`` batches of ``rows`` rows, of one field.
 
@@ -58,42 +48,28 @@ class Buffers:
 
     def __init__(self, field: Field, rows: int, batches: int = 1) -> None:
         self.most = 0  # buffers to remember; older ones belong to the user alone
-        self._field, self._rows, self._batches = field, rows, batches
-        self._size = batches * rows * field.row_bytes
+        self._field, self._size = field, batches * rows * field.row_bytes
         self._all: deque[Pages] = deque()  # least recently given first
 
-    def take(self, rows: int) -> Room:
-        """Memory for ``rows`` rows, content undefined."""
-        field = self._field
-        if self._batches == 1 and (rows != self._rows or self._size < _SMALL):
-            return Room(torch.empty((rows, *field.shape), dtype=field.dtype, device="cpu"), None)
-        pages = self._unused() or self._new()
-        return Room(self._tensor_over(pages, 0, rows), pages)
-
-    def batches(self, room: Room) -> list[torch.Tensor]:
-        """The batches in ``room``, each with its own storage."""
-        if room.pages is None or self._batches == 1:
-            return [room.whole]
-        rows = len(room.whole)
-        return [self._tensor_over(room.pages, at, min(self._rows, rows - at)) for at in range(0, rows, self._rows)]
-
-    def clear(self) -> None:
-        """Forget all buffers: unused ones are freed, the others belong to the user."""
-        self._all.clear()
-
-    def _tensor_over(self, pages: Pages, first: int, rows: int) -> torch.Tensor:
-        field = self._field
-        count, offset = rows * field.row_bytes // field.dtype.itemsize, first * field.row_bytes
-        # resize_ moves nothing here. A view would refuse detach_ and similar calls of user code.
-        return torch.frombuffer(pages, dtype=field.dtype, count=count, offset=offset).resize_(rows, *field.shape)
-
-    def _unused(self) -> Pages | None:
+    def take(self) -> Pages:
+        """The pages of a group, content undefined; used again when no object refers to them."""
         for _ in range(len(self._all)):
             is_unused = _reference_count(self._all) == _UNUSED
             self._all.rotate(-1)
             if is_unused:
                 return self._all[-1]
-        return None
+        return self._new()
+
+    def tensor(self, pages: Pages, first: int, rows: int) -> torch.Tensor:
+        """Some of the rows in ``pages``, as a tensor with its own storage."""
+        field = self._field
+        count, offset = rows * field.row_bytes // field.dtype.itemsize, first * field.row_bytes
+        # resize_ moves nothing here. A view would refuse detach_ and similar calls of user code.
+        return torch.frombuffer(pages, dtype=field.dtype, count=count, offset=offset).resize_(rows, *field.shape)
+
+    def clear(self) -> None:
+        """Forget all buffers: unused ones are freed, the others belong to the user."""
+        self._all.clear()
 
     def _new(self) -> Pages:
         kind = ctypes.c_ubyte * self._size

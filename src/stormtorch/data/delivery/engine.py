@@ -1,26 +1,18 @@
-"""Interfaces: an engine lives as long as its loader; a run is one iteration, which gives its batches in order."""
+"""What the engines share: their settings, a loader's totals with their report, and the search for NaN.
+
+An engine reads batches and brings them to the device. It keeps threads, files and memory from one loop to the next, as
+long as its loader lives, and belongs to the process ``pid``. RowsEngine is for rows, ItemEngine for torch's datasets.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+
+import torch
 
 from ...core.events import Span, What
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRange:
-    """The batches from ``batch`` of ``epoch`` up to ``end_epoch``, exclusive. An epoch has ``per_epoch`` batches."""
-
-    epoch: int
-    batch: int
-    end_epoch: int
-    per_epoch: int
-
-    def after(self, epoch: int, batch: int) -> tuple[int, int]:
-        """The next batch, as epoch and batch."""
-        return (epoch, batch + 1) if batch + 1 < self.per_epoch else (epoch + 1, 0)
+from ...core.sizes import format_bytes
+from ..readers.order import Order
 
 
 @dataclass(slots=True)
@@ -29,49 +21,75 @@ class Counts:
 
     samples: int = 0
     bytes: int = 0
+    seconds: float = 0.0  # in loops, each from its first request to its last batch
     waited_s: float = 0.0
-    spent_s: float = 0.0  # in runs, each from its first request to its last batch
 
     def __call__(self, span: Span) -> None:
         if span.what is What.BATCH:
             self.samples += span.times
             self.bytes += span.bytes
-            self.spent_s += span.end_s - span.start_s
+            self.seconds += span.seconds
         elif span.what is What.WAIT:
-            self.waited_s += span.end_s - span.start_s
+            self.waited_s += span.seconds
 
 
-class Run(ABC):
-    """Gives batches until there are none; ``close`` may be called at any moment."""
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The loader's settings, as both engines need them. ``workers``: None for the engine's own choice.
 
-    @abstractmethod
-    def next(self) -> tuple[Any, int, int] | None:
-        """The next batch, on its device, with its samples and bytes; None after the last. Blocks until it is read."""
+    An epoch has ``per_epoch`` batches. A batch's number counts through all epochs."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Cancel pending reads and copies; none is running when it returns. Idempotent."""
+    order: Order
+    device: torch.device
+    batch_rows: int
+    per_epoch: int
+    workers: int | None
+    refuses_nan: bool
+    counts: Counts
 
 
-class Engine(ABC):
-    """A loader's threads, files and memory, kept from one loop to the next. Belongs to the process ``pid``."""
+@dataclass(frozen=True, kw_only=True)
+class LoaderReport:
+    """``seconds``: the time of all loops, user code included; ``waited_s``: the part spent waiting for data.
 
-    pid: int
+    ``reading``: how the loader reads, ``reason``: why. ``depth``: batches to prefetch. ``ring_bytes``: RAM charged.
+    """
 
-    @abstractmethod
-    def run(self, span: BatchRange) -> Run:
-        """Start reading ``span``. One run at a time: close the last one first."""
+    samples: int
+    bytes: int
+    seconds: float
+    waited_s: float
+    reading: str
+    reason: str
+    depth: int
+    ring_bytes: int
 
     @property
-    @abstractmethod
-    def depth_batches(self) -> int:
-        """Batches to prefetch."""
+    def samples_per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
 
     @property
-    @abstractmethod
-    def ring_bytes(self) -> int:
-        """Host memory charged to the ledger."""
+    def bytes_per_s(self) -> float:
+        return self.bytes / self.seconds if self.seconds else 0.0
 
-    @abstractmethod
-    def close(self) -> None:
-        """End the threads and return everything. Idempotent; does nothing in a forked child."""
+    def __str__(self) -> str:
+        share = self.waited_s / self.seconds if self.seconds else 0.0
+        return "\n".join(
+            (
+                f"data: {self.samples} samples, {format_bytes(self.bytes)} in {self.seconds:.1f} s: "
+                f"{self.samples_per_s:.0f} samples/s, {format_bytes(int(self.bytes_per_s))}/s",
+                f"waited for data: {self.waited_s:.2f} s ({share:.1%})",
+                f"reading: {self.reading} ({self.reason})",
+                f"prefetch: {self.depth} batches; RAM: {format_bytes(self.ring_bytes)}",
+            )
+        )
+
+
+def first_nan_row(tensor: torch.Tensor) -> int | None:
+    """The first row of a CPU batch that holds a NaN; infinities are allowed. Blocks; one pass over the bytes."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return None
+    if not tensor.sum().isnan():  # necessary, not sufficient: inf - inf is NaN too
+        return None
+    found = tensor.isnan().view(tensor.shape[0], -1).any(dim=1).nonzero()
+    return int(found[0]) if len(found) else None

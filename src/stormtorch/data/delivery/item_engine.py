@@ -7,6 +7,7 @@ page-locked memory, but not for work that is queued on the GPU.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
@@ -20,77 +21,66 @@ from ...core.events import Span, What
 from ...core.tags import Tag
 from ...native.cores import usable_count
 from ..formats.items import ItemSource
-from ..readers.order import Order
-from .engine import BatchRange, Counts, Engine, Run
-from .nan import first_nan_row
+from .engine import EngineSettings, first_nan_row
 
 
-class ItemEngine(Engine):
-    """Keeps nothing from one loop to the next: torch's worker processes belong to one iteration."""
+class ItemEngine:
+    """As RowsEngine. Keeps nothing from one loop to the next: torch's worker processes belong to one iteration."""
 
-    def __init__(
-        self,
-        source: ItemSource,
-        order: Order,
-        *,
-        device: torch.device,
-        batch_rows: int,
-        workers: int | None,
-        nan: str,
-        counts: Counts,
-    ) -> None:
+    ring_bytes = 0
+
+    def __init__(self, source: ItemSource, settings: EngineSettings) -> None:
         self.pid = os.getpid()
-        self._source, self._order, self._device = source, order, device
-        self._batch_rows, self._counts, self._nan = batch_rows, counts, nan
-        self._workers = min(4, usable_count()) if workers is None else workers
+        self._source, self._settings = source, settings
+        self._workers = min(4, usable_count()) if settings.workers is None else settings.workers
+        self.depth_batches = 2 * self._workers
+        self._batches: Iterator[Any] = iter(())
+        self._rows: Iterator[list[int]] = iter(())  # of each batch
+        self._stream = torch.cuda.Stream(settings.device) if settings.device.type == "cuda" else None
 
-    def run(self, span: BatchRange) -> Run:
-        batches = _Batches(self._order, span, self._batch_rows)
-        loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            self._source.dataset,
-            batch_sampler=batches,
-            num_workers=self._workers,
+    def start(self, begin: int, end: int) -> None:
+        sampler, self._rows = itertools.tee(map(self._rows_of, range(begin, end)))  # torch asks some batches ahead
+        self._batches = iter(
+            torch.utils.data.DataLoader(self._source.dataset, batch_sampler=sampler, num_workers=self._workers)
         )
 
-        def check(batch: Any, place: tuple[int, int]) -> None:
-            if self._nan == "error":
-                _refuse_nan(self._source.name, batch, batches.rows(*place))
+    def _rows_of(self, number: int) -> list[int]:
+        order, most = self._settings.order, self._settings.batch_rows
+        epoch, batch = divmod(number, self._settings.per_epoch)
+        rows: list[int] = order.rows(epoch, batch * most, min(most, order.rows_per_epoch - batch * most)).tolist()
+        return rows
 
-        return ItemRun(iter(loader), span, self._device, self._counts, check)
+    def next(self) -> tuple[Any, int, int] | None:
+        start_s = perf_counter()
+        batch = next(self._batches, None)
+        self._settings.counts(Span(What.WAIT, start_s, perf_counter(), "data", Tag.DATA))
+        if batch is None:
+            return None
+        rows = next(self._rows)
+        if self._settings.refuses_nan:
+            _refuse_nan(self._source.name, batch, rows)
+        if self._stream is not None:
+            batch = self._sent(batch, self._stream)
+        tensors = _tensors(batch)
+        samples = len(tensors[0]) if tensors and tensors[0].dim() else 1
+        return batch, samples, sum(tensor.nbytes for tensor in tensors)
 
-    @property
-    def depth_batches(self) -> int:
-        return 2 * self._workers
+    def _sent(self, batch: Any, stream: torch.cuda.Stream) -> Any:
+        """Copy the batch to the device. Its memory is the copying stream's; records the current stream as a user."""
+        device = self._settings.device
+        now = torch.cuda.current_stream(device)
+        with torch.cuda.stream(stream), torch.inference_mode(False):
+            there = _mapped(batch, lambda tensor: tensor.to(device))
+        now.wait_stream(stream)
+        for tensor in _tensors(there):
+            tensor.record_stream(now)
+        return there
 
-    @property
-    def ring_bytes(self) -> int:
-        return 0
+    def stop(self) -> None:
+        self._batches = self._rows = iter(())  # torch ends its workers with its iterator
 
     def close(self) -> None:
-        pass
-
-
-class _Batches:
-    """The rows of each batch of a span."""
-
-    def __init__(self, order: Order, span: BatchRange, batch_rows: int) -> None:
-        self._order, self._span, self._batch_rows = order, span, batch_rows
-
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch, batch = self._span.epoch, self._span.batch
-        while epoch < self._span.end_epoch:
-            yield self.rows(epoch, batch)
-            epoch, batch = self._span.after(epoch, batch)
-
-    def __len__(self) -> int:
-        span = self._span
-        return (span.end_epoch - span.epoch) * span.per_epoch - span.batch
-
-    def rows(self, epoch: int, batch: int) -> list[int]:
-        first = batch * self._batch_rows
-        count = min(self._batch_rows, self._order.rows_per_epoch - first)
-        rows: list[int] = self._order.rows(epoch, first, count).tolist()
-        return rows
+        """Nothing is left after ``stop``."""
 
 
 def _refuse_nan(name: str, batch: Any, rows: list[int]) -> None:
@@ -104,54 +94,7 @@ def _refuse_nan(name: str, batch: Any, rows: list[int]) -> None:
             )
 
 
-class ItemRun(Run):
-    """Batches out of torch's loader."""
-
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        span: BatchRange,
-        device: torch.device,
-        counts: Counts,
-        check: Callable[[Any, tuple[int, int]], None],
-    ) -> None:
-        """``check`` is called with each batch and its place, and raises for one that is not to be given."""
-        self._batches: Iterator[Any] | None = batches
-        self._span, self._place = span, (span.epoch, span.batch)
-        self._device, self._counts, self._check = device, counts, check
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def next(self) -> tuple[Any, int, int] | None:
-        if self._batches is None:
-            return None
-        start_s = perf_counter()
-        batch = next(self._batches, None)
-        self._counts(Span(What.WAIT, start_s, perf_counter(), "data", Tag.DATA))
-        if batch is None:
-            return None
-        self._check(batch, self._place)
-        self._place = self._span.after(*self._place)
-        if self._stream is not None:
-            batch = self._sent(batch, self._stream)
-        tensors = _tensors(batch)
-        samples = len(tensors[0]) if tensors and tensors[0].dim() else 1
-        return batch, samples, sum(tensor.nbytes for tensor in tensors)
-
-    def _sent(self, batch: Any, stream: torch.cuda.Stream) -> Any:
-        """Copy the batch to the device. Its memory is the copying stream's; records the current stream as a user."""
-        now = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(stream), torch.inference_mode(False):
-            there = _mapped(batch, lambda tensor: tensor.to(self._device))
-        now.wait_stream(stream)
-        for tensor in _tensors(there):
-            tensor.record_stream(now)
-        return there
-
-    def close(self) -> None:
-        self._batches = None  # torch ends its workers with its iterator
-
-
-def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _mapped(batch: Any, function: Callable[[torch.Tensor], object]) -> Any:
     """Apply ``function`` to the tensors of a batch, in the containers of torch's collation; keep other objects."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
@@ -166,10 +109,5 @@ def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    _mapped(batch, look)
+    _mapped(batch, found.append)
     return found

@@ -22,7 +22,7 @@ WAIT_S = 50e-6  # shorter waits are thread switches
 
 
 class Depth:
-    """``batches``: the present depth."""
+    """``batches``: the present depth; 0 if there is not even memory for one."""
 
     def __init__(self, batch_bytes: int, grow: Callable[[int], bool], *, group: int = 1) -> None:
         """``grow`` makes room for that many batches, or refuses. Starts with the largest first depth that it allows.
@@ -30,14 +30,9 @@ class Depth:
         ``group``: how many of the user's batches count as one here."""
         self._grow = grow
         self._most = max(1, min(max(_FIRST[0], _MOST // group), _MOST_BYTES // max(1, batch_bytes)))
-        self.batches = 0
-        self._was_full = False
+        self.was_full = False  # when the user requested a batch, at some time since the last growth
         wanted = min(max(_FIRST[0], min(_FIRST[1], _FIRST_BYTES // max(1, batch_bytes))), self._most)
-        while wanted > 1 and not grow(wanted):
-            wanted -= 1
-        if wanted == 1 and not grow(1):
-            return
-        self.batches = wanted
+        self.batches = next((depth for depth in range(wanted, 0, -1) if grow(depth)), 0)
 
     def grow_while(self, may: Callable[[int], bool]) -> None:
         """Grow as far as ``may`` allows a number of batches. For a GPU, before the loop.
@@ -46,15 +41,11 @@ class Depth:
         while self.batches < self._most and may(min(2 * self.batches, self._most)):
             self._double()
 
-    def saw_full(self) -> None:
-        """Note that the queue was full when the user requested a batch."""
-        self._was_full = True
-
     def waited(self, seconds: float) -> None:
         """Note how long the user waited for a batch; grow if that helps."""
-        if seconds < WAIT_S or not self._was_full or self.batches >= self._most:
+        if seconds < WAIT_S or not self.was_full or self.batches >= self._most:
             return
-        self._was_full = False
+        self.was_full = False
         self._double()
 
     def _double(self) -> None:

@@ -45,11 +45,10 @@ def side_by_side(name: str, sources: Mapping[str, FileSource]) -> FileSource:
     return FileSource(name=name, fields=fields, shards=tuple(cut_together(columns)))
 
 
-def choose(source: FileSource, names: Sequence[str]) -> FileSource:
-    """The same rows with only the fields ``names``, in that order."""
-    found = {field.name: number for number, field in enumerate(source.fields)}
-    selected(source.name, "fields", list(found), names)
-    at = [found[name] for name in names]
+def choose(source: FileSource, names: Sequence[str] | None) -> FileSource:
+    """The same rows with only the fields ``names``, in that order; None: all."""
+    present = [field.name for field in source.fields]
+    at = [present.index(name) for name in selected(source.name, "fields", present, names)]
     shards = tuple(replace(shard, strips=tuple(shard.strips[number] for number in at)) for shard in source.shards)
     return FileSource(name=source.name, fields=tuple(source.fields[number] for number in at), shards=shards)
 

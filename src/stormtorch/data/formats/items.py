@@ -5,21 +5,21 @@ Only the dataset's code can make an item, so the loader calls it in worker proce
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from ...core.errors import SettingError
+from ..source import RowSource
 
 
-@dataclass(frozen=True, kw_only=True)
-class ItemSource:
-    """``rows`` items of ``dataset``. ``name``: its name in errors."""
+class ItemSource(RowSource):
+    """The items of ``dataset``. It has no fields before torch has made a batch of items."""
 
-    name: str
-    dataset: Any
-    rows: int
+    fields = ()
+
+    def __init__(self, name: str, dataset: Any, rows: int) -> None:
+        self.name, self.dataset, self.groups = name, dataset, [rows]
 
 
 def item_source(dataset: object) -> ItemSource:
@@ -41,4 +41,4 @@ def item_source(dataset: object) -> ItemSource:
         raise SettingError(f"{kind} has no length ({error}). Give it a __len__ that counts its rows.") from error
     if rows == 0:
         raise SettingError(f"{kind} has no rows: its length is 0. Give data with at least one row.")
-    return ItemSource(name=kind, dataset=dataset, rows=rows)
+    return ItemSource(kind, dataset, rows)

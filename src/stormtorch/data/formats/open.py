@@ -15,7 +15,7 @@ from .columns import choose, one_after_another, side_by_side
 from .items import ItemSource, item_source
 from .paths import file_size, files_meant, name_of_paths, read_at
 from .plain.arrays import memmap_source, npy_source
-from .plain.packed import is_packed, packed_rows
+from .plain.packed import is_packed, packed_source
 from .plain.safetensors_files import is_safetensors, safetensors_source
 from .tables.arrow import arrow_source
 from .tables.hf_datasets import dataset_source, is_dataset, saved_files
@@ -90,12 +90,10 @@ def _open_list(what: Sequence[object], columns: Columns) -> Source:
 
 
 def _open_path(path: Path, columns: Columns) -> Source:
-    if not is_packed(path):
-        saved = saved_files(path) if path.is_dir() else None
-        files, chosen = saved or (files_meant(path), None)
-        return open_files(str(path), files, chosen if columns is None else columns)
-    source = packed_rows(path)
-    return source if columns is None else choose(source, columns)
+    if is_packed(path):
+        return choose(packed_source(path, "rows"), columns)
+    files, chosen = (saved_files(path) if path.is_dir() else None) or (files_meant(path), None)
+    return open_files(str(path), files, chosen if columns is None else columns)
 
 
 def open_files(name: str, paths: Sequence[Path], columns: Columns = None) -> Source:
@@ -111,13 +109,11 @@ def open_files(name: str, paths: Sequence[Path], columns: Columns = None) -> Sou
     if kinds[0] == "Arrow":
         return one_after_another(name, [arrow_source(path, columns) for path in paths])
     read = npy_source if kinds[0] == ".npy" else safetensors_source
-    source = one_after_another(name, [read(path) for path in paths])
-    return source if columns is None else choose(source, columns)
+    return choose(one_after_another(name, [read(path) for path in paths]), columns)
 
 
 def kind_of(path: Path) -> Kind:
     """The kind of a file, by its first bytes. Raises SettingError for kinds without a reader."""
-    size = file_size(path)
     head = read_at(path, 0, 16)
     if head.startswith(b"\x93NUMPY"):
         return ".npy"
@@ -130,6 +126,6 @@ def kind_of(path: Path) -> Kind:
     if head.startswith(b"PK\x03\x04"):
         raise SettingError(f"{path} is a zip or .npz archive. Save each array on its own with np.save.")
     raise SettingError(
-        f"{path} ({size} bytes) is of no known kind. Accepted: .npy, safetensors, Arrow, Parquet; for flat files "
-        "raw(path, dtype=, shape=) or tokens(path, sequence=); for text `storm data pack`."
+        f"{path} ({file_size(path)} bytes) is of no known kind. Accepted: .npy, safetensors, Arrow, Parquet; for flat "
+        "files raw(path, dtype=, shape=) or tokens(path, sequence=); for text `storm data pack`."
     )

@@ -6,11 +6,10 @@ import glob
 import operator
 import os
 import re
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...core.errors import SettingError, StorageError
+from ...core.errors import SettingError
 from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import opened
 
@@ -26,15 +25,8 @@ def natural_order(path: Path) -> list[tuple[int, int, str]]:
 
 def file_size(path: Path) -> int:
     """Bytes of a readable file. Raises StorageError if it is missing, not a plain file, or not readable."""
-    with storage_errors(f"read {path}"):
-        found = path.stat()
-        if stat.S_ISREG(found.st_mode):  # opening another kind could block forever
-            path.open("rb").close()
-    if not stat.S_ISREG(found.st_mode):
-        raise StorageError(
-            f"Cannot read {path}: it is not a plain file, so rows cannot be read at any offset. Copy it to one."
-        )
-    return found.st_size
+    with storage_errors(f"read {path}"), opened(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def read_at(path: Path, offset: int, count: int) -> bytes:

@@ -13,8 +13,7 @@ from typing import Any
 
 from ...core.errors import SettingError, StorageError
 from ..formats.paths import file_size, files_meant, read_at
-from ..formats.tables.arrow import read_batches
-from ..formats.tables.arrow_tables import arrow_errors, pyarrow
+from ..formats.tables.arrow import arrow_errors, pyarrow, read_batches
 from ..formats.tables.hf_datasets import saved_files
 from ..formats.text_lines import JSON_LINES, decode, lines, parse_object
 

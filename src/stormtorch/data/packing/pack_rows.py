@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ from ..formats.columns import selected
 from ..formats.dtypes import name_of
 from ..formats.open import open_source
 from ..formats.paths import file_size, files_meant
-from ..formats.tables.arrow import CompressedArrow, read_batches
-from ..formats.tables.arrow_tables import rows_of, tensors_of
+from ..formats.tables.arrow import CompressedArrow, fields_of, read_batches, tensors_of
 from ..formats.tables.hf_datasets import saved_files
-from ..source import DecodedSource, Field, FileSource, Shard
+from ..formats.text_lines import Progress
+from ..source import DecodedSource, Field, FileSource, Shard, Strip
 from .writer import PackWriter
 
 _CHUNK_BYTES = 4 * MiB
-Progress = Callable[[int], None]
 Chunk = Mapping[str, Tensor]
 
 
@@ -71,27 +70,24 @@ def rows_to_pack(paths: Sequence[Path], columns: Sequence[str] | None) -> tuple[
 def chunks_of(source: FileSource | DecodedSource) -> Iterator[Chunk]:
     """All rows of a source in order, a few MiB or one decoded group at a time."""
     if isinstance(source, DecodedSource):
-        for group in range(len(source.groups)):
-            yield source.decode(group)
-        return
-    for shard in source.shards:
-        yield from _chunks_of_shard(source.fields, shard)
+        return map(source.decode, range(len(source.groups)))
+    return (chunk for shard in source.shards for chunk in _chunks_of_shard(source.fields, shard))
 
 
 def arrow_chunks(paths: Sequence[Path], columns: Sequence[str] | None) -> tuple[tuple[Field, ...], Iterator[Chunk]]:
     """The fields and rows of Arrow files, compressed or not."""
 
-    def batches() -> Iterator[tuple[Path, int, Any]]:
+    def batches() -> Iterator[tuple[str, int, Any]]:
         for path in paths:
             row = 0
             for batch in read_batches(path):
                 if batch.num_rows:
-                    yield path, row, batch.select(selected(str(path), "columns", batch.schema.names, columns))
+                    yield str(path), row, batch.select(selected(str(path), "columns", batch.schema.names, columns))
                 row += batch.num_rows
 
     for path, row, batch in batches():
-        fields = tuple(rows_of(name, batch.column(name), str(path), row).field for name in batch.schema.names)
-        return fields, (tensors_of(fields, later, str(place), at) for place, at, later in batches())
+        fields = fields_of(batch, path, row)
+        return fields, (tensors_of(fields, later, place, at) for place, at, later in batches())
     raise SettingError(f"{paths[0]} has no rows (files read: {len(paths)}). Give data with at least one row.")
 
 
@@ -100,21 +96,20 @@ def _chunks_of_shard(fields: Sequence[Field], shard: Shard) -> Iterator[Chunk]:
     step = max(_CHUNK_BYTES // widest, 1)
     for first in range(0, shard.rows, step):
         rows = min(step, shard.rows - first)
-        chunk = {}
-        for field, strip in zip(fields, shard.strips, strict=True):
-            data = _read(strip.path, strip.offset + first * strip.stride, (rows - 1) * strip.stride + field.row_bytes)
-            view = np.lib.stride_tricks.as_strided(data, (rows, field.row_bytes), (strip.stride, 1))
-            flat = torch.from_numpy(np.ascontiguousarray(view)).view(-1).view(field.dtype)
-            chunk[field.name] = flat.view(rows, *field.shape)
-        yield chunk
+        yield {
+            field.name: _rows_of_strip(field, strip, first, rows)
+            for field, strip in zip(fields, shard.strips, strict=True)
+        }
 
 
-def _read(path: Path, offset: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    with storage_errors(f"read {path}", numbers=f"{count} bytes at {offset}"):
-        data = np.fromfile(path, dtype=np.uint8, count=count, offset=offset)
+def _rows_of_strip(field: Field, strip: Strip, first: int, rows: int) -> Tensor:
+    offset, count = strip.offset + first * strip.stride, (rows - 1) * strip.stride + field.row_bytes
+    with storage_errors(f"read {strip.path}", numbers=f"{count} bytes at {offset}"):
+        data = np.fromfile(strip.path, dtype=np.uint8, count=count, offset=offset)
     if len(data) < count:
         raise StorageError(
-            f"{path} ends at byte {offset + len(data)}, but {count} bytes at {offset} were expected: it was truncated "
-            "while it was read. Restore it."
+            f"{strip.path} ends at byte {offset + len(data)}, but {count} bytes at {offset} were expected: it was "
+            "truncated while it was read. Restore it."
         )
-    return data
+    view = np.lib.stride_tricks.as_strided(data, (rows, field.row_bytes), (strip.stride, 1))
+    return torch.from_numpy(np.ascontiguousarray(view)).view(-1).view(field.dtype).view(rows, *field.shape)

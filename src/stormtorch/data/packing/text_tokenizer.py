@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ class TextTokenizer:
         self._fast: Any = None
         self._slow: Any = None
         if file.is_file():
-            self._fast = _load(path, "tokenizers", lambda module: module.Tokenizer.from_file(str(file)))
+            with _module_to_load(path, "tokenizers") as module:
+                self._fast = module.Tokenizer.from_file(str(file))
             self._fast.no_truncation()  # a tokenizer's file may ask to truncate and pad documents
             self._fast.no_padding()
             vocabulary: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
@@ -32,13 +34,9 @@ class TextTokenizer:
             ends = [name] if name is not None else [usual for usual in _USUAL_ENDS if usual in vocabulary]
             self.end = vocabulary.get(ends[0]) if len(ends) == 1 else None
         elif path.is_dir():
-            self._slow = _load(
-                path,
-                "transformers",
-                lambda module: module.AutoTokenizer.from_pretrained(
-                    str(path), local_files_only=True, trust_remote_code=False
-                ),
-            )
+            with _module_to_load(path, "transformers") as module:
+                load = module.AutoTokenizer.from_pretrained
+                self._slow = load(str(path), local_files_only=True, trust_remote_code=False)
             vocabulary = self._slow.get_vocab()
             self.end = self._slow.eos_token_id
         else:
@@ -55,9 +53,11 @@ class TextTokenizer:
         return found
 
 
-def _load(path: Path, package: str, load: Any) -> Any:
+@contextlib.contextmanager
+def _module_to_load(path: Path, package: str) -> Iterator[Any]:
+    """The package that reads ``path``. Raises its errors in the block as SettingError."""
     try:
-        return load(importlib.import_module(package))
+        yield importlib.import_module(package)
     except ImportError as error:
         raise SettingError(
             f"--tokenizer {path} needs {package} ({error}). Install it: pip install {package}."

@@ -7,20 +7,20 @@ reader takes it for data, and the next writer clears it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
 
-from ...core.errors import SettingError, StorageError
-from ...memory.disk.calls import storage_error, storage_errors
+from ...core.errors import SettingError
+from ...memory.disk.calls import storage_errors
 from ...memory.disk.contained import check_no_link
 from ..formats.plain.packed import INDEX, Index, Kind, PackedFile, PackedShard, to_json
 from ..source import Field
@@ -48,22 +48,15 @@ class PackWriter:
         self._shards: list[PackedShard] = []
         self._open: list[_Column] = []
         self._open_rows = 0
-        self._partial = _Partial(out)
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._partial.begin()
+        self._place = self._stack.enter_context(_partial(self.out))
+        self._stack.push(self._end)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            for column in self._open:
-                column.file.close()
-            self._partial.end()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def write(self, columns: Mapping[str, Tensor]) -> None:
         """Append rows: for each field a CPU tensor ``(rows, *shape)`` of its dtype. Blocks for the disk."""
@@ -75,8 +68,9 @@ class PackWriter:
         while done < count:
             if not self._open:
                 self._open_rows = 0
-                for field in self.fields:  # one by one: if one cannot be opened, the others get closed
-                    self._open.append(_Column(self._partial.place / self._file_name(field)))
+                # One by one: if one cannot be opened, the others get closed. A field's name may not suit a file.
+                for number in range(len(self.fields)):
+                    self._open.append(_Column(self._place / f"{len(self._shards):05d}-{number}.bin"))
             taken = min(count - done, self._rows_per_shard - self._open_rows)
             for column, tensor in zip(self._open, tensors, strict=True):
                 column.append(tensor[done : done + taken])
@@ -86,14 +80,18 @@ class PackWriter:
             if self._open_rows == self._rows_per_shard:
                 self._end_shard()
 
-    def _file_name(self, field: Field) -> str:
-        # A field's name may not be valid for a file: use its number. The index holds its name.
-        return f"{len(self._shards):05d}-{self.fields.index(field)}.bin"
-
     def _end_shard(self) -> None:
         files = tuple(column.end() for column in self._open)
         self._shards.append(PackedShard(rows=self._open_rows, files=files))
         self._open = []
+
+    def _end(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            for column in self._open:
+                column.file.close()
 
     def _finish(self) -> None:
         if self._open:
@@ -103,11 +101,9 @@ class PackWriter:
                 f"Nothing to pack into {self.out}: the input has no rows. Give data with at least one row."
             )
         index = Index(kind=self.kind, fields=self.fields, shards=tuple(self._shards))
-        column = _Column(self._partial.place / INDEX)
-        self._open = [column]
-        column.append(torch.frombuffer(bytearray(to_json(index, self.made_with).encode()), dtype=torch.uint8))
-        column.end()
-        self._partial.publish()
+        self._open = [_Column(self._place / INDEX)]
+        self._open[0].append(torch.frombuffer(bytearray(to_json(index, self.made_with).encode()), dtype=torch.uint8))
+        self._open[0].end()
 
 
 class _Column:
@@ -121,78 +117,58 @@ class _Column:
     def append(self, rows: Tensor) -> None:
         data = rows.contiguous().view(-1).view(torch.uint8).numpy().data
         self.crc32 = zlib.crc32(data, self.crc32)
-        try:
+        with storage_errors(f"write {self.path}", numbers=f"{self.bytes} bytes written"):
             while data:
                 written = self.file.write(data)
                 self.bytes += written
                 data = data[written:]
-        except OSError as error:
-            raise storage_error(f"write {self.path}", error, numbers=f"{self.bytes} bytes written") from error
 
     def end(self) -> PackedFile:
-        try:
+        with storage_errors(f"write {self.path}", numbers=f"{self.bytes} bytes written"):
             os.fsync(self.file.fileno())
             self.file.close()
-        except OSError as error:
-            raise storage_error(f"write {self.path}", error, numbers=f"{self.bytes} bytes written") from error
         return PackedFile(name=self.path.name, bytes=self.bytes, crc32=self.crc32)
 
 
-class _Partial:
-    """The directory that is being written, locked by its writer. The lock ends with the process."""
+@contextlib.contextmanager
+def _partial(out: Path) -> Iterator[Path]:
+    """A new directory to fill, which becomes ``out`` at the end of the block. An error in the block removes it.
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        self.place = out.parent / f".{out.name}.partial"
-        self._lock = -1
-
-    def begin(self) -> None:
-        """Make the directory, or clear that of a killed process. Refuses if ``out`` exists or is being written."""
-        if not self.out.name or self.out.name == "..":
-            raise SettingError(f"{str(self.out)!r} is not valid for a directory. Name one that does not exist yet.")
+    Its writer locks it; the lock ends with the process. Clears that of a killed process. Refuses if ``out`` exists or
+    is being written.
+    """
+    if not out.name or out.name == "..":
+        raise SettingError(f"{str(out)!r} is not valid for a directory. Name one that does not exist yet.")
+    place = out.parent / f".{out.name}.partial"
+    with contextlib.ExitStack() as stack, storage_errors(f"create {place}"):
         try:
-            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-                raise SettingError(f"{self.out} exists already. Remove it, or name another directory.")
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.place.mkdir(exist_ok=True)
-            check_no_link(self.place)  # its content is removed below
-            self._lock = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise SettingError(f"{out} exists already. Remove it, or name another directory.")
+            out.parent.mkdir(parents=True, exist_ok=True)
+            place.mkdir(exist_ok=True)
+            check_no_link(place)  # its content is removed below
+            lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another writer may have published between our open and our lock: then we locked its data.
-            if os.stat(self.place).st_ino != os.fstat(self._lock).st_ino:  # noqa: PTH116
+            if os.stat(place).st_ino != os.fstat(lock).st_ino:  # noqa: PTH116
                 raise BlockingIOError
-            for left in self.place.iterdir():
+            for left in place.iterdir():
                 left.unlink()
         except (BlockingIOError, FileNotFoundError) as error:
-            self._release()
             raise SettingError(
-                f"Another process is packing into {self.out}. Wait for it, or name another directory."
+                f"Another process is packing into {out}. Wait for it, or name another directory."
             ) from error
-        except OSError as error:
-            self._release()
-            raise error if isinstance(error, StorageError) else storage_error(f"create {self.place}", error) from error
-        except BaseException:
-            self._release()
-            raise
-
-    def publish(self) -> None:
-        """Rename the directory, whose content is on the disk already, and make the name durable."""
-        with storage_errors(f"rename {self.place} to {self.out}"):
-            os.fsync(self._lock)
-            self.place.rename(self.out)
-            parent = os.open(self.out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
+        closing = stack.pop_all()
+    with closing:
+        try:
+            yield place
+            with storage_errors(f"rename {place} to {out}"):
+                os.fsync(lock)  # the files are on the disk already
+                place.rename(out)
+                parent = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                closing.callback(os.close, parent)
                 os.fsync(parent)
-            finally:
-                os.close(parent)
-
-    def end(self) -> None:
-        """Remove the directory unless it was published. Idempotent."""
-        if self._lock >= 0 and self.place.exists() and self.place.stat().st_ino == os.fstat(self._lock).st_ino:
-            shutil.rmtree(self.place, ignore_errors=True)
-        self._release()
-
-    def _release(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        finally:
+            if place.exists() and place.stat().st_ino == os.fstat(lock).st_ino:  # it was not renamed
+                shutil.rmtree(place, ignore_errors=True)

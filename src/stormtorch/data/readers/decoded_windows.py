@@ -16,6 +16,7 @@ from ...core.errors import OutOfBudget
 from ...core.sizes import format_bytes
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger, Reservation
+from ...native.rows.jobs import DONE, FAILED, PENDING
 from ..source import DecodedSource
 from .order import Window
 from .permutations import Rows
@@ -30,63 +31,36 @@ class _Group:
     def __init__(self, rows: Future[Mapping[str, Tensor]], charge: Reservation) -> None:
         self.rows, self.charge, self.users = rows, charge, 0
 
+    def state(self) -> int:
+        if not self.rows.done():
+            return PENDING
+        return FAILED if self.rows.cancelled() or self.rows.exception() is not None else DONE
+
 
 class DecodedWindows(Windows):
     """Up to ``count`` windows of ``source``; charges each group before decoding it."""
 
     def __init__(self, source: DecodedSource, *, ledger: Ledger, count: int, threads: int) -> None:
-        self.source, self._ledger, self.room = source, ledger, count
+        self.source, self._ledger, self.free = source, ledger, [None] * count
         self.row_bytes = [field.row_bytes for field in source.fields]
         self.ends = np.cumsum(np.asarray(source.groups, dtype=np.int64))
-        self.starts = self.ends - np.asarray(source.groups, dtype=np.int64)
-        self._groups: dict[int, _Group] = {}
+        self.groups: dict[int, _Group] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="storm-decode")
 
-    def has_room(self) -> bool:
-        return self.room > 0
-
     def load(self, window: Window) -> Load:
-        numbers = np.searchsorted(self.ends, window.firsts, side="right")
-        load = _DecodedLoad(self, window, numbers)
+        load = _DecodedLoad(self, window)
+        self.free.pop()
         try:
-            for number in load.needed:
-                self._need(number)
-                load.held.append(number)
+            for number in dict.fromkeys(load.numbers.tolist()):
+                load.groups[number] = self._need(number)
+                load.groups[number].users += 1
         except BaseException:
-            self.let_go(load.held)
+            load.release()
             raise
-        self.room -= 1
         return load
 
-    def group(self, number: int) -> Mapping[str, Tensor]:
-        """The rows of a group; blocks until they are decoded, raises the decoder's error."""
-        rows = self._groups[number].rows
-        while not rows.done():
-            wait([rows], timeout=_TICK_S)
-        return rows.result()
-
-    def is_there(self, number: int) -> bool:
-        rows = self._groups[number].rows
-        return rows.done() and not rows.cancelled() and rows.exception() is None
-
-    def is_lost(self, number: int) -> bool:
-        rows = self._groups[number].rows
-        return rows.cancelled() or (rows.done() and rows.exception() is not None)
-
-    def let_go(self, numbers: list[int]) -> None:
-        """Release these groups for one window; free those that no window needs."""
-        while numbers:
-            group = self._groups[numbers[-1]]
-            group.users -= 1
-            if group.users == 0:
-                if not group.rows.cancel():
-                    wait([group.rows])
-                del self._groups[numbers[-1]]
-                group.charge.release()
-            numbers.pop()
-
     def cancel(self) -> None:
-        rows = [group.rows for group in self._groups.values()]
+        rows = [group.rows for group in self.groups.values()]
         for one in rows:
             one.cancel()
         while wait(rows, timeout=_TICK_S).not_done:
@@ -94,12 +68,12 @@ class DecodedWindows(Windows):
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.charge.release()
-        self._groups.clear()
+        self.groups.clear()
 
-    def _need(self, number: int) -> None:
-        if number not in self._groups:
+    def _need(self, number: int) -> _Group:
+        if number not in self.groups:
             size = int(self.source.groups[number]) * self.source.row_bytes
             free = self._ledger.free_bytes(Tier.HOST)
             try:
@@ -111,39 +85,44 @@ class DecodedWindows(Windows):
                     error.limit,
                     "Raise it, give a smaller window=, or `storm data pack` the data.",
                 ) from error
-            self._groups[number] = _Group(self._pool.submit(self.source.decode, number), charge)
-        self._groups[number].users += 1
+            self.groups[number] = _Group(self._pool.submit(self.source.decode, number), charge)
+        return self.groups[number]
 
 
 class _DecodedLoad(Load):
-    def __init__(self, windows: DecodedWindows, window: Window, numbers: Rows) -> None:
-        self._windows, self._window, self._numbers = windows, window, numbers
-        self.needed: list[int] = list(dict.fromkeys(numbers.tolist()))
-        self.held: list[int] = []
+    def __init__(self, windows: DecodedWindows, window: Window) -> None:
+        super().__init__(window)
+        self._windows = windows
+        self.numbers: Rows = np.searchsorted(windows.ends, window.firsts, side="right")  # the group of each run
+        self.groups: dict[int, _Group] = {}
 
-    def ready(self) -> bool:
-        return all(self._windows.is_there(number) for number in self.needed)
+    def state(self) -> int:
+        states = {group.state() for group in self.groups.values()}
+        return next((state for state in (FAILED, PENDING) if state in states), DONE)
 
     def wait(self) -> None:
-        for number in self.needed:
-            self._windows.group(number)
+        for group in self.groups.values():
+            while not group.rows.done():
+                wait([group.rows], timeout=_TICK_S)
+            group.rows.result()  # raises the decoder's error
 
-    def failed(self) -> bool:
-        return any(self._windows.is_lost(number) for number in self.needed)
-
-    def addresses(self, field: int) -> Rows:
-        windows, window = self._windows, self._window
-        name, size = windows.source.fields[field].name, windows.row_bytes[field]
-        bases = {}
-        for number in self.needed:
-            tensor = windows.group(number)[name]
-            assert tensor.is_contiguous(), name
-            assert tensor.nbytes == windows.source.groups[number] * size, name
-            bases[number] = tensor.data_ptr()
-        firsts = np.asarray([bases[number] for number in self._numbers.tolist()], dtype=np.int64)
-        firsts += (window.firsts - windows.starts[self._numbers]) * size
-        return window.places(firsts, np.full_like(window.counts, size))
+    def runs(self, field: int) -> tuple[Rows, Rows]:
+        source, size = self._windows.source, self._windows.row_bytes[field]
+        bases = np.zeros(len(source.groups), dtype=np.int64)
+        for number, group in self.groups.items():
+            tensor = group.rows.result()[source.fields[field].name]
+            assert tensor.is_contiguous(), field
+            assert tensor.nbytes == source.groups[number] * size, field
+            bases[number] = tensor.data_ptr() - int(self._windows.ends[number] - source.groups[number]) * size
+        return bases[self.numbers] + self.window.firsts * size, np.full_like(self.window.counts, size)
 
     def release(self) -> None:
-        self._windows.let_go(self.held)
-        self._windows.room += 1
+        while self.groups:
+            number, group = self.groups.popitem()
+            group.users -= 1
+            if group.users == 0:
+                if not group.rows.cancel():
+                    wait([group.rows])
+                del self._windows.groups[number]
+                group.charge.release()
+        self._windows.free.append(None)

@@ -52,7 +52,7 @@ class Descriptors:
         self.fds: Rows = np.full(len(paths), NOT_OPEN, dtype=np.int64)
         self.maps: Rows = np.zeros(len(paths), dtype=np.int64)
         self.errors: dict[int, OSError] = {}
-        self._end = weakref.finalize(self, _close_all, self.fds, self.maps, self._sizes)
+        self._end = weakref.finalize(self, _close, range(len(paths)), self.fds, self.maps, self._sizes)
 
     def open(self, files: Rows) -> None:
         """Open those of ``files``, which may repeat, that are not open yet."""
@@ -63,11 +63,11 @@ class Descriptors:
                 self.errors.pop(file, None)
             except OSError as error:
                 self.errors[file] = error
-                _close(file, self.fds, self.maps, None)
+                _close([file], self.fds, self.maps, self._sizes)
 
     def close(self) -> None:
         """Close all; nothing may still read from them. Idempotent; ``open`` opens them again."""
-        _close_all(self.fds, self.maps, self._sizes)
+        _close(range(len(self._paths)), self.fds, self.maps, self._sizes)
 
     def _open(self, file: int) -> None:
         path = self._paths[file]
@@ -82,16 +82,12 @@ class Descriptors:
             self.maps[file] = map_file(fd, self._sizes[file])
 
 
-def _close(file: int, fds: Rows, maps: Rows, sizes: Sequence[int] | None) -> None:
-    fd, address = int(fds[file]), int(maps[file])
-    fds[file], maps[file] = NOT_OPEN, 0
-    if address and sizes is not None:
-        unmap_file(address, sizes[file])
-    if fd != NOT_OPEN:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
-def _close_all(fds: Rows, maps: Rows, sizes: Sequence[int] | None) -> None:
-    for file in np.flatnonzero(fds != NOT_OPEN).tolist():
-        _close(file, fds, maps, sizes)
+def _close(files: Sequence[int], fds: Rows, maps: Rows, sizes: Sequence[int] | None) -> None:
+    for file in files:
+        fd, address = int(fds[file]), int(maps[file])
+        fds[file], maps[file] = NOT_OPEN, 0
+        if address and sizes is not None:
+            unmap_file(address, sizes[file])
+        if fd != NOT_OPEN:
+            with contextlib.suppress(OSError):
+                os.close(fd)

@@ -7,11 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from ...core.errors import StorageError
-from ...memory.disk.calls import storage_error
+from ...memory.disk.calls import storage_errors
 from ..source import FileSource
 from .permutations import Rows
 
@@ -55,7 +56,6 @@ class Layout:
         return found
 
     def shards_of(self, rows: Rows) -> Rows:
-        """The shard of each row."""
         return np.searchsorted(self.ends, rows, side="right")
 
     def begins(self, rows: Rows, shards: Rows, column: Column) -> Rows:
@@ -74,27 +74,25 @@ class Layout:
         file, inside, _ = self.place_of(row, field)
         return f"row {inside} of {self.files[file]} (row {row} of {self.source.name})"
 
-    def read_error(self, row: int, field: int, code: int, unopened: Mapping[int, OSError]) -> StorageError:
-        """The error for a failed read of one row, with the file, the row and the file's present size.
+    def raise_error(self, row: int, field: int, code: int, unopened: Mapping[int, OSError]) -> NoReturn:
+        """Raise the error for a failed read of one row, with the file, the row and the file's present size.
 
         ``unopened``: the files that could not be opened, by number.
         """
         file, _, end = self.place_of(row, field)
         what = f"read {self.describe(row, field)}"
-        if file in unopened:
-            return storage_error(what, unopened[file])
-        try:
+        with storage_errors(what):
+            if file in unopened:
+                raise unopened[file]
             size = self.files[file].stat().st_size
-        except OSError as error:
-            return storage_error(what, error)
-        if size < end or code == errno.ENODATA:
-            short = StorageError(
-                f"Cannot {what}: it ends at byte {end}, but the file has {size} bytes now. It was truncated after it "
-                "was opened. Restore it, or make a new loader."
-            )
-            short.errno = errno.ENODATA
-            return short
-        return storage_error(what, OSError(code, os.strerror(code)))
+            if size >= end and code != errno.ENODATA:
+                raise OSError(code, os.strerror(code))
+        short = StorageError(
+            f"Cannot {what}: it ends at byte {end}, but the file has {size} bytes now. It was truncated after it was "
+            "opened. Restore it, or make a new loader."
+        )
+        short.errno = errno.ENODATA
+        raise short
 
 
 def _array(values: object) -> Rows:

@@ -32,7 +32,7 @@ import numpy as np
 
 from ...core.errors import SettingError
 from ...core.sizes import MiB
-from .permutations import Rows, Scatter, mix, permutation
+from .permutations import Rows, mix, permutation, scatter
 
 Shuffle = bool | Literal["full"]
 BLOCK_BYTES = 2 * MiB
@@ -118,7 +118,6 @@ class Order:
         self._counts = np.minimum(np.repeat(rows, per_shard) - numbers * block, block)
         self._line: tuple[int, Rows, Rows, Rows] | None = None  # epoch, firsts, counts, ends
         self._rows: tuple[int, int, Rows] | None = None  # epoch, window, its rows
-        self._scatter: tuple[int, Scatter] | None = None
 
     @property
     def windows(self) -> int:
@@ -169,16 +168,11 @@ class Order:
                 first = window * _CHUNK
                 places = np.arange(first, min(first + _CHUNK, self.rows_per_epoch), dtype=np.int64)
                 places += self.settings.rank * self.rows_per_epoch
-                rows = self._scatter_of(epoch).at(places % self.total_rows)
+                rows = scatter(self.total_rows, mix(self.settings.seed, epoch, 2), places % self.total_rows)
             else:
                 rows = self.window(epoch, window).rows()
             self._rows = epoch, window, rows
         return self._rows[2]
-
-    def _scatter_of(self, epoch: int) -> Scatter:
-        if self._scatter is None or self._scatter[0] != epoch:
-            self._scatter = epoch, Scatter(self.total_rows, mix(self.settings.seed, epoch, 2))
-        return self._scatter[1]
 
     def _line_of(self, epoch: int) -> tuple[int, Rows, Rows, Rows]:
         """The blocks in the order of ``epoch``; without shuffling all epochs are the same."""
@@ -194,17 +188,16 @@ class Order:
     def _cut(self, epoch: int, begin: int, count: int) -> tuple[Rows, Rows]:
         """The runs of ``count`` rows of the line from ``begin`` on; after its end the line starts again."""
         _, firsts, counts, ends = self._line_of(epoch)
-        runs: list[tuple[Rows, Rows]] = []
-        while count > 0:
-            begin %= self.total_rows
-            part = min(count, self.total_rows - begin)
-            low = int(np.searchsorted(ends, begin, side="right"))
-            high = int(np.searchsorted(ends, begin + part, side="left")) + 1
-            run_firsts, run_counts = firsts[low:high].copy(), counts[low:high].copy()
-            skip = begin - (int(ends[low]) - int(run_counts[0]))
-            run_firsts[0] += skip
-            run_counts[0] -= skip
-            run_counts[-1] -= int(ends[high - 1]) - (begin + part)
-            runs.append((run_firsts, run_counts))
-            begin, count = begin + part, count - part
-        return np.concatenate([first for first, _ in runs]), np.concatenate([count for _, count in runs])
+        begin %= self.total_rows
+        part = min(count, self.total_rows - begin)
+        low = int(np.searchsorted(ends, begin, side="right"))
+        high = int(np.searchsorted(ends, begin + part, side="left")) + 1
+        firsts, counts = firsts[low:high].copy(), counts[low:high].copy()
+        skip = begin - (int(ends[low]) - int(counts[0]))
+        firsts[0] += skip
+        counts[0] -= skip
+        counts[-1] -= int(ends[high - 1]) - (begin + part)
+        if part == count:
+            return firsts, counts
+        more_firsts, more_counts = self._cut(epoch, 0, count - part)
+        return np.concatenate([firsts, more_firsts]), np.concatenate([counts, more_counts])

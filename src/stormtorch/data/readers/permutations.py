@@ -5,7 +5,7 @@ randomness is a hash (the finaliser of splitmix64) of seed, epoch and index, imp
 
 - ``permutation``: sorts hashes. Each key carries its index in its low bits, so that keys are distinct and one sort of
   integers gives the order. Memory is proportional to ``count``.
-- ``Scatter``: computes single elements of a permutation, without memory: a Feistel network over pairs ``(high, low)``
+- ``scatter``: computes single elements of a permutation, without memory: a Feistel network over pairs ``(high, low)``
   of numbers below ``side``, where ``side`` squared is just above ``count``. A result of ``count`` or more goes through
   the network again, until it is below. That keeps it a permutation, and is rare.
 """
@@ -59,27 +59,21 @@ def permutation(count: int, key: int) -> Rows:
     return keys.view(np.int64)
 
 
-class Scatter:
-    """A permutation of the numbers below ``count``, computed at single positions."""
+def scatter(count: int, key: int, positions: Rows) -> Rows:
+    """A permutation of the numbers below ``count``, at each of ``positions`` alone."""
+    side = _U64(max(1, math.isqrt(count - 1) + 1 if count > 1 else 1))
+    keys = [mix(key, number) for number in range(_ROUNDS)]
+    found = _scatter_once(positions.astype(_U64), side, keys)
+    while len(outside := np.flatnonzero(found >= _U64(count))):
+        found[outside] = _scatter_once(found[outside], side, keys)
+    return found.view(np.int64)
 
-    def __init__(self, count: int, key: int) -> None:
-        self.count = count
-        self._side = _U64(max(1, math.isqrt(count - 1) + 1 if count > 1 else 1))
-        self._keys = [mix(key, number) for number in range(_ROUNDS)]
 
-    def at(self, positions: Rows) -> Rows:
-        """The permutation at each of ``positions``, which are below ``count``."""
-        found = self._once(positions.astype(_U64))
-        while len(outside := np.flatnonzero(found >= _U64(self.count))):
-            found[outside] = self._once(found[outside])
-        return found.view(np.int64)
-
-    def _once(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        side = self._side
-        high, low = np.divmod(values, side)
-        for key in self._keys:
-            # Scale 32 bits of the hash to a number below side by a product, then add modulo side: no division.
-            added = ((_hashes(low, key) >> _U64(32)) * side >> _U64(32)) + high
-            high, low = low, np.where(added >= side, added - side, added)
-        found: NDArray[np.uint64] = high * side + low
-        return found
+def _scatter_once(values: NDArray[np.uint64], side: np.uint64, keys: list[int]) -> NDArray[np.uint64]:
+    high, low = np.divmod(values, side)
+    for key in keys:
+        # Scale 32 bits of the hash to a number below side by a product, then add modulo side: no division.
+        added = ((_hashes(low, key) >> _U64(32)) * side >> _U64(32)) + high
+        high, low = low, np.where(added >= side, added - side, added)
+    found: NDArray[np.uint64] = high * side + low
+    return found

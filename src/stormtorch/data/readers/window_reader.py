@@ -13,36 +13,46 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...core.errors import OutOfBudget
-from ...native.rows.jobs import DONE, PENDING, PIECE, RowsJob, RowsPool
+from ...native.rows.jobs import DONE, FAILED, PENDING, PIECE, RowsJob, RowsPool
 from ...native.rows.open import open_rows
 from .order import Order, Window
 from .permutations import Rows
-from .reader import Read, Reader
 
 
 class Load(ABC):
-    """A window that is being loaded into memory."""
+    """A window in memory, or being loaded."""
+
+    key = (-1, -1)  # its epoch and number
+    left = 0  # rows that no job copies yet
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.gathers: list[RowsJob] = []  # copies from it that may still run
+        self._tables: dict[int, Rows] = {}
 
     @abstractmethod
-    def ready(self) -> bool:
-        """Whether it is complete. Does not block."""
+    def state(self) -> int:
+        """PENDING, DONE or FAILED. Does not block."""
 
     @abstractmethod
     def wait(self) -> None:
         """Block until it is complete; raises StormError, with the file and the row, if it failed."""
 
-    @abstractmethod
-    def failed(self) -> bool:
-        """Whether it is known to have failed. Does not block."""
-
-    @abstractmethod
     def addresses(self, field: int) -> Rows:
         """The address of each row of one field, in the order of use. The window must be complete."""
+        if field not in self._tables:
+            self._tables[field] = self.window.places(*self.runs(field))
+        return self._tables[field]
+
+    @abstractmethod
+    def runs(self, field: int) -> tuple[Rows, Rows]:
+        """For each run of the window, the address of its first row of one field, and the stride."""
 
     @abstractmethod
     def release(self) -> None:
@@ -53,14 +63,11 @@ class Windows(ABC):
     """Memory for a few windows, and the code that fills it."""
 
     row_bytes: Sequence[int]  # of each field
-
-    @abstractmethod
-    def has_room(self) -> bool:
-        """Whether there is memory for one more window."""
+    free: list[Any]  # an entry for each window that there is room for
 
     @abstractmethod
     def load(self, window: Window) -> Load:
-        """Start to load a window. There must be room."""
+        """Start to load a window; there must be room. Raises OutOfBudget."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -70,43 +77,22 @@ class Windows(ABC):
     def close(self) -> None: ...
 
 
-@dataclass(eq=False)
-class _Resident:
-    """A window in memory, or being loaded. ``left``: rows not yet given to the pool."""
-
-    key: tuple[int, int]
-    window: Window
-    load: Load
-    left: int
-    gathers: list[RowsJob] = field(default_factory=list)  # copies from it that may still run
-    tables: dict[int, Rows] = field(default_factory=dict)
-
-    def addresses(self, number: int) -> Rows:
-        """The addresses of one field's rows, in the order of use; the window must be complete."""
-        if number not in self.tables:
-            self.tables[number] = self.load.addresses(number)
-        return self.tables[number]
-
-
 @dataclass(slots=True)
 class _Part:
     """Rows of a batch from one window. ``job``: None until the window is complete."""
 
-    resident: _Resident
+    load: Load
     skip: int
     count: int
     at: int  # the first row in the batch
     job: RowsJob | None = None
 
 
-class WindowRead(Read):
+class WindowRead:
+    """As CachedRead; ``ready`` submits work that is ready, too."""
+
     def __init__(self, reader: WindowReader, parts: list[_Part], targets: Sequence[int], keep: object) -> None:
         self._reader, self._parts, self._targets, self._keep = reader, parts, targets, keep
-
-    @property
-    def rows(self) -> Rows:  # type: ignore[override]
-        found = [part.resident.window.rows()[part.skip : part.skip + part.count] for part in self._parts]
-        return np.concatenate(found)
 
     def ready(self) -> bool:
         self._reader.refill()
@@ -116,17 +102,16 @@ class WindowRead(Read):
         """Submit the parts whose windows are complete; False if some are not, or failed: ``wait`` raises the reason."""
         for part in self._parts:
             if part.job is None:
-                if not part.resident.load.ready():
+                if part.load.state() != DONE:
                     return False
                 part.job = self._reader.submit(part, self._targets, self._keep)
         return True
 
     def wait(self) -> None:
-        for part in self._parts:
-            if part.job is None:
-                self._reader.drain(part.resident)  # request the next window before waiting for this one
-                part.resident.load.wait()
-                part.job = self._reader.submit(part, self._targets, self._keep)
+        while not self.gather():
+            load = next(part.load for part in self._parts if part.job is None)
+            self._reader.release_used(load)  # request the next window before waiting for this one
+            load.wait()
         for part in self._parts:
             assert part.job is not None
             state = self._reader.pool.wait(part.job, help=True)
@@ -135,14 +120,15 @@ class WindowRead(Read):
         self._reader.refill()
 
 
-class WindowReader(Reader):
-    """Gathers batches from windows."""
+class WindowReader:
+    """As CachedReader, but gathers batches from windows. ``start`` gives None if it must wait for earlier reads."""
 
     def __init__(self, windows: Windows, order: Order, *, threads: int, used_rows: int) -> None:
         """``used_rows``: the rows of an epoch that are requested; ``drop_last`` may leave some out."""
         self.pool: RowsPool = open_rows(threads)
+        self.refused: OutOfBudget | None = None  # the reason of the last None, if it was memory
         self._windows, self._order, self._used_rows = windows, order, used_rows
-        self._resident: deque[_Resident] = deque()
+        self._loads: deque[Load] = deque()  # in the order of use
         self._next = (0, 0)  # the window to load next
         self._ahead: Window | None = None  # that window, once computed
         self._skip = 0  # rows at its beginning that will not be requested
@@ -155,31 +141,31 @@ class WindowReader(Reader):
     def restart(self, epoch: int, first: int) -> None:
         self.stop()
         number, skip = divmod(first, self._order.window_rows)
-        while self._resident and self._resident[0].left == 0:
-            self._resident.popleft().load.release()
+        while self._loads and self._loads[0].left == 0:
+            self._release_first()
         # Keep prefetched windows if this epoch is the next one, and no rows were taken from them.
-        head = self._resident[0] if self._resident else None
+        head = self._loads[0] if self._loads else None
         if (
             head is None
             or head.key != (epoch, number)
             or head.gathers
             or head.left != self._rows_of(number) - skip
-            or any(resident.load.failed() for resident in self._resident)
+            or any(load.state() == FAILED for load in self._loads)
         ):
             self._drop_all()
             self._next, self._skip, self._ahead = (epoch, number), skip, None
         self.refill()
 
-    def start(self, epoch: int, first: int, count: int, targets: Sequence[int], keep: object) -> Read | None:
+    def start(self, epoch: int, first: int, count: int, targets: Sequence[int], keep: object) -> WindowRead | None:
         parts: list[_Part] = []
         at = 0
         while at < count:
             window, skip = divmod(first + at, self._order.window_rows)
-            resident = self._find((epoch, window))
-            if resident is None:
+            load = next((load for load in self._loads if load.key == (epoch, window)), None)
+            if load is None:
                 return None
             part = min(count - at, self._rows_of(window) - skip)
-            parts.append(_Part(resident, skip, part, at))
+            parts.append(_Part(load, skip, part, at))
             at += part
         read = WindowRead(self, parts, targets, keep)
         self._unread.append(read)
@@ -193,32 +179,29 @@ class WindowReader(Reader):
         for number, (size, target) in enumerate(zip(sizes, targets, strict=True)):
             lines = pieces[number * part.count : (number + 1) * part.count]
             lines[:, 0] = -1
-            lines[:, 1] = part.resident.addresses(number)[part.skip : part.skip + part.count]
+            lines[:, 1] = part.load.addresses(number)[part.skip : part.skip + part.count]
             lines[:, 2] = lines[:, 3] = size
             begin = target + part.at * size
             lines[:, 4] = np.arange(begin, begin + part.count * size, size)
         job = self.pool.submit(pieces, keep)
-        part.resident.gathers.append(job)
-        part.resident.left -= part.count
+        part.load.gathers.append(job)
+        part.load.left -= part.count
         return job
 
     def refill(self) -> None:
         """Gather from complete windows, release used-up ones, load the next. Does not block."""
         self._gather()
-        while self._resident and self._is_used_up(self._resident[0]):
-            self._resident.popleft().load.release()
-        self._prefetch()
+        self.release_used()
 
-    def _gather(self) -> None:
-        while self._unread and self._unread[0].gather():
-            self._unread.popleft()
+    def release_used(self, before: Load | None = None) -> None:
+        """Release used-up windows, and load the next ones. Does not block without ``before``.
 
-    def drain(self, before: _Resident | None) -> None:
-        """Wait for copies from used-up windows up to ``before``, which is quick; prefetch."""
-        while self._resident and self._resident[0] is not before and self._resident[0].left == 0:
-            for job in self._resident[0].gathers:
-                self.pool.wait(job)
-            self._resident.popleft().load.release()
+        With it, waits for the copies from all windows in front of it, which is quick."""
+        while self._loads and self._loads[0].left == 0 and self._loads[0] is not before:
+            pending = (self.pool.state(job) == PENDING for job in reversed(self._loads[0].gathers))
+            if before is None and any(pending):
+                break
+            self._release_first()
         self._prefetch()
 
     def close(self) -> None:
@@ -228,8 +211,12 @@ class WindowReader(Reader):
         finally:
             self._windows.close()
 
+    def _gather(self) -> None:
+        while self._unread and self._unread[0].gather():
+            self._unread.popleft()
+
     def _prefetch(self) -> None:
-        while self._windows.has_room():
+        while self._windows.free:
             epoch, number = self._next
             self._ahead = self._ahead or self._order.window(epoch, number)
             try:
@@ -238,27 +225,20 @@ class WindowReader(Reader):
                 self.refused = error  # there may be room when the window in use is released
                 return
             self.refused = None
-            left = self._rows_of(number) - self._skip
-            self._resident.append(_Resident((epoch, number), self._ahead, load, left))
+            load.key, load.left = self._next, self._rows_of(number) - self._skip
+            self._loads.append(load)
             self._skip, self._ahead = 0, None
             self._next = (epoch, number + 1) if self._rows_of(number + 1) > 0 else (epoch + 1, 0)
 
-    def _find(self, key: tuple[int, int]) -> _Resident | None:
-        return next((resident for resident in self._resident if resident.key == key), None)
-
-    def _is_used_up(self, resident: _Resident) -> bool:
-        if resident.left > 0:
-            return False
-        resident.gathers = [job for job in resident.gathers if self.pool.state(job) == PENDING]
-        return not resident.gathers
+    def _release_first(self) -> None:
+        for job in self._loads[0].gathers:
+            self.pool.wait(job)
+        self._loads.popleft().release()
 
     def _drop_all(self) -> None:
         self._windows.cancel()
-        while self._resident:
-            resident = self._resident.popleft()
-            for job in resident.gathers:
-                self.pool.wait(job)
-            resident.load.release()
+        while self._loads:
+            self._release_first()
 
     def _rows_of(self, window: int) -> int:
         return min(self._order.window_rows, self._used_rows - window * self._order.window_rows)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ....core.errors import SettingError, StorageError
-from ....memory.disk.calls import storage_error
+from ....memory.disk.calls import storage_errors
 from ...source import Field, FileSource, Shard, Strip
 from ..columns import one_after_another
 from ..dtypes import BY_NAME, from_numpy, parse_dtype
@@ -22,27 +22,25 @@ from ..paths import Paths, file_size, listed, name_of_paths, whole_number
 
 NAME = "data"  # of an array's only field, unless the user names it
 Record = list[tuple[Field, int]]  # the fields of one row, each with its offset in the row
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def npy_source(path: Path) -> FileSource:
     """The rows of one ``.npy`` file, along its first dimension. Reads the header only."""
     size = file_size(path)
     try:
-        with path.open("rb") as file, warnings.catch_warnings():
+        with storage_errors(f"read {path}"), path.open("rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy warns that headers of Python 2 are slow to read
             version = np.lib.format.read_magic(file)
-            if version == (1, 0):
-                shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-            elif version == (2, 0):
-                shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
-            else:
+            if version not in _HEADERS:
                 raise StorageError(
                     f"Cannot read {path}: its .npy version is {version[0]}.{version[1]}. Accepted: 1.0 and 2.0, which "
                     "numpy writes unless a member's name is beyond Latin-1."
                 )
+            shape, fortran, dtype = _HEADERS[version](file)
             offset = file.tell()
-    except OSError as error:
-        raise error if isinstance(error, StorageError) else storage_error(f"read {path}", error) from error
+    except StorageError:
+        raise
     except Exception as error:  # numpy parses the header as a Python literal; the file may come from anywhere
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise StorageError(
@@ -88,7 +86,7 @@ def raw(paths: Paths, *, dtype: object, shape: int | Iterable[int] = (), offset:
     ``dtype``: a torch or numpy dtype or a name ("bfloat16"); a structured numpy dtype makes a field of each member.
     ``paths``: a file, a list, a pattern, or a directory whose files are the shards. Files must hold complete rows.
     """
-    shape = _shape(shape)
+    shape = tuple(whole_number("shape", length, 1) for length in (shape if isinstance(shape, Iterable) else (shape,)))
     offset = whole_number("offset", offset, 0)
     sources = []
     for path in listed(paths):
@@ -98,9 +96,7 @@ def raw(paths: Paths, *, dtype: object, shape: int | Iterable[int] = (), offset:
         else:
             field = Field(name=NAME, dtype=parse_dtype(dtype), shape=shape)
             record, row_bytes = [(field, 0)], field.row_bytes
-        if row_bytes == 0:
-            raise SettingError(f"shape={shape} makes rows of zero bytes. Accepted: lengths of at least 1.")
-        rows, rest = divmod(max(size - offset, 0), row_bytes)
+        rows, rest = divmod(max(size - offset, 0), max(row_bytes, 1))
         if rest or size < offset:
             raise StorageError(
                 f"{path} has {size} bytes: after {offset} bytes of header, {rows} rows of {row_bytes} bytes and {rest} "
@@ -134,15 +130,5 @@ def _record(path: Path, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> 
                 f"{path} holds {base} ({name!r}), a dtype that torch does not have. "
                 f"Save it again as one of {', '.join(BY_NAME)}, little endian."
             )
-        field = Field(name=name, dtype=found, shape=shape + inner)
-        if field.row_bytes == 0:
-            raise SettingError(
-                f"{path} has rows of zero bytes (row shape {field.shape}). Give rows that hold something."
-            )
-        record.append((field, offset))
+        record.append((Field(name=name, dtype=found, shape=shape + inner), offset))
     return record
-
-
-def _shape(shape: int | Iterable[int]) -> tuple[int, ...]:
-    lengths: Iterable[object] = shape if isinstance(shape, Iterable) else (shape,)
-    return tuple(whole_number("shape", length, 1) for length in lengths)

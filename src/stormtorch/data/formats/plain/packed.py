@@ -20,7 +20,7 @@ from ....memory.disk.calls import storage_errors
 from ....memory.disk.contained import inside, parse_json, read_small
 from ...source import Field, FileSource, Shard, Strip
 from ..columns import describe
-from ..dtypes import BY_NAME
+from ..dtypes import BY_NAME, name_of
 from ..paths import file_size
 
 INDEX = "storm_data.json"
@@ -73,28 +73,18 @@ def read_index(directory: Path) -> Index:
     return index
 
 
-def packed_rows(directory: Path) -> FileSource:
-    """The source of a packed directory of kind rows."""
+def packed_source(directory: Path, kind: Kind) -> FileSource:
+    """The source of a packed directory of that kind. Of the kind tokens, each token is a row."""
     index = read_index(directory)
-    if index.kind != "rows":
-        raise SettingError(
-            f"{directory} holds packed tokens. Give the length of a row: tokens({str(directory)!r}, sequence=2048)."
-        )
-    return _source(directory, index)
-
-
-def packed_tokens(directory: Path) -> FileSource:
-    """The source of a packed directory of kind tokens: each token is a row."""
-    index = read_index(directory)
-    if index.kind != "tokens":
+    if index.kind != kind:
+        if kind == "rows":
+            raise SettingError(
+                f"{directory} holds packed tokens. Give the length of a row: tokens({str(directory)!r}, sequence=2048)."
+            )
         raise SettingError(
             f"{directory} is packed data of kind {index.kind!r} ({describe(index.fields)}), not tokens. "
             "Give the path itself to the loader."
         )
-    return _source(directory, index)
-
-
-def _source(directory: Path, index: Index) -> FileSource:
     shards = []
     for shard in index.shards:
         columns = zip(shard.files, index.fields, strict=True)
@@ -125,9 +115,7 @@ def verify(directory: Path, progress: Callable[[int], None] = lambda _: None) ->
 
 def to_json(index: Index, made_with: dict[str, object]) -> str:
     """The text of ``storm_data.json``. ``made_with`` is for people; no code reads it."""
-    fields = [
-        {"name": f.name, "dtype": str(f.dtype).removeprefix("torch."), "shape": list(f.shape)} for f in index.fields
-    ]
+    fields = [{"name": f.name, "dtype": name_of(f.dtype), "shape": list(f.shape)} for f in index.fields]
     shards = [
         {
             "rows": shard.rows,

@@ -31,11 +31,8 @@ def safetensors_source(path: Path) -> FileSource:
                 "are the fields of its rows: their first dimensions must be equal."
             )
         counted = name, rows
-        field = Field(name=name, dtype=entry.dtype, shape=tuple(shape))
-        if field.row_bytes == 0:
-            raise SettingError(f"{path}: tensor {name!r} has rows of zero bytes (shape {entry.shape}). Leave it out.")
-        fields.append(field)
-        strips.append(Strip(path=path, offset=entry.start, stride=field.row_bytes))
+        fields.append(Field(name=name, dtype=entry.dtype, shape=tuple(shape)))
+        strips.append(Strip(path=path, offset=entry.start, stride=fields[-1].row_bytes))
     if not fields:
         raise SettingError(f"{path} holds no tensors. Name a file with at least one.")
     return FileSource(name=str(path), fields=tuple(fields), shards=(Shard(rows=counted[1], strips=tuple(strips)),))

@@ -17,8 +17,7 @@ from ....core.errors import SettingError, StorageError
 from ....memory.disk.contained import inside, parse_json, read_small
 from ...source import DecodedSource, FileSource, Strip
 from ..items import ItemSource, item_source
-from .arrow import Locate, shards_of
-from .arrow_tables import Rows, TableSource
+from .arrow import Locate, Rows, TableSource, table_in_files
 
 
 def dataset_source(dataset: Any, columns: Sequence[str] | None = None) -> FileSource | DecodedSource | ItemSource:
@@ -39,10 +38,7 @@ def dataset_source(dataset: Any, columns: Sequence[str] | None = None) -> FileSo
     if dataset.num_rows == 0:
         raise SettingError(f"{name}: no rows. Give data with at least one row.")
     table = dataset.data.table
-    fields, shards = shards_of(name, [table], columns, _in_mapped_files())
-    if None in shards:
-        return TableSource(name, table, columns)
-    return FileSource(name=name, fields=fields, shards=tuple(shard for shard in shards if shard))
+    return table_in_files(name, table, columns, _in_mapped_files()) or TableSource(name, table, columns)
 
 
 def is_dataset(what: object) -> bool:

@@ -14,7 +14,7 @@ from ....core.errors import SettingError, StorageError
 from ...source import DecodedSource, Field
 from ..columns import check_equal_fields, selected
 from ..paths import file_size
-from .arrow_tables import arrow_errors, pyarrow, rows_of, tensors_of
+from .arrow import arrow_errors, fields_of, pyarrow, tensors_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ParquetSource(DecodedSource):
         self._places: list[_Group] = []
         groups: list[int] = []
         for path in paths:
-            with _opened(path) as file:
+            with opened_parquet(path) as file:
                 self._footers[path] = footer = file.metadata
                 if footer.num_rows == 0:
                     continue
@@ -58,7 +58,7 @@ class ParquetSource(DecodedSource):
         place = self._places[group]
         names = [field.name for field in self.fields]
         where = f"{place.path}, row group {place.number}"
-        with arrow_errors(where, "Parquet"), _opened(place.path, self._footers[place.path]) as file:
+        with arrow_errors(where, "Parquet"), opened_parquet(place.path, self._footers[place.path]) as file:
             # One thread: the loader decodes as many groups at once as it has cores for.
             table = file.read_row_group(place.number, columns=names, use_threads=False)
         if table.num_rows != self.groups[group]:
@@ -79,7 +79,7 @@ class ParquetSource(DecodedSource):
         return super().place_of(row)
 
 
-def _opened(path: Path, footer: Any = None) -> Any:
+def opened_parquet(path: Path, footer: Any = None) -> Any:
     """A ParquetFile, to be closed by its ``with``."""
     if file_size(path) == 0:
         raise StorageError(f"{path} is empty: 0 bytes are not a Parquet file. Write it again.")
@@ -90,19 +90,18 @@ def _opened(path: Path, footer: Any = None) -> Any:
 def _fields(path: Path, file: Any, chosen: Sequence[str]) -> tuple[Field, ...]:
     with arrow_errors(str(path), "Parquet"):
         first = next(iter(file.iter_batches(batch_size=1, columns=list(chosen), use_threads=False)))
-    return tuple(rows_of(name, first.column(name), str(path), 0).field for name in chosen)
+    return fields_of(first.select(list(chosen)), str(path), 0)
 
 
 def _check_lengths(path: Path, footer: Any, number: int, first_row: int, fields: Sequence[Field]) -> None:
     """Compare a row group's count of numbers with that of rows of equal length."""
     group = footer.row_group(number)
-    by_name = {field.name: field for field in fields}
-    for index in range(group.num_columns):
-        column = group.column(index)
-        field = by_name.get(column.path_in_schema.split(".")[0])
-        if field is not None and column.num_values != group.num_rows * math.prod(field.shape):
+    numbers = {field.name: math.prod(field.shape) for field in fields}  # in a row
+    for column in map(group.column, range(group.num_columns)):
+        name = column.path_in_schema.split(".")[0]
+        if name in numbers and column.num_values != group.num_rows * numbers[name]:
             raise SettingError(
-                f"{path}: column {field.name!r} has {column.num_values} numbers in rows {first_row} to "
-                f"{first_row + group.num_rows - 1}, and {math.prod(field.shape)} in row 0: lists of different lengths. "
+                f"{path}: column {name!r} has {column.num_values} numbers in rows {first_row} to "
+                f"{first_row + group.num_rows - 1}, and {numbers[name]} in row 0: lists of different lengths. "
                 "Leave it out (open_source(..., columns=[...])), or make tokens of it with `storm data pack`."
             )
