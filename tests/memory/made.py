@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 from typing import Unpack
 
+import pytest
+
 from stormtorch.memory.disk.calls import Descriptor, SystemCalls
 from stormtorch.memory.disk.files import File, FileOptions, closed_on_error
+from stormtorch.native.library import library
+
+needs_threads = pytest.mark.skipif(library() is None, reason="without the C library, a request is done when it is made")
 
 
 def create_file(path: Path, size: int, **options: Unpack[FileOptions]) -> File:

@@ -30,9 +30,11 @@ from stormtorch.core.sizes import MiB, round_up
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.books.ledger import Ledger
 from stormtorch.memory.disk.calls import SystemCalls
+from stormtorch.memory.disk.files import Transfer
 from stormtorch.memory.disk.scratch import FileExtent, ScratchFile, create_scratch
 
 from ..forkserver import Popen
+from .made import needs_threads
 
 REAL = SystemCalls()
 
@@ -100,7 +102,6 @@ def test_the_charge_of_a_forgotten_file_goes_back_with_its_descriptor(tmp_path: 
     file = create_scratch(tmp_path, MiB, ledger=ledger, tag=Tag.OPTIMIZER)
     extent = file.take(4096)
     extent.write(aligned(4096))
-    time.sleep(0.05)  # let the pool's thread drop the request, so that the warning comes on this one
     extent.give_back()
     with pytest.warns(ResourceWarning, match="was not closed"):
         del file, extent  # no cycle: what give_back left behind must not wait for the garbage collector
@@ -108,6 +109,7 @@ def test_the_charge_of_a_forgotten_file_goes_back_with_its_descriptor(tmp_path: 
     ledger.check()
 
 
+@needs_threads
 def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Path) -> None:
     opened, arrived, armed = threading.Event(), threading.Event(), False
 
@@ -128,7 +130,7 @@ def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Pat
 
     def finish() -> None:
         opened.set()
-        assert future.result(300) == 4096
+        assert future.result() == 4096
         deadline = time.perf_counter() + 300
         while ledger.used_bytes(Tier.DISK) and time.perf_counter() < deadline:
             time.sleep(0.01)  # the pool's thread drops the request, and with it the last reference
@@ -235,6 +237,7 @@ def test_requests_stay_inside_their_extent(tmp_path: Path) -> None:
         assert file.free_bytes == file.size_bytes
 
 
+@needs_threads
 def test_space_in_use_by_a_request_is_not_given_to_another(tmp_path: Path) -> None:
     opened, armed = threading.Event(), False
 
@@ -251,7 +254,7 @@ def test_space_in_use_by_a_request_is_not_given_to_another(tmp_path: Path) -> No
         with pytest.raises(OutOfBudget):
             file.take(4096)
         opened.set()
-        future.result(10)
+        future.result()
         file.take(2 * 4096)  # at once: the space is back before the future resolves
         file.check()
 
@@ -339,7 +342,7 @@ def test_giving_back_from_many_threads_loses_nothing(tmp_path: Path) -> None:
                 for thread in [threading.Thread(target=extent.give_back) for _ in range(2)]:
                     thread.start()
                 if future is not None:
-                    future.result(10)
+                    future.result()
 
         users = [threading.Thread(target=use) for _ in range(4)]
         for user in users:
@@ -353,30 +356,22 @@ def test_giving_back_from_many_threads_loses_nothing(tmp_path: Path) -> None:
         file.check()
 
 
-@pytest.mark.parametrize("turn", [0, 1, 2, 4])
+@pytest.mark.parametrize("begun", [False, True])
 def test_ctrl_c_while_a_request_begins_leaves_the_extent_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
-    """Turn 0 is before it has begun, where only the caller can undo; the others are while its runners are queued."""
     with scratch(tmp_path, 64 * 4096, block_bytes=4096, threads=4) as file:
         extent, buffer = file.take(file.size_bytes), aligned(file.size_bytes)
-        pool = file._requests._pool
-        submit, turns = pool.submit, iter(range(1, 100))
+        begin = file.begin
 
-        def interrupted(*call: Any) -> Any:
-            done = submit(*call)
-            if next(turns) == turn:
-                raise KeyboardInterrupt
-            return done
-
-        def at_once(*_: object, **__: object) -> None:
+        def interrupted(transfer: Transfer) -> None:
+            if begun:
+                begin(transfer)
             raise KeyboardInterrupt
 
+        extent.write(buffer)
         with monkeypatch.context() as patch:
-            if turn:
-                patch.setattr(pool, "submit", interrupted)
-            else:
-                patch.setattr(file._requests, "submit", at_once)
+            patch.setattr(file, "begin", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 extent.write(buffer)
         assert extent.read(buffer) == file.size_bytes
@@ -423,7 +418,7 @@ def test_a_forked_child_does_not_touch_the_parents_extents(tmp_path: Path) -> No
     with create_scratch(tmp_path, 8192, ledger=ledger, tag=Tag.OPTIMIZER) as file:
         extent = file.take(4096)
         extent.write(noise(4096, 3))
-        with file._extents_lock, file._requests._lock:
+        with file._extents_lock, file._lock:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads is just what is tested
                 pid = os.fork()

@@ -101,7 +101,7 @@ class Writing:
         path = self._draft.path / file.name
         with storage_errors(f"create {path.parent}"):
             path.parent.mkdir(exist_ok=True)
-        with contextlib.closing(FileWriter(path, stop)) as writer:
+        with FileWriter(path, stop) as writer:
             writer.write(file.header)
             for piece in file.pieces:
                 with self._still.lend(piece) as tensor:

@@ -58,7 +58,6 @@ class SystemCalls:
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
     pread: Callable[[int, memoryview, int], int] = _pread
     pwrite: Callable[[int, memoryview, int], int] = _pwrite
-    sync: Callable[[int], None] = os.fdatasync
     close: Callable[[int], None] = os.close
     set_direct: Callable[[int, bool], None] = _set_direct
     filesystem_type: Callable[[Path], str] = limits.filesystem_type

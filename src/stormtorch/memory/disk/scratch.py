@@ -4,11 +4,10 @@ It is unnamed from the start (``O_TMPFILE``), or loses its name at once: the ker
 ends, however it ends, and no later run can read what an earlier one left. The road not taken: a directory of files
 named by tensor. They pile up after a crash, and each of them can fail to be created in the middle of training.
 
-Space comes back in two ways, and both may run in a finalizer: the garbage collector runs it at any point, hence also on
-a thread that is inside ``take`` and holds the lock. So neither way takes the lock. Each appends to a queue of news,
-which is one atomic step, and the next holder of the lock reads the news before anything else; callers see no
-difference. The road not taken: a re-entrant lock. It would let the finalizer in while the lists of extents are half
-changed.
+A finalizer may give space back: the garbage collector runs it at any point, hence also on a thread that is inside
+``take`` and holds the lock. So ``give_back`` takes no lock. It appends to a queue, which is one atomic step, and the
+next holder of the lock frees what is in the queue before anything else; callers see no difference. The road not taken:
+a re-entrant lock. It would let the finalizer in while the lists of extents are half changed.
 """
 
 from __future__ import annotations
@@ -18,32 +17,31 @@ import os
 import secrets
 import threading
 from collections import deque
-from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 from ...core.errors import OutOfBudget, SettingError, StorageError
 from ...core.sizes import format_bytes, parse_bytes, round_up
 from ...core.tags import Tag, Tier
+from ...native.rows.jobs import PENDING, RowsJob
 from ..books import limits
 from ..books.extents import Extents
 from ..books.ledger import Ledger, Reservation
 from .calls import Descriptor, SystemCalls, storage_error
-from .files import ALIGNMENT, File, FileOptions, Transfers, closed_on_error
-from .requests import Ending, Transfer
+from .files import ALIGNMENT, File, FileOptions, Transfer, Transfers, closed_on_error
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR})  # EISDIR: from kernels without the flag
 
 
 class _Place:
-    """An extent's position and uses. It refers to no file, so that news about it does not keep one alive."""
+    """An extent's position and uses. It refers to no file, so that a queue of places does not keep one alive."""
 
-    __slots__ = ("given", "offset", "size_bytes", "taken", "uses")
+    __slots__ = ("given", "jobs", "offset", "size_bytes", "taken")
 
     def __init__(self, offset: int, size_bytes: int) -> None:
         self.offset, self.size_bytes = offset, size_bytes  # as in the file's extents
         self.given, self.taken = False, True
-        self.uses: frozenset[object] = frozenset()  # one key per running request
+        self.jobs: list[RowsJob] = []  # of requests that may still run
 
 
 class FileExtent(Transfers):
@@ -60,35 +58,23 @@ class FileExtent(Transfers):
 
         Takes no lock: a finalizer may call it, at any moment and on any thread.
         """
-        self.file._news.append((self._place, None))
+        self.file._given_back.append(self._place)
+        self._place.given = True
 
-    def _submit(self, view: memoryview, offset: int, *, write: bool, stop: threading.Event | None = None) -> Transfer:
+    def _start(self, view: memoryview, offset: int, *, write: bool) -> Transfer:
         end = offset + len(view)
         if offset < 0 or end > self.size_bytes:
             raise SettingError(f"Bytes {offset} to {end} are not inside an extent of {self.size_bytes} bytes.")
-        file, place, use = self.file, self._place, object()
-        file._requests.refuse_after_fork()
-        ending = Ending(partial(file._news.append, (place, use)))
-        try:
-            with file._extents_lock:
-                file._read_news()
-                if place.given:
-                    raise StorageError(f"Cannot use an extent of the {file.name}: it was given back. Take a new one.")
-                place.uses |= {use}
-            return file._submit(
-                view,
-                self.offset + offset,
-                write=write,
-                padded=end == self.size_bytes,  # an extent ends with its own padding
-                ending=ending,
-                stop=stop,
-            )
-        except BaseException:
-            # Ctrl-C may come when the request has begun; its own end then makes the call, and the kernel uses the place
-            # until then.
-            if not ending.owed:
-                ending.call()
-            raise
+        file, place = self.file, self._place
+        file.refuse_after_fork()
+        # An extent ends with its own padding.
+        transfer = Transfer(file, view, self.offset + offset, write=write, padded=end == self.size_bytes)
+        with file._extents_lock:
+            if place.given:
+                raise StorageError(f"Cannot use an extent of the {file.name}: it was given back. Take a new one.")
+            # Before it begins: Ctrl-C may come right after that.
+            place.jobs = [*(job for job in place.jobs if job.outcome.state == PENDING), transfer.job]
+            return file.begin(transfer)
 
 
 class ScratchFile(File):
@@ -106,22 +92,22 @@ class ScratchFile(File):
             super().__init__(descriptor, where=directory, size_bytes=size_bytes, writable=True, **options)
             self._extents = Extents(size_bytes)
             self._extents_lock = threading.Lock()
-            self._news: deque[tuple[_Place, object]] = deque()  # the key of a use that ended, or None: given back
+            self._given_back: deque[_Place] = deque()  # and not yet free
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are not taken. An extent takes whole alignment units."""
-        self._requests.refuse_after_fork()
+        self.refuse_after_fork()
         with self._extents_lock:
-            self._read_news()
+            self._free_given_back()
             return self.size_bytes - self._extents.taken_bytes
 
     def take(self, size: int) -> FileExtent:
         """Take an extent of ``size`` bytes at an aligned offset, or raise OutOfBudget. Its content is undefined."""
-        self._requests.refuse_after_fork()
+        self.refuse_after_fork()
         size_taken = round_up(parse_bytes(size), ALIGNMENT)
         with self._extents_lock:
-            self._read_news()
+            self._free_given_back()
             offset = self._extents.take(size_taken, ALIGNMENT)
             free = self.size_bytes - self._extents.taken_bytes
         if offset is None:
@@ -136,24 +122,24 @@ class ScratchFile(File):
 
     def check(self) -> None:
         """Assert conservation: taken and free extents tile the file."""
-        self._requests.refuse_after_fork()
+        self.refuse_after_fork()
         with self._extents_lock:
-            self._read_news()
+            self._free_given_back()
             self._extents.check()
 
-    def _read_news(self) -> None:
+    def _free_given_back(self) -> None:
         """Bring the extents up to date; the caller holds the lock. Removes an entry last, lest Ctrl-C lose it."""
-        while self._news:
-            place, use = self._news[0]
-            if use is None:
-                place.given = True
-            else:
-                place.uses -= {use}
-            # The next user may take the place only when the kernel no longer reads or writes it for this one.
-            if place.given and not place.uses and place.taken:
+        for _ in range(len(self._given_back)):
+            place = self._given_back[0]
+            # The next user may take the place only when no thread reads or writes it for this one.
+            if any(job.outcome.state == PENDING for job in place.jobs):
+                self._given_back.rotate(-1)
+                continue
+            place.given = True
+            if place.taken:  # else it was given back twice
                 place.taken = False
                 self._extents.give(place.offset, place.size_bytes)
-            self._news.popleft()
+            self._given_back.popleft()
 
 
 def create_scratch(

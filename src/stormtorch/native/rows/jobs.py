@@ -1,9 +1,9 @@
-"""Reads pieces of files, and copies pieces of memory, to their targets, on threads that never need the GIL.
+"""Threads that move pieces between files and memory, and copy memory, without the GIL.
 
 A job is an array of pieces, one line of six int64 each: descriptor, source, bytes, needed, target, map (``PIECE``). A
 descriptor below 0 means that the source is an address. A target of 0 means that the bytes are only brought into the
 page cache. ``needed``: how many of the bytes must be there where the file ends. ``map``: the result of ``map_file``, or
-0. See csrc/rows.c.
+0. A job that writes moves the bytes at ``target`` to the offset ``source``. See csrc/rows.c.
 
 A job's memory and descriptors belong to the pool until the job is over. If the caller drops a job or is interrupted,
 the pool keeps them, and releases them when no thread can touch them any more.
@@ -14,8 +14,9 @@ from __future__ import annotations
 import abc
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +28,13 @@ from ..library import RowsOutcome
 PIECE = ("fd", "source", "bytes", "needed", "target", "map")
 PENDING, DONE, FAILED, DROPPED = range(4)
 Pieces = NDArray[np.int64]
+Move: TypeAlias = Callable[[int, memoryview, int], int]  # descriptor, memory, offset; returns a count, as preadv does
+NO_PIECES: Pieces = np.empty((0, len(PIECE)), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The piece that ended a job: its index, the errno (ENODATA: the file ended), and the bytes that were there."""
+    """The piece that ended a job: its index, the errno (ENODATA: no call moves more), and the bytes that were moved."""
 
     piece: int
     error: int
@@ -39,18 +42,20 @@ class Failure:
 
 
 class RowsJob:
-    """One job. ``keep`` is kept alive until it is over."""
+    """One job. ``pieces``: a contiguous array ``(n, 6)``, not to be changed. ``keep`` lives until the job is over."""
 
-    __slots__ = ("address", "keep", "outcome", "pieces")
+    __slots__ = ("address", "keep", "outcome", "pieces", "write")
 
-    def __init__(self, pieces: Pieces, keep: object) -> None:
-        self.pieces, self.keep = pieces, keep
+    def __init__(self, pieces: Pieces, keep: object, *, write: bool = False) -> None:
+        assert pieces.dtype == np.int64, pieces.dtype  # C does not check
+        assert pieces.strides == (48, 8), "six numbers each, one after the other"
+        self.pieces, self.keep, self.write = pieces, keep, write
         # The pool sets PENDING when it takes the job: one that an interrupt kept from its pool must not be waited for.
         self.outcome = RowsOutcome(state=DROPPED)
         self.address = ctypes.addressof(self.outcome)
 
     def failure(self) -> Failure:
-        """The failure of a failed job; of pieces that were read together, the piece in which the bytes ended."""
+        """The failure of a failed job; of pieces that were moved together, the piece in which the bytes ended."""
         piece, got = int(self.outcome.piece), int(self.outcome.got)
         sizes: Any = self.pieces[:, 2]
         while piece + 1 < len(sizes) and got >= sizes[piece] > 0:
@@ -58,18 +63,27 @@ class RowsJob:
             piece += 1
         return Failure(piece, int(self.outcome.error), got)
 
+    def let_go(self) -> None:
+        """Release what the job kept alive, once it is over. Its pieces are read only after a failure."""
+        self.keep = None
+        if self.outcome.state == DONE:
+            self.pieces = NO_PIECES
+
 
 class RowsPool(Closing, abc.ABC):
-    """Takes jobs and works on them in order of arrival. For one thread at a time, except ``close``."""
+    """Takes jobs and works on them in order of arrival. One thread at a time starts jobs; any thread may wait."""
 
     threads: int
 
-    @abc.abstractmethod
     def submit(self, pieces: Pieces, keep: object) -> RowsJob:
-        """Queue a job; returns at once, except without the C library, where it does the job.
+        """`start` a job that reads or copies."""
+        job = RowsJob(pieces, keep)
+        self.start(job)
+        return job
 
-        ``pieces``: a contiguous array ``(n, 6)``, not to be changed afterwards.
-        """
+    @abc.abstractmethod
+    def start(self, job: RowsJob) -> None:
+        """Queue a job; returns at once, except without the C library, where it does the job."""
 
     @abc.abstractmethod
     def state(self, job: RowsJob) -> int:
@@ -83,18 +97,21 @@ class RowsPool(Closing, abc.ABC):
         """
 
     @abc.abstractmethod
+    def drop(self, job: RowsJob | None = None) -> None:
+        """Drop pieces of the job, or of all jobs, that no thread has begun. Does not wait for the others."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Block until all jobs are over: then nothing is read or written. Ctrl-C gets through."""
+
     def cancel(self) -> None:
-        """Drop pieces that no thread has begun, and block until all jobs are over: then nothing is read or written."""
+        """`drop` and `finish`."""
+        self.drop()
+        self.finish()
 
     @abc.abstractmethod
     def close(self) -> None:
         """Drop pieces that no thread has begun, wait for the rest, end the threads. Safe twice, and after a fork."""
-
-
-def check_pieces(pieces: Pieces) -> None:
-    """Assert what C does not check."""
-    assert pieces.dtype == np.int64, pieces.dtype
-    assert pieces.strides == (48, 8), "six numbers each, one after the other"
 
 
 def check_process(pid: int) -> None:

@@ -1,21 +1,22 @@
-"""Opens threads that read if the library was built; else the calling thread reads."""
+"""Opens threads that read and write if the library was built; else the calling thread does."""
 
 from __future__ import annotations
 
 from ...core.notices import say_once
 from ..library import describe, library
 from .c_rows import NativeRows
-from .jobs import RowsPool
+from .jobs import Move, RowsPool
 from .python_rows import CallerRows
 
 
-def open_rows(threads: int, *, stage_bytes: int = 0) -> RowsPool:
+def open_rows(threads: int, *, stage_bytes: int = 0, read: Move | None = None, write: Move | None = None) -> RowsPool:
     """Start the threads.
 
     ``stage_bytes``: memory of each native thread through which it reads files, a multiple of 4096, allocated here.
+    ``read``, ``write``: calls in the place of the system's, with which a test makes a disk fail.
     """
     native = library()
     if native is not None:
-        return NativeRows(native, threads, stage_bytes)
+        return NativeRows(native, threads, stage_bytes, read, write)
     say_once(describe())
-    return CallerRows(threads)
+    return CallerRows(threads, read, write)

@@ -1,4 +1,4 @@
-"""The pool of rows without the C library: the same interface, but each job is done inside `submit`, without threads."""
+"""The pool of rows without the C library: the same interface, but `start` does the whole job, without threads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import contextlib
 import ctypes
 import errno
 import os
+import time
 
 from ...core.errors import LaneError
-from .jobs import DONE, FAILED, PENDING, Pieces, RowsJob, RowsPool, check_pieces, check_process
+from ...core.sizes import round_down
+from .jobs import DONE, FAILED, PENDING, Move, RowsJob, RowsPool, check_process
+
+_SECTOR, _STALLS = 4096, 8  # as in csrc/rows.c
 
 
-def _move(pieces: Pieces) -> tuple[int, int, int] | None:
+def _read(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)
+
+
+def _write(fd: int, view: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [view], offset)
+
+
+def _move(job: RowsJob, move: Move) -> tuple[int, int, int] | None:
     """Move the pieces; returns (piece, errno, bytes) of the first that failed, or None."""
-    for index, (fd, source, size, needed, target, _) in enumerate(pieces.tolist()):
+    for index, (fd, source, size, needed, target, _) in enumerate(job.pieces.tolist()):
         if fd < 0:
             ctypes.memmove(target, source, size)
         elif not target:
@@ -21,37 +33,39 @@ def _move(pieces: Pieces) -> tuple[int, int, int] | None:
                 os.posix_fadvise(fd, source, size, os.POSIX_FADV_WILLNEED)
         elif size:
             view = memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")
-            got = 0
-            try:
-                while got < size and (more := os.preadv(fd, [view[got:]], source + got)):
-                    got += more
-            except OSError as error:
-                if got < needed:
+            got = stalls = 0
+            while got < needed:
+                at = got if source % _SECTOR else round_down(got, _SECTOR)
+                try:
+                    more = move(fd, view[at:], source + at)
+                except OSError as error:
                     return index, error.errno or errno.EIO, got
-            if got < needed:
-                return index, errno.ENODATA, got
+                got, stalls = max(got, at + more), 0 if at + more > got else stalls + 1
+                if not more or stalls == _STALLS:
+                    return index, errno.ENODATA, got
     return None
 
 
 class CallerRows(RowsPool):
-    """Reads and copies on the calling thread. Ctrl-C in `submit` ends the job: nothing reads or writes after it."""
+    """Moves and copies on the calling thread. Ctrl-C in `start` ends the job: nothing reads or writes after it."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, read: Move | None = None, write: Move | None = None) -> None:
         self.threads = threads
+        self._read, self._write = read or _read, write or _write
         self._pid, self._closed = os.getpid(), False
 
-    def submit(self, pieces: Pieces, keep: object) -> RowsJob:
-        check_pieces(pieces)
+    def start(self, job: RowsJob) -> None:
         check_process(self._pid)
         if self._closed:
             raise LaneError("Cannot read with a pool that was closed. Open another one.")
-        job = RowsJob(pieces, keep)
-        failure = _move(pieces)
+        outcome = job.outcome
+        outcome.begin_ns = time.monotonic_ns()
+        failure = _move(job, self._write if job.write else self._read)
         if failure is not None:
-            job.outcome.piece, job.outcome.error, job.outcome.got = failure
-        job.outcome.state = DONE if failure is None else FAILED
-        job.keep = None
-        return job
+            outcome.piece, outcome.error, outcome.got = failure
+        outcome.end_ns = time.monotonic_ns()
+        outcome.state = DONE if failure is None else FAILED
+        job.let_go()
 
     def state(self, job: RowsJob) -> int:
         return int(job.outcome.state)
@@ -60,7 +74,10 @@ class CallerRows(RowsPool):
         assert job.outcome.state != PENDING
         return self.state(job)
 
-    def cancel(self) -> None:
+    def drop(self, job: RowsJob | None = None) -> None:
+        """All jobs are over."""
+
+    def finish(self) -> None:
         """All jobs are over."""
 
     def close(self) -> None:
