@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import mmap
 import os
@@ -56,27 +55,21 @@ def scratch(directory: Path, size: int, **options: object) -> ScratchFile:
     return create_scratch(directory, size, ledger=open_ledger(), tag=Tag.OPTIMIZER, **options)  # type: ignore[arg-type]
 
 
-def no_tmpfile(path: str, flags: int, mode: int) -> int:
-    if flags & os.O_TMPFILE == os.O_TMPFILE:
-        raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE here")
-    return os.open(path, flags, mode)
-
-
 # --- the ledger -------------------------------------------------------------------------------------------------------
 
 
 def test_the_ledger_refuses_before_a_file_exists(tmp_path: Path) -> None:
     opened: list[str] = []
 
-    def record(path: str, flags: int, mode: int) -> int:
+    def record(path: str) -> int:
         opened.append(path)
-        return os.open(path, flags, mode)
+        return REAL.open_unnamed(path)
 
     ledger = open_ledger(MiB)
     with pytest.raises(OutOfBudget, match=r"2\.0 MiB on the disk for OPTIMIZER"):
-        create_scratch(tmp_path, 2 * MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=record))
+        create_scratch(tmp_path, 2 * MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open_unnamed=record))
     assert not opened
-    with create_scratch(tmp_path, MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=record)):
+    with create_scratch(tmp_path, MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open_unnamed=record)):
         assert opened
 
 
@@ -84,11 +77,11 @@ def test_the_charge_is_the_space_on_disk_until_close(tmp_path: Path) -> None:
     ledger = open_ledger()
     fds: list[int] = []
 
-    def record(path: str, flags: int, mode: int) -> int:
-        fds.append(os.open(path, flags, mode))
+    def record(path: str) -> int:
+        fds.append(REAL.open_unnamed(path))
         return fds[-1]
 
-    file = create_scratch(tmp_path, MiB + 1, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=record))
+    file = create_scratch(tmp_path, MiB + 1, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open_unnamed=record))
     assert ledger.used_bytes(Tier.DISK) == file.size_bytes == MiB + 4096
     assert os.fstat(fds[0]).st_blocks * 512 >= MiB + 4096, "not preallocated"
     file.close()
@@ -103,7 +96,7 @@ def test_the_charge_of_a_forgotten_file_goes_back_with_its_descriptor(tmp_path: 
     extent = file.take(4096)
     extent.write(aligned(4096))
     extent.give_back()
-    with pytest.warns(ResourceWarning, match="was not closed"):
+    with pytest.warns(ResourceWarning, match="unclosed file"):
         del file, extent  # no cycle: what give_back left behind must not wait for the garbage collector
     assert ledger.used_bytes(Tier.DISK) == 0
     ledger.check()
@@ -135,7 +128,7 @@ def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Pat
         while ledger.used_bytes(Tier.DISK) and time.perf_counter() < deadline:
             time.sleep(0.01)  # the pool's thread drops the request, and with it the last reference
 
-    with pytest.warns(ResourceWarning, match="was not closed"):
+    with pytest.warns(ResourceWarning, match="unclosed file"):
         finish()
     assert ledger.used_bytes(Tier.DISK) == 0
 
@@ -386,15 +379,14 @@ def test_ctrl_c_while_a_request_begins_leaves_the_extent_usable(
 # --- nothing is left --------------------------------------------------------------------------------------------------
 
 
-def test_the_file_has_no_name_with_and_without_tmpfile(tmp_path: Path) -> None:
-    for calls in (SystemCalls(), SystemCalls(open=no_tmpfile)):
-        with scratch(tmp_path, MiB, calls=calls) as file:
-            extent = file.take(10_000)
-            extent.write(noise(10_000, 1))
-            assert not list(tmp_path.iterdir())
-            back = aligned(10_000)
-            extent.read(back)
-            assert torch.equal(back, noise(10_000, 1))
+def test_the_file_has_no_name(tmp_path: Path) -> None:
+    with scratch(tmp_path, MiB) as file:
+        extent = file.take(10_000)
+        extent.write(noise(10_000, 1))
+        assert not list(tmp_path.iterdir())
+        back = aligned(10_000)
+        extent.read(back)
+        assert torch.equal(back, noise(10_000, 1))
 
 
 def test_a_forked_child_does_not_touch_the_parents_extents(tmp_path: Path) -> None:
@@ -437,33 +429,16 @@ def test_a_forked_child_does_not_touch_the_parents_extents(tmp_path: Path) -> No
         assert ledger.used_bytes(Tier.DISK) == 8192
 
 
-def test_a_name_that_cannot_be_removed_is_an_error_without_a_leak(tmp_path: Path) -> None:
-    def unlink(_: str) -> None:
-        raise OSError(errno.EPERM, "sticky")
-
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with pytest.raises(StorageError, match="not permitted"):
-        scratch(tmp_path, MiB, calls=SystemCalls(open=no_tmpfile, unlink=unlink))
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-
-
 CHILD = """
-import sys, time, os, errno
+import sys, time
 from pathlib import Path
 from stormtorch.core.budget import Budget
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.disk.calls import SystemCalls
 from stormtorch.memory.books.ledger import Ledger
 from stormtorch.memory.disk.scratch import create_scratch
 
-def no_tmpfile(path, flags, mode):
-    if flags & os.O_TMPFILE == os.O_TMPFILE:
-        raise OSError(errno.EOPNOTSUPP, "no")
-    return os.open(path, flags, mode)
-
-calls = SystemCalls(open=no_tmpfile) if sys.argv[2] == "named" else SystemCalls()
 ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 30, given=""))
-file = create_scratch(Path(sys.argv[1]), 32 << 20, ledger=ledger, tag=Tag.OPTIMIZER, direct=False, calls=calls)
+file = create_scratch(Path(sys.argv[1]), 32 << 20, ledger=ledger, tag=Tag.OPTIMIZER, direct=False)
 future = file.take(32 << 20).pwrite(bytearray(32 << 20))
 print("ready", flush=True)
 time.sleep(60)
@@ -472,14 +447,11 @@ time.sleep(60)
 
 def test_kill_9_leaves_no_file(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    children = [
-        Popen([sys.executable, "-c", CHILD, str(tmp_path), kind], stdout=subprocess.PIPE, text=True, env=environment)
-        for kind in ("unnamed", "named")
-    ]
-    for child in children:
-        with child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-            child.kill()
-            assert child.wait(300) == -signal.SIGKILL
+    with Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.kill()
+        assert child.wait(300) == -signal.SIGKILL
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ...memory.disk.buffers import bytes_of
 from ...memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
 from . import disk
 from .disk import CHUNK, FileReader, Record
+from .threads import Task
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -66,28 +67,37 @@ def _has_file_layout(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
 
 
-@dataclass(frozen=True)
-class Filling:
-    """A tensor of a file and its target memory."""
+Headers = Mapping[str, Mapping[str, Entry]]  # by file, then by the tensor's name in the order of their bytes
 
-    entry: Entry
-    target: torch.Tensor
+
+def reading(
+    folder: Path, headers: Headers, targets: Mapping[str, torch.Tensor], sums: Mapping[str, Record]
+) -> list[Task]:
+    """Tasks that read the tensors of each file into ``targets``, by name: existing memory. They skip other tensors.
+
+    They read every byte of a file that has an entry in ``sums``, and verify its checksum."""
+    return [partial(_read_file, folder / file, header, targets, sums.get(file)) for file, header in headers.items()]
 
 
 @torch.no_grad()
-def fill(path: Path, fillings: Sequence[Filling], expected: Record | None, stop: threading.Event) -> None:
-    """Read tensors into existing memory: directly if it is laid out as in the file, else chunk by chunk.
-
-    With ``expected`` it reads every byte of the file and verifies the checksum. Blocks."""
+def _read_file(
+    path: Path,
+    header: Mapping[str, Entry],
+    targets: Mapping[str, torch.Tensor],
+    expected: Record | None,
+    stop: threading.Event,
+) -> None:
     with FileReader(path, stop, sums=expected is not None) as file:
-        for filling in sorted(fillings, key=lambda filling: filling.entry.start):
-            file.skip_to(filling.entry.start)
-            _fill(file, filling.entry, filling.target)
+        for name, entry in header.items():
+            if name in targets:
+                file.skip_to(entry.start)
+                _fill(file, entry, targets[name])
         if expected is not None:
             disk.check(path, file.finish(), expected)
 
 
 def _fill(file: FileReader, entry: Entry, target: torch.Tensor) -> None:
+    """Read a tensor: directly if its memory is laid out as in the file, else chunk by chunk."""
     if _has_file_layout(target) and target.dtype == entry.dtype:
         file.read(bytes_of(target))
     elif target.is_contiguous():

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import mmap
 import os
 import stat
@@ -39,7 +40,7 @@ from ...core.sizes import MiB, format_bytes, round_down
 from ...native.rows.jobs import DONE, DROPPED, PENDING, PIECE, RowsJob, RowsPool
 from ...native.rows.open import open_rows
 from .buffers import Buffer, bytes_of
-from .calls import ELSEWHERE, Descriptor, SystemCalls, storage_error
+from .calls import ELSEWHERE, SystemCalls, storage_error
 
 ALIGNMENT = 4096  # of addresses, offsets and extents: a multiple of every sector size in use
 Mode = Literal["direct", "buffered"]
@@ -73,10 +74,10 @@ class Transfer:
                 "buffer, such as torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), or open the file with "
                 "direct=False."
             )
-        fd, pieces = file.descriptor.number, []
+        pieces = []
         for at in range(0, whole, file.block_bytes):
             size = min(file.block_bytes, whole - at)
-            pieces.append((fd, offset + at, size, size, address + at, 0))
+            pieces.append((file.number, offset + at, size, size, address + at, 0))
         tail = view[whole:]
         bounce = memoryview(mmap.mmap(-1, unit)) if tail else memoryview(b"")
         if tail:
@@ -84,11 +85,11 @@ class Transfer:
                 file.read(bounce, offset + whole)
             if write:
                 bounce[: len(tail)] = tail
-            pieces.append((fd, offset + whole, unit, unit if write else len(tail), _address(bounce), 0))
+            pieces.append((file.number, offset + whole, unit, unit if write else len(tail), _address(bounce), 0))
         self._tail = None if write else (tail, bounce)  # where direct I/O has read the last bytes to
         self._error: StorageError | None = None
         lines = np.array(pieces, dtype=np.int64).reshape(-1, len(PIECE))
-        self.job = RowsJob(lines, (view, bounce, file.descriptor), write=write)
+        self.job = RowsJob(lines, (view, bounce, file.raw), write=write)
 
     def result(self) -> int:
         """Block until no thread uses the buffer; return its number of bytes, or raise StorageError.
@@ -111,7 +112,7 @@ class Transfer:
 
     def _finish(self, file: File) -> None:
         job = self.job
-        if file.descriptor.inherited and job.outcome.state == PENDING:
+        if file.inherited and job.outcome.state == PENDING:
             raise StorageError(
                 "Cannot wait for this request: it runs in the process that made it. Open the file again after the "
                 "fork, and repeat it."
@@ -145,7 +146,7 @@ class Transfer:
             return storage_error(what, OSError(failure.error, os.strerror(failure.error)))
         what += f": wanted {wanted} bytes, got {failure.got}"
         end = offset + failure.got
-        if not (self.job.write or file.closed) and end >= (size := os.fstat(file.descriptor.number).st_size):
+        if not (self.job.write or file.closed) and end >= (size := os.fstat(file.number).st_size):
             return StorageError(
                 f"Cannot {what}. The file is truncated: it has {size} bytes now. Restore it, or read less of it."
             )
@@ -196,14 +197,15 @@ class File(Transfers):
 
     def __init__(
         self,
-        descriptor: Descriptor,
+        raw: io.FileIO,
+        name: str,
         *,
         where: Path,
         size_bytes: int,
         writable: bool,
         **options: Unpack[FileOptions],
     ) -> None:
-        """Takes ``descriptor`` over; if this raises, the caller closes it. ``where`` is on the filesystem to check.
+        """Takes ``raw`` over; if this raises, the caller closes it. ``where`` is on the filesystem to check.
 
         Users call ``open_file`` etc.
         """
@@ -213,11 +215,12 @@ class File(Transfers):
                 f"threads={self.threads}, block_bytes={self.block_bytes}: accepted are at least one thread, and blocks "
                 f"of a positive multiple of {ALIGNMENT} bytes."
             )
-        self.descriptor, self.name, self.sink = descriptor, descriptor.name, options.get("sink")
+        self.raw, self.number, self.name = raw, raw.fileno(), name  # raw: closes the number once, or when dropped
+        self.sink, self.calls = options.get("sink"), options.get("calls", SystemCalls())
         self.size_bytes, self.writable = size_bytes, writable
-        self.mode, self.mode_reason = _choose_mode(descriptor, self, where, options.get("direct", "auto"))
+        self.mode, self.mode_reason = _choose_mode(self, where, options.get("direct", "auto"))
         self.alignment = ALIGNMENT if self.mode == "direct" else 1
-        self.closed = False
+        self.closed, self._process = False, os.getpid()
         self._lock = threading.Lock()  # of what follows and of `closed`
         self._opened: RowsPool | None = None  # by the first request
 
@@ -229,7 +232,7 @@ class File(Transfers):
         again.
         """
         try:
-            if not self.descriptor.inherited:
+            if not self.inherited:
                 with self._lock:
                     if cancel and self._opened is not None:
                         self._opened.drop()
@@ -238,7 +241,7 @@ class File(Transfers):
                     self._opened.finish()
                     self._opened.close()
             self.closed = True
-            self.descriptor.close()
+            self.raw.close()
         except OSError as error:
             raise storage_error(f"close {self.name}", error) from error
 
@@ -254,9 +257,8 @@ class File(Transfers):
             if self.closed:
                 raise StorageError(f"Cannot use {self.name}: it is closed. Open it again.")
             if self._opened is None:
-                calls = self.descriptor.calls
-                read = None if calls.pread is SystemCalls.pread else calls.pread
-                write = None if calls.pwrite is SystemCalls.pwrite else calls.pwrite
+                read = None if self.calls.pread is SystemCalls.pread else self.calls.pread
+                write = None if self.calls.pwrite is SystemCalls.pwrite else self.calls.pwrite
                 self._opened = open_rows(self.threads, read=read, write=write)
             try:
                 self._opened.start(transfer.job)
@@ -265,9 +267,14 @@ class File(Transfers):
                 raise
         return transfer
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this process got it by a fork, which copies no threads, and locks in any state."""
+        return os.getpid() != self._process
+
     def refuse_after_fork(self) -> None:
-        """Raise in a process that has no threads to serve this file. It may not take a lock: the fork copied those."""
-        if self.descriptor.inherited:
+        """Raise in a process that has no threads to serve this file. Takes no lock."""
+        if self.inherited:
             raise StorageError(
                 f"Cannot use {self.name}: it belongs to the process it was opened in; open it again after the fork."
             )
@@ -301,34 +308,36 @@ def open_file(path: Path | str, **options: Unpack[FileOptions]) -> File:
     path, calls = Path(path), options.get("calls", SystemCalls())
     flags = os.O_RDONLY | os.O_NONBLOCK  # NONBLOCK: a named pipe would wait for its writer
     try:
-        descriptor = Descriptor(calls.open(str(path), flags, 0), str(path), calls)
+        number = calls.open(str(path), flags, 0)
     except OSError as error:
         raise storage_error(f"open {path} to read", error) from error
-    with closed_on_error(descriptor):
-        status = os.fstat(descriptor.number)
-        if not stat.S_ISREG(status.st_mode):
-            raise StorageError(f"Cannot open {path} to read: it is not a regular file. Name a file.")
-        return File(descriptor, where=path, size_bytes=status.st_size, writable=False, **options)
+    status = os.fstat(number)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(number)
+        raise StorageError(f"Cannot open {path} to read: it is not a regular file. Name a file.")
+    with owned(number) as raw:
+        return File(raw, str(path), where=path, size_bytes=status.st_size, writable=False, **options)
 
 
 @contextlib.contextmanager
-def closed_on_error(descriptor: Descriptor) -> Iterator[None]:
-    """Close ``descriptor`` if the block raises, whether or not a ``File`` has taken it over."""
+def owned(number: int) -> Iterator[io.FileIO]:
+    """An object that owns a descriptor; closed if the block raises, whether or not a ``File`` has taken it over."""
+    raw = io.FileIO(number)
     try:
-        yield
+        yield raw
     except BaseException:
-        descriptor.close()
+        raw.close()
         raise
 
 
-def _choose_mode(descriptor: Descriptor, file: File, where: Path, direct: bool | Literal["auto"]) -> tuple[Mode, str]:
-    """Choose the mode, and set O_DIRECT on ``descriptor`` accordingly; returns it with its reason."""
+def _choose_mode(file: File, where: Path, direct: bool | Literal["auto"]) -> tuple[Mode, str]:
+    """Choose the mode, and set O_DIRECT accordingly; returns it with its reason."""
     if not isinstance(direct, bool) and direct != "auto":
         raise SettingError(f"direct={direct!r} is not valid. Accepted: 'auto', True, False.")
     if direct is False:
         return "buffered", "direct=False"
-    kind = descriptor.calls.filesystem_type(where)
-    obstacle = f"{kind} lives in RAM" if kind in _IN_RAM else _try_direct(descriptor, file, kind)
+    kind = file.calls.filesystem_type(where)
+    obstacle = f"{kind} lives in RAM" if kind in _IN_RAM else _try_direct(file, kind)
     if obstacle is None:
         return "direct", f"{kind} passed an aligned trial"
     if direct is True:
@@ -340,9 +349,9 @@ def _choose_mode(descriptor: Descriptor, file: File, where: Path, direct: bool |
     return "buffered", obstacle
 
 
-def _try_direct(descriptor: Descriptor, file: File, kind: str) -> str | None:
+def _try_direct(file: File, kind: str) -> str | None:
     """Set O_DIRECT and move one unit; returns the obstacle, or None. A writable file is new: zeros replace zeros."""
-    fd, calls, block = descriptor.number, descriptor.calls, memoryview(mmap.mmap(-1, ALIGNMENT))
+    fd, calls, block = file.number, file.calls, memoryview(mmap.mmap(-1, ALIGNMENT))
     try:
         calls.set_direct(fd, True)
         if file.writable and file.size_bytes >= ALIGNMENT:

@@ -1,8 +1,8 @@
 """Scratch: one preallocated file without a name, divided into extents.
 
-It is unnamed from the start (``O_TMPFILE``), or loses its name at once: the kernel frees the space when the process
-ends, however it ends, and no later run can read what an earlier one left. The road not taken: a directory of files
-named by tensor. They pile up after a crash, and each of them can fail to be created in the middle of training.
+It is unnamed from the start, or loses its name at once: the kernel frees the space when the process ends, however it
+ends, and no later run can read what an earlier one left. The road not taken: a directory of files named by tensor. They
+pile up after a crash, and each of them can fail to be created in the middle of training.
 
 A finalizer may give space back: the garbage collector runs it at any point, hence also on a thread that is inside
 ``take`` and holds the lock. So ``give_back`` takes no lock. It appends to a queue, which is one atomic step, and the
@@ -12,10 +12,8 @@ a re-entrant lock. It would let the finalizer in while the lists of extents are 
 
 from __future__ import annotations
 
-import errno
-import os
-import secrets
 import threading
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import Unpack
@@ -27,10 +25,8 @@ from ...native.rows.jobs import PENDING, RowsJob
 from ..books import limits
 from ..books.extents import Extents
 from ..books.ledger import Ledger, Reservation
-from .calls import Descriptor, SystemCalls, storage_error
-from .files import ALIGNMENT, File, FileOptions, Transfer, Transfers, closed_on_error
-
-_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR})  # EISDIR: from kernels without the flag
+from .calls import SystemCalls, storage_error
+from .files import ALIGNMENT, File, FileOptions, Transfer, Transfers, owned
 
 
 class _Place:
@@ -84,15 +80,25 @@ class ScratchFile(File):
         self, directory: Path, size_bytes: int, reservation: Reservation, **options: Unpack[FileOptions]
     ) -> None:
         """Takes ``reservation`` over, unless this raises. Users call ``create_scratch``."""
-        descriptor = _open_unnamed(directory, options.get("calls", SystemCalls()))
-        # By ``close``, or when dropped. An interrupted close still holds the descriptor, and with it the space.
-        descriptor.freed = reservation.release
-        with closed_on_error(descriptor):
-            _preallocate(descriptor, size_bytes, directory)
-            super().__init__(descriptor, where=directory, size_bytes=size_bytes, writable=True, **options)
+        calls, name = options.get("calls", SystemCalls()), f"scratch file in {directory}"
+        try:
+            number = calls.open_unnamed(str(directory))
+        except OSError as error:
+            raise storage_error(f"create a {name}", error) from error
+        with owned(number) as raw:
+            self._release = weakref.finalize(raw, reservation.release)
+            _preallocate(number, size_bytes, directory, calls)
+            super().__init__(raw, name, where=directory, size_bytes=size_bytes, writable=True, **options)
             self._extents = Extents(size_bytes)
             self._extents_lock = threading.Lock()
             self._given_back: deque[_Place] = deque()  # and not yet free
+
+    def close(self, *, cancel: bool = False) -> None:
+        try:
+            super().close(cancel=cancel)
+        finally:
+            if self.raw.closed:  # an interrupted close still holds the descriptor, and with it the space
+                self._release()
 
     @property
     def free_bytes(self) -> int:
@@ -158,33 +164,13 @@ def create_scratch(
         raise
 
 
-def _preallocate(descriptor: Descriptor, size: int, directory: Path) -> None:
+def _preallocate(number: int, size: int, directory: Path, calls: SystemCalls) -> None:
     """Allocate ``[0, size)`` of a new file on the disk, so that a full disk is noticed now, not hours later."""
     free = limits.disk_bytes(directory)[0]  # read first: a failed attempt may keep its space for a while
     try:
         if size:
-            descriptor.calls.fallocate(descriptor.number, 0, size)
+            calls.fallocate(number, 0, size)
     except OSError as error:
         numbers = f"{format_bytes(free)} were free"
-        raise storage_error(
-            f"preallocate {format_bytes(size)} for {descriptor.name}", error, numbers=numbers
-        ) from error
-
-
-def _open_unnamed(directory: Path, calls: SystemCalls) -> Descriptor:
-    name = f"scratch file in {directory}"
-    try:
-        try:
-            # EXCL: it can never be given a name.
-            flags = os.O_RDWR | os.O_TMPFILE | os.O_EXCL
-            return Descriptor(calls.open(str(directory), flags, 0o600), name, calls)
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise
-        path = str(directory / f".storm-scratch-{secrets.token_hex(8)}")
-        descriptor = Descriptor(calls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), name, calls)
-        with closed_on_error(descriptor):
-            calls.unlink(path)  # still empty: a kill between these two calls leaves a name, but no bytes
-        return descriptor
-    except OSError as error:
-        raise storage_error(f"create a {name}", error) from error
+        what = f"preallocate {format_bytes(size)} for scratch file in {directory}"
+        raise storage_error(what, error, numbers=numbers) from error
