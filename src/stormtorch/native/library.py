@@ -105,7 +105,7 @@ _SIGNATURES = {
     "storm_rows_unmap": (None, (_P, ctypes.c_size_t)),
     "storm_rows_open": (_I32, (_I32, _I64, ctypes.POINTER(_P))),
     "storm_rows_replace": (None, (_P, _P, _P)),
-    "storm_rows_submit": (_I32, (_P, _P, _I64, _I32, ctypes.POINTER(RowsOutcome))),
+    "storm_rows_submit": (_I32, (_P, _P, _I64, _I32, _I32, ctypes.POINTER(RowsOutcome))),
     "storm_rows_wait": (_I32, (_P, ctypes.POINTER(RowsOutcome), _F64, _I32)),
     "storm_rows_cancel": (None, (_P, ctypes.POINTER(RowsOutcome))),
     "storm_rows_stop": (None, (_P,)),

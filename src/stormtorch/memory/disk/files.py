@@ -89,7 +89,7 @@ class Transfer:
         self._tail = None if write else (tail, bounce)  # where direct I/O has read the last bytes to
         self._error: StorageError | None = None
         lines = np.array(pieces, dtype=np.int64).reshape(-1, len(PIECE))
-        self.job = RowsJob(lines, (view, bounce, file.raw), write=write)
+        self.job = RowsJob(lines, (view, bounce, file.raw), write=write, unit=unit)
 
     def result(self) -> int:
         """Block until no thread uses the buffer; return its number of bytes, or raise StorageError.

@@ -7,11 +7,11 @@
  * them joins them; handing a job over costs only a look at each piece: the caller has more urgent work.
  *
  * A piece goes on after EINTR and after a short count until `needed` bytes are moved: a direct read is rounded up to whole
- * sectors, which may lie behind the end of the file. After a short count a piece that began at a sector goes on at one,
- * and moves a few bytes twice: direct I/O takes no other offset. A call that gets no further is a stall. The end of a
- * file is one for ever, and some look like one for a moment, so stalls are counted. The first piece that fails ends its job, with what was read of it; pieces of it that no thread has taken are
- * dropped. A waiting caller is woken when no thread touches the job's memory any more, whatever its outcome, and never
- * before.
+ * sectors, which may lie behind the end of the file. It goes on at a multiple of the job's unit, and moves a few bytes
+ * twice: direct I/O takes no other offset. A call that gets no further is a stall. The end of a file is one for ever, and
+ * some look like one for a moment, so stalls are counted. The first piece that fails ends its job, with what was moved of
+ * it; pieces of the job that no thread has taken are dropped. A waiting caller is woken when no thread touches the job's
+ * memory any more, whatever its outcome, and never before.
  *
  * A waiting caller may help: a thread that needs a batch has nothing better to do than to read it. With few cores that
  * spares one thread, and the cores do not change hands between the readers and the thread that needs the data.
@@ -54,7 +54,6 @@
 #define JOINED ((int64_t)256 << 10) /* bytes that joined pieces have at most, so that a batch is still shared */
 #define HUGE_PAGE ((size_t)2 << 20)
 #define TAKEN ((int64_t)4096)       /* pieces that a thread takes at once: it looks at each under the lock */
-#define SECTOR ((int64_t)4096)      /* a multiple of every sector size in use */
 #define STALLS 8                    /* calls that get no further, before a piece is given up */
 
 typedef struct job {
@@ -63,7 +62,7 @@ typedef struct job {
     int64_t count, taken; /* of the pieces */
     int64_t in_flight;    /* threads at work on it */
     int32_t state, error; /* state: what it will be when the last thread leaves */
-    int32_t write;        /* to the file, not from it */
+    int32_t write, unit;  /* write: to the file, not from it; unit: of the offset after a short count */
     int64_t failed, got;  /* of several joined ones, the first */
     const storm_rows_piece *pieces;
 } job;
@@ -166,7 +165,7 @@ static int copy_mapped(const storm_rows_piece *piece) {
 }
 
 /* Bytes moved; `*error` is set if that is not enough. */
-static int64_t move_piece(const storm_rows *rows, const storm_rows_piece *piece, int32_t write, int32_t *error) {
+static int64_t move_piece(const storm_rows *rows, const job *from, const storm_rows_piece *piece, int32_t *error) {
     if (piece->fd < 0) {
         memcpy((void *)(intptr_t)piece->target, (const void *)(intptr_t)piece->source, (size_t)piece->bytes);
         return piece->bytes;
@@ -175,14 +174,15 @@ static int64_t move_piece(const storm_rows *rows, const storm_rows_piece *piece,
         posix_fadvise((int)piece->fd, piece->source, piece->bytes, POSIX_FADV_WILLNEED);
         return piece->bytes;
     }
-    const int staged = stage.bytes && !write;
+    const int staged = stage.bytes && !from->write;
     int64_t got = 0;
     for (int stalls = 0; got < piece->needed;) {
-        const int64_t at = piece->source % SECTOR ? got : got - got % SECTOR, left = piece->bytes - at;
+        const int64_t at = got - got % from->unit, left = piece->bytes - at;
         char *place = (char *)(intptr_t)piece->target + at;
         const size_t most = (size_t)(staged && stage.bytes < left ? stage.bytes : left);
-        const ssize_t more = write ? rows->write((int)piece->fd, place, most, piece->source + at)
-                                   : rows->read((int)piece->fd, staged ? stage.begin : place, most, piece->source + at);
+        const ssize_t more =
+            from->write ? rows->write((int)piece->fd, place, most, piece->source + at)
+                        : rows->read((int)piece->fd, staged ? stage.begin : place, most, piece->source + at);
         if (more < 0 && errno == EINTR)
             continue;
         if (more < 0) {
@@ -221,7 +221,7 @@ static int64_t move_run(const storm_rows *rows, const job *from, int64_t begin, 
             joined.needed += pieces[next].bytes;
         }
         if (!mapped || !joined.map || !copy_mapped(&joined)) {
-            *got = move_piece(rows, &joined, from->write, error);
+            *got = move_piece(rows, from, &joined, error);
             if (*error)
                 return at;
         }
@@ -243,7 +243,7 @@ static int64_t move_run(const storm_rows *rows, const job *from, int64_t begin, 
             size = fstat((int)fd, &status) ? 0 : status.st_size;
         }
         if (piece->source + piece->bytes > size) {
-            *got = move_piece(rows, piece, from->write, error);
+            *got = move_piece(rows, from, piece, error);
             if (*error)
                 return at;
         }
@@ -398,7 +398,7 @@ void storm_rows_replace(storm_rows *rows, storm_rows_read *read, storm_rows_writ
 }
 
 int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count, int32_t write,
-                          storm_rows_outcome *outcome) {
+                          int32_t unit, storm_rows_outcome *outcome) {
     int64_t bytes = 0;
     for (int64_t i = 0; i < count; i++) {
         const int is_memory = pieces[i].fd < 0;
@@ -415,6 +415,7 @@ int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int6
     added->pieces = pieces;
     added->count = count;
     added->write = write;
+    added->unit = unit;
     pthread_mutex_lock(&rows->lock);
     if (rows->stopping) {
         pthread_mutex_unlock(&rows->lock);

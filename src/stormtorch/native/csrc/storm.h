@@ -119,10 +119,11 @@ STORM_API int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_ro
 /* Puts other functions in the place of pread and pwrite (NULL: keeps it), with which a test makes a disk fail. Call it
  * before the first job. */
 STORM_API void storm_rows_replace(storm_rows *rows, storm_rows_read *read, storm_rows_write *write);
-/* Queues a job. `write`: each piece goes from `target` to `source` of its file. `pieces`, unchanged, and the memory, the
+/* Queues a job. `write`: each piece goes from `target` to `source` of its file. `unit`: after a short count a piece goes
+ * on at a multiple of it: 1, or what direct I/O needs. `pieces`, unchanged, and the memory, the
  * descriptors and `outcome` must live until the outcome is not PENDING any more, or until stop has returned. */
 STORM_API int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count, int32_t write,
-                                    storm_rows_outcome *outcome);
+                                    int32_t unit, storm_rows_outcome *outcome);
 /* Blocks until the job is over or `timeout_s` passed; returns the state of its outcome. `help`: this thread works on the
  * queue until all of the job is taken. */
 STORM_API int32_t storm_rows_wait(storm_rows *rows, const storm_rows_outcome *outcome, double timeout_s, int32_t help);

@@ -107,7 +107,7 @@ class NativeRows(RowsPool):
                 raise LaneError("Cannot read with a pool that was closed. Open another one.")
             native.held.append(job)  # before the call: Ctrl-C may come right after it
             address = job.pieces.__array_interface__["data"][0]
-            status = self._submit(native.pointer, address, len(job.pieces), job.write, job.outcome)
+            status = self._submit(native.pointer, address, len(job.pieces), job.write, job.unit, job.outcome)
             if status != 0:
                 native.held.remove(job)
                 raise LaneError(f"The threads that read did not take the job: {os.strerror(-status)}.")

@@ -42,14 +42,17 @@ class Failure:
 
 
 class RowsJob:
-    """One job. ``pieces``: a contiguous array ``(n, 6)``, not to be changed. ``keep`` lives until the job is over."""
+    """One job. ``pieces``: a contiguous array ``(n, 6)``, not to be changed. ``keep`` lives until the job is over.
 
-    __slots__ = ("address", "keep", "outcome", "pieces", "write")
+    ``unit``: after a short count, offsets are multiples of it, as direct I/O needs.
+    """
 
-    def __init__(self, pieces: Pieces, keep: object, *, write: bool = False) -> None:
+    __slots__ = ("address", "keep", "outcome", "pieces", "unit", "write")
+
+    def __init__(self, pieces: Pieces, keep: object, *, write: bool = False, unit: int = 1) -> None:
         assert pieces.dtype == np.int64, pieces.dtype  # C does not check
         assert pieces.strides == (48, 8), "six numbers each, one after the other"
-        self.pieces, self.keep, self.write = pieces, keep, write
+        self.pieces, self.keep, self.write, self.unit = pieces, keep, write, unit
         # The pool sets PENDING when it takes the job: one that an interrupt kept from its pool must not be waited for.
         self.outcome = RowsOutcome(state=DROPPED)
         self.address = ctypes.addressof(self.outcome)

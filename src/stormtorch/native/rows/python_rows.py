@@ -12,7 +12,7 @@ from ...core.errors import LaneError
 from ...core.sizes import round_down
 from .jobs import DONE, FAILED, PENDING, Move, RowsJob, RowsPool, check_process
 
-_SECTOR, _STALLS = 4096, 8  # as in csrc/rows.c
+_STALLS = 8  # as in csrc/rows.c
 
 
 def _read(fd: int, view: memoryview, offset: int) -> int:
@@ -35,7 +35,7 @@ def _move(job: RowsJob, move: Move) -> tuple[int, int, int] | None:
             view = memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")
             got = stalls = 0
             while got < needed:
-                at = got if source % _SECTOR else round_down(got, _SECTOR)
+                at = round_down(got, job.unit)
                 try:
                     more = move(fd, view[at:], source + at)
                 except OSError as error:
