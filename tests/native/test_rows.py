@@ -137,7 +137,7 @@ def test_short_counts_and_stalls(
     pieces = lines((out if write else fd, 0, 1 << 20, 1 << 20, target.ctypes.data))
     with open_rows(2, read=move, write=move) as pool:
         for expected in (DONE, FAILED):
-            job = RowsJob(pieces, target, write=write)
+            job = RowsJob(pieces, target, write=write, unit=4096)
             pool.start(job)
             assert pool.wait(job) == expected
             stuck = True
