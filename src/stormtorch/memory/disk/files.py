@@ -61,7 +61,7 @@ class FileOptions(TypedDict, total=False):
 class Transfer:
     """A request, from `Transfers.pread` or `pwrite`. It runs to its end, whether or not its result is read."""
 
-    def __init__(self, file: File, view: memoryview, offset: int, *, write: bool, padded: bool = False) -> None:
+    def __init__(self, file: File, view: memoryview, offset: int, *, write: bool, padded: bool) -> None:
         """``padded``: the bytes between the end of this write and the next alignment boundary may be overwritten."""
         self.size = len(view)
         self._file: File | None = file  # until the result is there
@@ -251,8 +251,10 @@ class File(Transfers):
         assert self._opened is not None
         return self._opened
 
-    def begin(self, transfer: Transfer) -> Transfer:
-        """Hand a request of this file to the threads."""
+    def begin(self, view: memoryview, offset: int, *, write: bool, padded: bool = False) -> Transfer:
+        """Make a request, whose range the caller has checked, and hand it to the threads."""
+        self.refuse_after_fork()
+        transfer = Transfer(self, view, offset, write=write, padded=padded)
         with self._lock:
             if self.closed:
                 raise StorageError(f"Cannot use {self.name}: it is closed. Open it again.")
@@ -280,7 +282,6 @@ class File(Transfers):
             )
 
     def _start(self, view: memoryview, offset: int, *, write: bool) -> Transfer:
-        self.refuse_after_fork()
         end = offset + len(view)
         if write and not self.writable:
             raise SettingError(f"Cannot write to {self.name}: it was opened for reading. Use a scratch file.")
@@ -289,7 +290,7 @@ class File(Transfers):
             raise SettingError(
                 f"Bytes {offset} to {end} are not inside {self.name}, which has {self.size_bytes} bytes."
             )
-        return self.begin(Transfer(self, view, offset, write=write))
+        return self.begin(view, offset, write=write)
 
     def __enter__(self) -> Self:
         return self
