@@ -64,7 +64,7 @@ class DiskCalls(SystemCalls):
 
     mkdir: Callable[[str], None] = os.mkdir
     write_out: Callable[[int, int, int, bool], None] = _write_out
-    sync: Callable[[int], None] = os.fsync  # not fdatasync: it is for folders too
+    sync: Callable[[int], None] = os.fsync  # of files and folders
     rename: Callable[[str, str], None] = os.rename
     exchange: Callable[[str, str], None] = _exchange
     remove: Callable[[str], None] = shutil.rmtree
@@ -132,21 +132,17 @@ class FileWriter(Closing):
         self._dropped = end
 
     def finish(self) -> Record:
-        """Fsync and close."""
+        """Fsync the file."""
         try:
             CALLS.sync(self._fd)
             self._drop(self._size)
         except OSError as error:
             raise self._failed("sync", error) from error
-        finally:
-            self.close()
         return Record(self._size, self._crc)
 
     def close(self) -> None:
-        """Close, complete or not. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close, complete or not."""
+        os.close(self._fd)
 
     def _failed(self, what: str, error: OSError) -> StorageError:
         numbers = f"{format_bytes(self._size)} written"
@@ -231,19 +227,14 @@ class FileReader(Closing):
         self.skip_to(self.size)
         return Record(self.size, self._crc)
 
-    def sync(self) -> None:
-        """Fsync the file."""
-        with storage_errors(f"sync {self.path}"):
-            CALLS.sync(self._fd)
-
     def close(self) -> None:
         os.close(self._fd)
 
 
 def sync_file(path: Path) -> Record:
     """Fsync a file that other code has written; returns its manifest entry."""
-    with FileReader(path) as file:
-        file.sync()
+    with FileReader(path) as file, storage_errors(f"sync {path}"):
+        CALLS.sync(file._fd)
         return file.finish()
 
 

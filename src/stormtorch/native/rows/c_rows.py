@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.errors import LaneError, SettingError
 from ..library import Library, library
-from .jobs import PENDING, Move, RowsJob, RowsPool, check_process
+from .jobs import PENDING, Move, RowsJob, RowsPool, check_process, closed
 
 _SLICE_S = 0.1  # longest time inside C per call, so that Ctrl-C is noticed
 _CALL = ctypes.CFUNCTYPE(
@@ -87,10 +87,11 @@ class NativeRows(RowsPool):
         native: Library,
         threads: int,
         stage_bytes: int = 0,
+        *,
         read: Move | None = None,
         write: Move | None = None,
     ) -> None:
-        self.threads = threads
+        super().__init__(threads)
         self._native = _Native(native.c)
         self._load_state, self._submit = native.c.storm_load_flag, native.c.storm_rows_submit
         self._finalizer = weakref.finalize(self, self._native.end)
@@ -104,7 +105,7 @@ class NativeRows(RowsPool):
         check_process(native.pid)
         with native.lock:
             if native.stopped:
-                raise LaneError("Cannot read with a pool that was closed. Open another one.")
+                raise closed()
             native.held.append(job)  # before the call: Ctrl-C may come right after it
             address = job.pieces.__array_interface__["data"][0]
             status = self._submit(native.pointer, address, len(job.pieces), job.write, job.unit, job.outcome)

@@ -11,9 +11,11 @@ the pool keeps them, and releases them when no thread can touch them any more.
 
 from __future__ import annotations
 
-import abc
+import contextlib
 import ctypes
+import errno
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,10 +25,12 @@ from numpy.typing import NDArray
 
 from ...core.endings import Closing
 from ...core.errors import LaneError
+from ...core.sizes import round_down
 from ..library import RowsOutcome
 
 PIECE = ("fd", "source", "bytes", "needed", "target", "map")
 PENDING, DONE, FAILED, DROPPED = range(4)
+_STALLS = 8  # as in csrc/rows.c
 Pieces = NDArray[np.int64]
 Move: TypeAlias = Callable[[int, memoryview, int], int]  # descriptor, memory, offset; returns a count, as preadv does
 NO_PIECES: Pieces = np.empty((0, len(PIECE)), dtype=np.int64)
@@ -73,10 +77,17 @@ class RowsJob:
             self.pieces = NO_PIECES
 
 
-class RowsPool(Closing, abc.ABC):
-    """Takes jobs and works on them in order of arrival. One thread at a time starts jobs; any thread may wait."""
+class RowsPool(Closing):
+    """Takes jobs and works on them in order of arrival. One thread at a time starts jobs; any thread may wait.
 
-    threads: int
+    This one, for machines without the C library, does a job inside ``start``, on the calling thread. Ctrl-C there ends
+    the job: nothing reads or writes after it.
+    """
+
+    def __init__(self, threads: int, *, read: Move | None = None, write: Move | None = None) -> None:
+        """``read``, ``write``: calls in the place of the system's, with which a test makes a disk fail."""
+        self.threads, self._read, self._write = threads, read or _read, write or _write
+        self._pid, self._closed = os.getpid(), False
 
     def submit(self, pieces: Pieces, keep: object) -> RowsJob:
         """`start` a job that reads or copies."""
@@ -84,26 +95,34 @@ class RowsPool(Closing, abc.ABC):
         self.start(job)
         return job
 
-    @abc.abstractmethod
     def start(self, job: RowsJob) -> None:
-        """Queue a job; returns at once, except without the C library, where it does the job."""
+        """Queue a job; returns at once, except without the C library."""
+        check_process(self._pid)
+        if self._closed:
+            raise closed()
+        outcome = job.outcome
+        outcome.begin_ns = time.monotonic_ns()
+        failure = _move(job, self._write if job.write else self._read)
+        if failure is not None:
+            outcome.piece, outcome.error, outcome.got = failure
+        outcome.end_ns = time.monotonic_ns()
+        outcome.state = DONE if failure is None else FAILED
+        job.let_go()
 
-    @abc.abstractmethod
     def state(self, job: RowsJob) -> int:
         """PENDING, DONE, FAILED or DROPPED. Does not block. The data of a job that is DONE is visible then."""
+        return int(job.outcome.state)
 
-    @abc.abstractmethod
-    def wait(self, job: RowsJob, *, help: bool = False) -> int:
+    def wait(self, job: RowsJob, *, help: bool = False) -> int:  # noqa: ARG002
         """Block until the job is over; returns its state. Ctrl-C gets through.
 
         With ``help`` this thread works on the queue until no piece of the job is left to take.
         """
+        return self.state(job)
 
-    @abc.abstractmethod
     def drop(self, job: RowsJob | None = None) -> None:
         """Drop pieces of the job, or of all jobs, that no thread has begun. Does not wait for the others."""
 
-    @abc.abstractmethod
     def finish(self) -> None:
         """Block until all jobs are over: then nothing is read or written. Ctrl-C gets through."""
 
@@ -112,9 +131,45 @@ class RowsPool(Closing, abc.ABC):
         self.drop()
         self.finish()
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Drop pieces that no thread has begun, wait for the rest, end the threads. Safe twice, and after a fork."""
+        self._closed = True
+
+
+def _read(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)
+
+
+def _write(fd: int, view: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [view], offset)
+
+
+def _move(job: RowsJob, move: Move) -> tuple[int, int, int] | None:
+    """Move the pieces; returns (piece, errno, bytes) of the first that failed, or None."""
+    for index, (fd, source, size, needed, target, _) in enumerate(job.pieces.tolist()):
+        if fd < 0:
+            ctypes.memmove(target, source, size)
+        elif not target:
+            with contextlib.suppress(OSError):  # only a hint
+                os.posix_fadvise(fd, source, size, os.POSIX_FADV_WILLNEED)
+        elif size:
+            view = memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")
+            got = stalls = 0
+            while got < needed:
+                at = round_down(got, job.unit)
+                try:
+                    more = move(fd, view[at:], source + at)
+                except OSError as error:
+                    return index, error.errno or errno.EIO, got
+                got, stalls = max(got, at + more), 0 if at + more > got else stalls + 1
+                if not more or stalls == _STALLS:
+                    return index, errno.ENODATA, got
+    return None
+
+
+def closed() -> LaneError:
+    """The error of a pool that takes no jobs any more."""
+    return LaneError("Cannot read with a pool that was closed. Open another one.")
 
 
 def check_process(pid: int) -> None:

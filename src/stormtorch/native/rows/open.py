@@ -6,17 +6,15 @@ from ...core.notices import say_once
 from ..library import describe, library
 from .c_rows import NativeRows
 from .jobs import Move, RowsPool
-from .python_rows import CallerRows
 
 
 def open_rows(threads: int, *, stage_bytes: int = 0, read: Move | None = None, write: Move | None = None) -> RowsPool:
     """Start the threads.
 
     ``stage_bytes``: memory of each native thread through which it reads files, a multiple of 4096, allocated here.
-    ``read``, ``write``: calls in the place of the system's, with which a test makes a disk fail.
     """
     native = library()
     if native is not None:
-        return NativeRows(native, threads, stage_bytes, read, write)
+        return NativeRows(native, threads, stage_bytes, read=read, write=write)
     say_once(describe())
-    return CallerRows(threads, read, write)
+    return RowsPool(threads, read=read, write=write)
