@@ -259,9 +259,12 @@ class File(Transfers):
             if self.closed:
                 raise StorageError(f"Cannot use {self.name}: it is closed. Open it again.")
             if self._opened is None:
-                read = None if self.calls.pread is SystemCalls.pread else self.calls.pread
-                write = None if self.calls.pwrite is SystemCalls.pwrite else self.calls.pwrite
-                self._opened = open_rows(self.threads, read=read, write=write)
+                calls, plain = self.calls, SystemCalls
+                self._opened = open_rows(
+                    self.threads,
+                    read=None if calls.pread is plain.pread else calls.pread,
+                    write=None if calls.pwrite is plain.pwrite else calls.pwrite,
+                )
             try:
                 self._opened.start(transfer.job)
             except BaseException:
