@@ -90,7 +90,7 @@ def _files(path: Path) -> list[str]:
         return [file_in(path, SINGLE).name]
     if (path / INDEX).is_file():
         files = sorted(set(weight_map(path / INDEX).values()))
-        missing = [file for file in files if not _is_file(file_in(path, file))]
+        missing = [file for file in files if not os.path.isfile(file_in(path, file))]  # noqa: PTH113  # never raises
         if missing:
             raise CheckpointError(
                 f"{path / missing[0]} is missing: {len(missing)} of the {len(files)} files that {INDEX} names are not "
@@ -114,10 +114,3 @@ def weight_map(index: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in given["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged ({error}). Copy it again.") from None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that is too long
-        return False

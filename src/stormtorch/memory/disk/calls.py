@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.errors import StorageError
+from ...native.rows.jobs import Move, read_at, write_at
 from ..books import limits
 
 ELSEWHERE = "or name a directory on another disk."
@@ -35,14 +36,6 @@ _CAUSES = {
 }
 
 
-def _pread(fd: int, view: memoryview, offset: int) -> int:
-    return os.preadv(fd, [view], offset)
-
-
-def _pwrite(fd: int, view: memoryview, offset: int) -> int:
-    return os.pwritev(fd, [view], offset)
-
-
 def _open_unnamed(directory: str) -> int:
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         return os.dup(file.fileno())
@@ -61,8 +54,8 @@ class SystemCalls:
     open: Callable[[str, int, int], int] = os.open
     open_unnamed: Callable[[str], int] = _open_unnamed
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
-    pread: Callable[[int, memoryview, int], int] = _pread
-    pwrite: Callable[[int, memoryview, int], int] = _pwrite
+    pread: Move = read_at
+    pwrite: Move = write_at
     set_direct: Callable[[int, bool], None] = _set_direct
     filesystem_type: Callable[[Path], str] = limits.filesystem_type
 

@@ -259,12 +259,7 @@ class File(Transfers):
             if self.closed:
                 raise StorageError(f"Cannot use {self.name}: it is closed. Open it again.")
             if self._opened is None:
-                calls, plain = self.calls, SystemCalls
-                self._opened = open_rows(
-                    self.threads,
-                    read=None if calls.pread is plain.pread else calls.pread,
-                    write=None if calls.pwrite is plain.pwrite else calls.pwrite,
-                )
+                self._opened = open_rows(self.threads, read=self.calls.pread, write=self.calls.pwrite)
             try:
                 self._opened.start(transfer.job)
             except BaseException:

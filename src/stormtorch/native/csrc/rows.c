@@ -393,8 +393,8 @@ int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_rows **opene
 }
 
 void storm_rows_replace(storm_rows *rows, storm_rows_read *read, storm_rows_write *write) {
-    rows->read = read ? read : rows->read;
-    rows->write = write ? write : rows->write;
+    rows->read = read;
+    rows->write = write;
 }
 
 int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count, int32_t write,

@@ -116,8 +116,7 @@ STORM_API int32_t storm_rows_map(int32_t fd, size_t bytes, void **address);
 STORM_API void storm_rows_unmap(void *address, size_t bytes);
 /* `stage_bytes`: files are read through memory of each thread's own, so many bytes at once, a multiple of 4096; 0: not. */
 STORM_API int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_rows **rows);
-/* Puts other functions in the place of pread and pwrite (NULL: keeps it), with which a test makes a disk fail. Call it
- * before the first job. */
+/* Puts other functions in the place of pread and pwrite, with which a test makes a disk fail. Before the first job. */
 STORM_API void storm_rows_replace(storm_rows *rows, storm_rows_read *read, storm_rows_write *write);
 /* Queues a job. `write`: each piece goes from `target` to `source` of its file. `unit`: after a short count a piece goes
  * on at a multiple of it: 1, or what direct I/O needs. `pieces`, unchanged, and the memory, the

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.errors import LaneError, SettingError
 from ..library import Library, library
-from .jobs import PENDING, Move, RowsJob, RowsPool, check_process, closed
+from .jobs import PENDING, Move, RowsJob, RowsPool, check_process, closed, read_at, write_at
 
 _SLICE_S = 0.1  # longest time inside C per call, so that Ctrl-C is noticed
 _CALL = ctypes.CFUNCTYPE(
@@ -20,10 +20,8 @@ _CALL = ctypes.CFUNCTYPE(
 )
 
 
-def _in_c(move: Move | None) -> Any:
-    """``move`` as a C function with the interface of pread and pwrite; None stays None."""
-    if move is None:
-        return None
+def _in_c(move: Move) -> Any:
+    """``move`` as a C function with the interface of pread and pwrite."""
 
     def call(fd: int, address: int, size: int, offset: int) -> int:
         try:
@@ -88,15 +86,15 @@ class NativeRows(RowsPool):
         threads: int,
         stage_bytes: int = 0,
         *,
-        read: Move | None = None,
-        write: Move | None = None,
+        read: Move = read_at,
+        write: Move = write_at,
     ) -> None:
         super().__init__(threads)
         self._native = _Native(native.c)
         self._load_state, self._submit = native.c.storm_load_flag, native.c.storm_rows_submit
         self._finalizer = weakref.finalize(self, self._native.end)
         self._native.start(threads, stage_bytes)
-        if read or write:
+        if (read, write) != (read_at, write_at):
             self._calls = _in_c(read), _in_c(write)  # kept as long as C may call them
             native.c.storm_rows_replace(self._native.pointer, *self._calls)
 

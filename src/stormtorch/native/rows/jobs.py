@@ -36,6 +36,16 @@ Move: TypeAlias = Callable[[int, memoryview, int], int]  # descriptor, memory, o
 NO_PIECES: Pieces = np.empty((0, len(PIECE)), dtype=np.int64)
 
 
+def read_at(fd: int, view: memoryview, offset: int) -> int:
+    """Read at most as many bytes as ``view`` has; returns how many."""
+    return os.preadv(fd, [view], offset)
+
+
+def write_at(fd: int, view: memoryview, offset: int) -> int:
+    """Write at most as many bytes as ``view`` has; returns how many."""
+    return os.pwritev(fd, [view], offset)
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The piece that ended a job: its index, the errno (ENODATA: no call moves more), and the bytes that were moved."""
@@ -84,9 +94,9 @@ class RowsPool(Closing):
     the job: nothing reads or writes after it.
     """
 
-    def __init__(self, threads: int, *, read: Move | None = None, write: Move | None = None) -> None:
-        """``read``, ``write``: calls in the place of the system's, with which a test makes a disk fail."""
-        self.threads, self._read, self._write = threads, read or _read, write or _write
+    def __init__(self, threads: int, *, read: Move = read_at, write: Move = write_at) -> None:
+        """``read``, ``write``: a test puts others here, to make a disk fail."""
+        self.threads, self._read, self._write = threads, read, write
         self._pid, self._closed = os.getpid(), False
 
     def submit(self, pieces: Pieces, keep: object) -> RowsJob:
@@ -134,14 +144,6 @@ class RowsPool(Closing):
     def close(self) -> None:
         """Drop pieces that no thread has begun, wait for the rest, end the threads. Safe twice, and after a fork."""
         self._closed = True
-
-
-def _read(fd: int, view: memoryview, offset: int) -> int:
-    return os.preadv(fd, [view], offset)
-
-
-def _write(fd: int, view: memoryview, offset: int) -> int:
-    return os.pwritev(fd, [view], offset)
 
 
 def _move(job: RowsJob, move: Move) -> tuple[int, int, int] | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ...core.notices import say_once
 from ..library import describe, library
 from .c_rows import NativeRows
-from .jobs import Move, RowsPool
+from .jobs import Move, RowsPool, read_at, write_at
 
 
-def open_rows(threads: int, *, stage_bytes: int = 0, read: Move | None = None, write: Move | None = None) -> RowsPool:
+def open_rows(threads: int, *, stage_bytes: int = 0, read: Move = read_at, write: Move = write_at) -> RowsPool:
     """Start the threads.
 
     ``stage_bytes``: memory of each native thread through which it reads files, a multiple of 4096, allocated here.
