@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ def run(tiny: bool) -> list[Row]:
                     start_s = time.perf_counter()
                     call(data)
                     if verb == "write":
-                        file.flush()
+                        os.fdatasync(file.number)
                     rate = size / (time.perf_counter() - start_s) / 1e9
                     rows.append(Row("files", f"{size // MiB} MiB {verb}, {file.mode}", rate, "GB/s"))
         arena.close()

@@ -1,9 +1,8 @@
-"""Scratch files: charged before they exist, divided without loss, gone with the process."""
+"""Scratch files: charged before they exist, divided into extents, gone with the process."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import mmap
 import os
@@ -14,10 +13,7 @@ import sys
 import threading
 import time
 import warnings
-import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,6 +29,7 @@ from stormtorch.memory.disk.calls import SystemCalls
 from stormtorch.memory.disk.scratch import FileExtent, ScratchFile, create_scratch
 
 from ..forkserver import Popen
+from .made import needs_threads
 
 REAL = SystemCalls()
 
@@ -54,27 +51,21 @@ def scratch(directory: Path, size: int, **options: object) -> ScratchFile:
     return create_scratch(directory, size, ledger=open_ledger(), tag=Tag.OPTIMIZER, **options)  # type: ignore[arg-type]
 
 
-def no_tmpfile(path: str, flags: int, mode: int) -> int:
-    if flags & os.O_TMPFILE == os.O_TMPFILE:
-        raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE here")
-    return os.open(path, flags, mode)
-
-
 # --- the ledger -------------------------------------------------------------------------------------------------------
 
 
 def test_the_ledger_refuses_before_a_file_exists(tmp_path: Path) -> None:
     opened: list[str] = []
 
-    def record(path: str, flags: int, mode: int) -> int:
+    def record(path: str) -> int:
         opened.append(path)
-        return os.open(path, flags, mode)
+        return REAL.open_unnamed(path)
 
     ledger = open_ledger(MiB)
     with pytest.raises(OutOfBudget, match=r"2\.0 MiB on the disk for OPTIMIZER"):
-        create_scratch(tmp_path, 2 * MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=record))
+        create_scratch(tmp_path, 2 * MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open_unnamed=record))
     assert not opened
-    with create_scratch(tmp_path, MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=record)):
+    with create_scratch(tmp_path, MiB, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open_unnamed=record)):
         assert opened
 
 
@@ -82,11 +73,11 @@ def test_the_charge_is_the_space_on_disk_until_close(tmp_path: Path) -> None:
     ledger = open_ledger()
     fds: list[int] = []
 
-    def record(path: str, flags: int, mode: int) -> int:
-        fds.append(os.open(path, flags, mode))
+    def record(path: str) -> int:
+        fds.append(REAL.open_unnamed(path))
         return fds[-1]
 
-    file = create_scratch(tmp_path, MiB + 1, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open=record))
+    file = create_scratch(tmp_path, MiB + 1, ledger=ledger, tag=Tag.OPTIMIZER, calls=SystemCalls(open_unnamed=record))
     assert ledger.used_bytes(Tier.DISK) == file.size_bytes == MiB + 4096
     assert os.fstat(fds[0]).st_blocks * 512 >= MiB + 4096, "not preallocated"
     file.close()
@@ -100,14 +91,13 @@ def test_the_charge_of_a_forgotten_file_goes_back_with_its_descriptor(tmp_path: 
     file = create_scratch(tmp_path, MiB, ledger=ledger, tag=Tag.OPTIMIZER)
     extent = file.take(4096)
     extent.write(aligned(4096))
-    time.sleep(0.05)  # let the pool's thread drop the request, so that the warning comes on this one
-    extent.give_back()
-    with pytest.warns(ResourceWarning, match="was not closed"):
-        del file, extent  # no cycle: what give_back left behind must not wait for the garbage collector
+    with pytest.warns(ResourceWarning, match="unclosed file"):
+        del file, extent  # no cycle: the file must not wait for the garbage collector
     assert ledger.used_bytes(Tier.DISK) == 0
     ledger.check()
 
 
+@needs_threads
 def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Path) -> None:
     opened, arrived, armed = threading.Event(), threading.Event(), False
 
@@ -128,12 +118,12 @@ def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Pat
 
     def finish() -> None:
         opened.set()
-        assert future.result(300) == 4096
+        assert future.result() == 4096
         deadline = time.perf_counter() + 300
         while ledger.used_bytes(Tier.DISK) and time.perf_counter() < deadline:
             time.sleep(0.01)  # the pool's thread drops the request, and with it the last reference
 
-    with pytest.warns(ResourceWarning, match="was not closed"):
+    with pytest.warns(ResourceWarning, match="unclosed file"):
         finish()
     assert ledger.used_bytes(Tier.DISK) == 0
 
@@ -142,53 +132,43 @@ def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Pat
 
 
 @settings(max_examples=80, deadline=None)
-@given(actions=st.lists(st.tuples(st.integers(0, 60_000), st.integers(0, 3)), max_size=25), buffered=st.booleans())
-def test_extents_keep_their_content_and_lose_no_space(
-    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[int, int]], buffered: bool
-) -> None:
+@given(sizes=st.lists(st.integers(0, 60_000), max_size=25), buffered=st.booleans())
+def test_extents_keep_their_content(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], buffered: bool) -> None:
     live: list[tuple[FileExtent, torch.Tensor]] = []
     directory = tmp_path_factory.mktemp("extents")
     with scratch(directory, 256 * 1024, direct=False if buffered else "auto", block_bytes=8192) as file:
-        for seed, (size, action) in enumerate(actions):
-            if action == 0 and live:
-                live.pop(seed % len(live))[0].give_back()
-            else:
-                try:
-                    extent = file.take(size)
-                except OutOfBudget:
-                    assert round_up(size, 4096) > file.free_bytes or "hole" in file_full(file, size)
-                    continue
-                content = noise(size, seed)
-                extent.write(content)
-                live.append((extent, content))
-                assert extent.offset % 4096 == 0
+        for seed, size in enumerate(sizes):
+            try:
+                extent = file.take(size)
+            except OutOfBudget:
+                assert round_up(size, 4096) > file.free_bytes
+                continue
+            content = noise(size, seed)
+            extent.write(content)
+            live.append((extent, content))
+            assert extent.offset % 4096 == 0
             taken = sum(round_up(extent.size_bytes, 4096) for extent, _ in live)
             assert file.free_bytes == file.size_bytes - taken
-            file.check()
         for extent, content in live:
             back = aligned(extent.size_bytes)
             assert extent.read(back) == extent.size_bytes
             assert torch.equal(back, content)
-            extent.give_back()
-        assert file.free_bytes == file.size_bytes
-        file.take(file.size_bytes)  # one hole again
-
-
-def file_full(file: ScratchFile, size: int) -> str:
-    with pytest.raises(OutOfBudget) as told:
-        file.take(size)
-    return str(told.value)
 
 
 def test_a_full_file_says_how_full(tmp_path: Path) -> None:
     with scratch(tmp_path, 4 * 4096) as file:
-        first, middle, last = (file.take(size) for size in (4096, 8192, 4096))
-        assert "16.0 KiB of 16.0 KiB taken)" in file_full(file, 1)
-        first.give_back()
-        last.give_back()
-        assert "no hole is large enough" in file_full(file, 8192)
-        middle.give_back()
-        assert file.take(16_384).offset == 0
+        for size in (4096, 8192, 1):
+            file.take(size)
+        with pytest.raises(OutOfBudget, match=r"16.0 KiB of 16.0 KiB taken\)"):
+            file.take(1)
+
+
+def test_extents_of_a_closed_file_are_refused(tmp_path: Path) -> None:
+    file = scratch(tmp_path, 8192)
+    extent = file.take(4096)
+    file.close()
+    with pytest.raises(StorageError, match="is closed"):
+        extent.read(aligned(4096))
 
 
 def test_part_of_an_extent_is_written_without_harm_to_the_rest(tmp_path: Path) -> None:
@@ -228,182 +208,23 @@ def test_requests_stay_inside_their_extent(tmp_path: Path) -> None:
                 extent.pread(bytearray(size), offset)
         with pytest.raises(SettingError, match="read-only"):
             extent.pread(b"abc")
-        extent.give_back()
-        extent.give_back()
-        with pytest.raises(StorageError, match="given back"):
-            extent.pwrite(b"abc")
-        assert file.free_bytes == file.size_bytes
-
-
-def test_space_in_use_by_a_request_is_not_given_to_another(tmp_path: Path) -> None:
-    opened, armed = threading.Event(), False
-
-    def pwrite(fd: int, view: memoryview, offset: int) -> int:
-        assert not armed or opened.wait(300)
-        return REAL.pwrite(fd, view, offset)
-
-    with scratch(tmp_path, 2 * 4096, calls=SystemCalls(pwrite=pwrite)) as file:
-        extent = file.take(2 * 4096)
-        armed = True
-        future = extent.pwrite(aligned(2 * 4096))
-        extent.give_back()
-        assert file.free_bytes == 0
-        with pytest.raises(OutOfBudget):
-            file.take(4096)
-        opened.set()
-        future.result(10)
-        file.take(2 * 4096)  # at once: the space is back before the future resolves
-        file.check()
-
-
-def test_extents_of_a_closed_file_are_harmless(tmp_path: Path) -> None:
-    file = scratch(tmp_path, 8192)
-    extent, other = file.take(4096), file.take(100)
-    file.close()
-    with pytest.raises(StorageError, match="is closed"):
-        extent.read(aligned(4096))
-    extent.give_back()
-    other.give_back()
-    file.check()
-    assert file.free_bytes == file.size_bytes
-
-
-def within(seconds: float, what: Callable[[], object]) -> bool:
-    """Whether ``what`` comes to an end; a deadlock fails this test and no other."""
-    thread = threading.Thread(target=what, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
-@pytest.mark.parametrize("place", ["take", "give", "check"])
-def test_a_finalizer_may_give_back_in_the_middle_of_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    """The garbage collector runs finalizers wherever it likes, so also where this thread holds the lock."""
-    with scratch(tmp_path, 8 * 4096) as file:
-        one, other, doomed = file.take(4096), file.take(4096), file.take(2 * 4096)
-        real: Callable[..., Any] = getattr(file._extents, place)
-
-        def collecting(*args: Any) -> Any:
-            doomed.give_back()
-            doomed.give_back()
-            return real(*args)
-
-        def use() -> None:
-            one.give_back()
-            file.take(4096)
-            file.check()
-
-        monkeypatch.setattr(file._extents, place, collecting)
-        assert within(10, use), "deadlock"
-        monkeypatch.undo()
-        assert file.free_bytes == 6 * 4096
-        file.check()
-        with pytest.raises(StorageError, match="given back"):
-            doomed.pread(aligned(4096))
-        other.give_back()
-        assert file.free_bytes == 7 * 4096
-        file.check()
-
-
-def test_extents_that_the_garbage_collector_gives_back(tmp_path: Path) -> None:
-    class Handle:
-        me: Handle
-
-    def use() -> None:
-        for _ in range(3000):
-            handle, extent = Handle(), file.take(4096)
-            weakref.finalize(handle, extent.give_back)
-            handle.me = handle
-
-    before = gc.get_threshold()
-    with scratch(tmp_path, 8 * MiB) as file:
-        gc.set_threshold(5)
-        try:
-            assert within(60, use), "deadlock"
-        finally:
-            gc.set_threshold(*before)
-        gc.collect()
-        assert file.free_bytes == file.size_bytes
-        file.check()
-
-
-def test_giving_back_from_many_threads_loses_nothing(tmp_path: Path) -> None:
-    with scratch(tmp_path, 64 * 4096, direct=False) as file:
-
-        def use() -> None:
-            for turn in range(100):
-                extent = file.take(4096)
-                future = extent.pwrite(b"x") if turn % 3 else None
-                for thread in [threading.Thread(target=extent.give_back) for _ in range(2)]:
-                    thread.start()
-                if future is not None:
-                    future.result(10)
-
-        users = [threading.Thread(target=use) for _ in range(4)]
-        for user in users:
-            user.start()
-        for user in users:
-            user.join(300)
-        deadline = time.perf_counter() + 300
-        while file.free_bytes < file.size_bytes and time.perf_counter() < deadline:
-            time.sleep(0.01)
-        assert file.free_bytes == file.size_bytes
-        file.check()
-
-
-@pytest.mark.parametrize("turn", [0, 1, 2, 4])
-def test_ctrl_c_while_a_request_begins_leaves_the_extent_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int
-) -> None:
-    """Turn 0 is before it has begun, where only the caller can undo; the others are while its runners are queued."""
-    with scratch(tmp_path, 64 * 4096, block_bytes=4096, threads=4) as file:
-        extent, buffer = file.take(file.size_bytes), aligned(file.size_bytes)
-        pool = file._requests._pool
-        submit, turns = pool.submit, iter(range(1, 100))
-
-        def interrupted(*call: Any) -> Any:
-            done = submit(*call)
-            if next(turns) == turn:
-                raise KeyboardInterrupt
-            return done
-
-        def at_once(*_: object, **__: object) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            if turn:
-                patch.setattr(pool, "submit", interrupted)
-            else:
-                patch.setattr(file._requests, "submit", at_once)
-            with pytest.raises(KeyboardInterrupt):
-                extent.write(buffer)
-        assert extent.read(buffer) == file.size_bytes
-        extent.give_back()
-        deadline = time.perf_counter() + 300
-        while file.free_bytes < file.size_bytes and time.perf_counter() < deadline:
-            time.sleep(0.01)
-        assert file.free_bytes == file.size_bytes, "the extent is in use for ever"
-        file.check()
 
 
 # --- nothing is left --------------------------------------------------------------------------------------------------
 
 
-def test_the_file_has_no_name_with_and_without_tmpfile(tmp_path: Path) -> None:
-    for calls in (SystemCalls(), SystemCalls(open=no_tmpfile)):
-        with scratch(tmp_path, MiB, calls=calls) as file:
-            extent = file.take(10_000)
-            extent.write(noise(10_000, 1))
-            assert not list(tmp_path.iterdir())
-            back = aligned(10_000)
-            extent.read(back)
-            assert torch.equal(back, noise(10_000, 1))
+def test_the_file_has_no_name(tmp_path: Path) -> None:
+    with scratch(tmp_path, MiB) as file:
+        extent = file.take(10_000)
+        extent.write(noise(10_000, 1))
+        assert not list(tmp_path.iterdir())
+        back = aligned(10_000)
+        extent.read(back)
+        assert torch.equal(back, noise(10_000, 1))
 
 
 def test_a_forked_child_does_not_touch_the_parents_extents(tmp_path: Path) -> None:
-    """No hang on a lock that was held at the fork, no second owner of the space; to give back and close is harmless."""
+    """No hang on a lock that was held at the fork, no second owner of the space; to close is harmless."""
 
     def child() -> int:
         wrong = 0
@@ -411,11 +232,9 @@ def test_a_forked_child_does_not_touch_the_parents_extents(tmp_path: Path) -> No
             with contextlib.suppress(StorageError):
                 use(aligned(4096))
                 wrong += 1
-        for look in (lambda: file.take(4096), lambda: file.free_bytes, file.check):
-            with contextlib.suppress(StorageError):
-                look()
-                wrong += 1
-        extent.give_back()
+        with contextlib.suppress(StorageError):
+            file.take(4096)
+            wrong += 1
         file.close()
         return wrong + (ledger.used_bytes(Tier.DISK) != 0)
 
@@ -423,7 +242,7 @@ def test_a_forked_child_does_not_touch_the_parents_extents(tmp_path: Path) -> No
     with create_scratch(tmp_path, 8192, ledger=ledger, tag=Tag.OPTIMIZER) as file:
         extent = file.take(4096)
         extent.write(noise(4096, 3))
-        with file._extents_lock, file._requests._lock:
+        with file._extents_lock, file._lock:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads is just what is tested
                 pid = os.fork()
@@ -442,33 +261,16 @@ def test_a_forked_child_does_not_touch_the_parents_extents(tmp_path: Path) -> No
         assert ledger.used_bytes(Tier.DISK) == 8192
 
 
-def test_a_name_that_cannot_be_removed_is_an_error_without_a_leak(tmp_path: Path) -> None:
-    def unlink(_: str) -> None:
-        raise OSError(errno.EPERM, "sticky")
-
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with pytest.raises(StorageError, match="not permitted"):
-        scratch(tmp_path, MiB, calls=SystemCalls(open=no_tmpfile, unlink=unlink))
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-
-
 CHILD = """
-import sys, time, os, errno
+import sys, time
 from pathlib import Path
 from stormtorch.core.budget import Budget
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.disk.calls import SystemCalls
 from stormtorch.memory.books.ledger import Ledger
 from stormtorch.memory.disk.scratch import create_scratch
 
-def no_tmpfile(path, flags, mode):
-    if flags & os.O_TMPFILE == os.O_TMPFILE:
-        raise OSError(errno.EOPNOTSUPP, "no")
-    return os.open(path, flags, mode)
-
-calls = SystemCalls(open=no_tmpfile) if sys.argv[2] == "named" else SystemCalls()
 ledger = Ledger(Budget(tier=Tier.DISK, limit_bytes=1 << 30, given=""))
-file = create_scratch(Path(sys.argv[1]), 32 << 20, ledger=ledger, tag=Tag.OPTIMIZER, direct=False, calls=calls)
+file = create_scratch(Path(sys.argv[1]), 32 << 20, ledger=ledger, tag=Tag.OPTIMIZER, direct=False)
 future = file.take(32 << 20).pwrite(bytearray(32 << 20))
 print("ready", flush=True)
 time.sleep(60)
@@ -477,14 +279,11 @@ time.sleep(60)
 
 def test_kill_9_leaves_no_file(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    children = [
-        Popen([sys.executable, "-c", CHILD, str(tmp_path), kind], stdout=subprocess.PIPE, text=True, env=environment)
-        for kind in ("unnamed", "named")
-    ]
-    for child in children:
-        with child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-            child.kill()
-            assert child.wait(300) == -signal.SIGKILL
+    with Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.kill()
+        assert child.wait(300) == -signal.SIGKILL
     assert not list(tmp_path.iterdir())

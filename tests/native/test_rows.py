@@ -102,6 +102,67 @@ def test_every_byte_comes_to_its_place(
     pool.close()
 
 
+def test_what_is_written_is_in_the_file(open_any: OpenRows, content: Bytes, tmp_path: Path) -> None:
+    path = tmp_path / "written"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    pool = open_any()
+    sizes = [1, 4095, 4096, 100_000, 700_000]
+    begins = [sum(sizes[:number]) for number in range(len(sizes))]
+    pieces = [(fd, at, size, size, content.ctypes.data + at) for at, size in zip(begins, sizes, strict=True)]
+    job = RowsJob(lines(*reversed(pieces)), content, write=True)
+    pool.start(job)
+    assert pool.wait(job) == DONE
+    assert 0 < job.outcome.begin_ns <= job.outcome.end_ns
+    assert path.read_bytes() == content[: sum(sizes)].tobytes()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("way", ["native", "fallback"])
+@pytest.mark.parametrize("write", [False, True])
+def test_short_counts_and_stalls(
+    request: pytest.FixtureRequest, content: Bytes, fd: int, tmp_path: Path, write: bool, way: str
+) -> None:
+    request.getfixturevalue("no_library" if way == "fallback" else "native")
+    out = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
+    stuck = False
+
+    def move(number: int, view: memoryview, offset: int) -> int:
+        if stuck:
+            return 100
+        if write:
+            return os.pwrite(number, view[:5000], offset)
+        return os.preadv(number, [view[:5000]], offset)
+
+    target: Bytes = content.copy() if write else np.zeros(1 << 20, dtype=np.uint8)
+    pieces = lines((out if write else fd, 0, 1 << 20, 1 << 20, target.ctypes.data))
+    with open_rows(2, read=move, write=move) as pool:
+        for expected in (DONE, FAILED):
+            job = RowsJob(pieces, target, write=write, unit=4096)
+            pool.start(job)
+            assert pool.wait(job) == expected
+            stuck = True
+        assert (job.failure().error, job.failure().got) == (errno.ENODATA, 100)
+    assert np.array_equal(target, content)
+    assert not write or (tmp_path / "out").read_bytes() == content.tobytes()
+    os.close(out)
+
+
+@with_threads
+def test_one_job_is_dropped_and_the_others_are_done(open_any: OpenRows, content: Bytes, fd: int) -> None:
+    pool = open_any(1)
+    targets: list[Bytes] = [np.zeros(1 << 20, dtype=np.uint8) for _ in range(20)]
+    jobs = []
+    for target in targets:
+        places = ((fd, i * 1024, 1024, 1024, target.ctypes.data + i * 1024) for i in range(1023, -1, -1))
+        jobs.append(pool.submit(lines(*places), target))
+    pool.drop(jobs[-1])
+    pool.finish()
+    states = [pool.state(job) for job in jobs]
+    assert states[:-1] == [DONE] * 19
+    assert states[-1] in (DONE, DROPPED)
+    assert all(np.array_equal(target, content) for target in targets[:-1])
+
+
 @pytest.mark.usefixtures("native")
 def test_direct_reads_through_stages(tmp_path: Path, content: Bytes) -> None:
     path = tmp_path / "direct"

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 8  # STORM_ABI in csrc/storm.h
+ABI = 9  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -79,6 +79,8 @@ class RowsOutcome(ctypes.Structure):
         ("error", ctypes.c_int32),
         ("piece", ctypes.c_int64),
         ("got", ctypes.c_int64),
+        ("begin_ns", ctypes.c_int64),
+        ("end_ns", ctypes.c_int64),
     )
 
 
@@ -102,9 +104,10 @@ _SIGNATURES = {
     "storm_rows_map": (_I32, (_I32, ctypes.c_size_t, ctypes.POINTER(_P))),
     "storm_rows_unmap": (None, (_P, ctypes.c_size_t)),
     "storm_rows_open": (_I32, (_I32, _I64, ctypes.POINTER(_P))),
-    "storm_rows_submit": (_I32, (_P, _P, _I64, ctypes.POINTER(RowsOutcome))),
+    "storm_rows_replace": (None, (_P, _P, _P)),
+    "storm_rows_submit": (_I32, (_P, _P, _I64, _I32, _I32, ctypes.POINTER(RowsOutcome))),
     "storm_rows_wait": (_I32, (_P, ctypes.POINTER(RowsOutcome), _F64, _I32)),
-    "storm_rows_cancel": (None, (_P,)),
+    "storm_rows_cancel": (None, (_P, ctypes.POINTER(RowsOutcome))),
     "storm_rows_stop": (None, (_P,)),
     "storm_rows_free": (None, (_P,)),
 }

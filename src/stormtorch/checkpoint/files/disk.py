@@ -17,10 +17,11 @@ import stat
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core.endings import Closing
 from ...core.errors import CheckpointError, StorageError
 from ...core.sizes import MiB, format_bytes
 from ...memory.disk.calls import SystemCalls, storage_error, storage_errors
@@ -63,7 +64,7 @@ class DiskCalls(SystemCalls):
 
     mkdir: Callable[[str], None] = os.mkdir
     write_out: Callable[[int, int, int, bool], None] = _write_out
-    sync: Callable[[int], None] = os.fsync  # not fdatasync: it is for folders too
+    sync: Callable[[int], None] = os.fsync  # of files and folders
     rename: Callable[[str, str], None] = os.rename
     exchange: Callable[[str, str], None] = _exchange
     remove: Callable[[str], None] = shutil.rmtree
@@ -85,7 +86,7 @@ class Stopped(Exception):
     """The caller cancelled the rest of the work. Never leaves the package."""
 
 
-class FileWriter:
+class FileWriter(Closing):
     """Writes a new file from the front, and computes its checksum."""
 
     def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
@@ -131,43 +132,30 @@ class FileWriter:
         self._dropped = end
 
     def finish(self) -> Record:
-        """Fsync and close."""
+        """Fsync the file."""
         try:
             CALLS.sync(self._fd)
             self._drop(self._size)
         except OSError as error:
             raise self._failed("sync", error) from error
-        finally:
-            self.close()
         return Record(self._size, self._crc)
 
     def close(self) -> None:
-        """Close, complete or not. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close, complete or not."""
+        os.close(self._fd)
 
     def _failed(self, what: str, error: OSError) -> StorageError:
+        numbers = f"{format_bytes(self._size)} written"
         with contextlib.suppress(OSError):
-            numbers = (
-                f"{format_bytes(self._size)} written, {format_bytes(CALLS.free_bytes(str(self.path.parent)))} free"
-            )
-            return storage_error(f"{what} {self.path}", error, numbers=numbers)
-        return storage_error(f"{what} {self.path}", error)
+            numbers += f", {format_bytes(CALLS.free_bytes(str(self.path.parent)))} free"
+        return storage_error(f"{what} {self.path}", error, numbers=numbers)
 
 
 def write_file(path: Path, data: bytes) -> Record:
     """Write a new small file and fsync it."""
-    with contextlib.closing(FileWriter(path)) as file:
+    with FileWriter(path) as file:
         file.write(data)
         return file.finish()
-
-
-def sync_file(path: Path) -> Record:
-    """Fsync a file that other code has written; returns its manifest entry."""
-    with reading(path) as fd, storage_errors(f"sync {path}"):
-        CALLS.sync(fd)
-        return _sum(fd, path)
 
 
 def sync_folder(path: Path) -> None:
@@ -183,63 +171,90 @@ def sync_folder(path: Path) -> None:
             os.close(fd)
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[int]:
-    """Open the plain file ``path`` for reading; yields a descriptor."""
-    try:
-        fd = CALLS.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, 0)  # NONBLOCK: opening a pipe would wait
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing. Copy it there, or use another folder.") from None
-    except OSError as error:
-        raise storage_error(f"open {path}", error) from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(f"{path} is not a plain file. Use another folder.")
-        yield fd
-    finally:
-        os.close(fd)
+class FileReader(Closing):
+    """Reads a plain file from the front, and computes its checksum."""
 
-
-def read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill ``view`` from ``offset``; raises if the file ends before."""
-    while len(view):
+    def __init__(self, path: Path, stop: threading.Event | None = None, *, sums: bool = True) -> None:
+        """Without ``sums`` it computes no checksum, and reads nothing that is skipped."""
+        self.path, self._stop, self._sums = path, stop, sums
+        self.at = self._crc = 0
         try:
-            count = CALLS.pread(fd, view, offset)
+            # NONBLOCK: opening a pipe would wait for its writer.
+            self._fd = CALLS.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, 0)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing. Copy it there, or use another folder.") from None
         except OSError as error:
-            raise storage_error(f"read {path}", error, numbers=f"{len(view)} bytes at {offset}") from error
-        if count <= 0:
-            raise CheckpointError(f"{path} is truncated: it ends at byte {offset}. Copy it again, or use another one.")
-        view, offset = view[count:], offset + count
+            raise storage_error(f"open {path}", error) from error
+        status = os.fstat(self._fd)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{path} is not a plain file. Use another folder.")
+
+    def read(self, data: memoryview | bytearray) -> None:
+        """Fill ``data`` with the next bytes; raises if the file ends before."""
+        view = memoryview(data)
+        for begin in range(0, len(view), CHUNK):
+            if self._stop is not None and self._stop.is_set():
+                raise Stopped
+            chunk = view[begin : begin + CHUNK]
+            self._fill(chunk)
+            if self._sums:
+                self._crc = zlib.crc32(chunk, self._crc)
+
+    def _fill(self, view: memoryview) -> None:
+        while len(view):
+            try:
+                count = CALLS.pread(self._fd, view, self.at)
+            except OSError as error:
+                raise storage_error(f"read {self.path}", error, numbers=f"{len(view)} bytes at {self.at}") from error
+            if count <= 0:
+                raise CheckpointError(
+                    f"{self.path} is truncated: it ends at byte {self.at}. Copy it again, or use another one."
+                )
+            view, self.at = view[count:], self.at + count
+
+    def skip_to(self, at: int) -> None:
+        """Go on at byte ``at``."""
+        if not self._sums:
+            self.at = at
+        scratch = memoryview(bytearray(max(0, min(CHUNK, at - self.at))))
+        while self.at < at:
+            self.read(scratch[: at - self.at])
+
+    def finish(self) -> Record:
+        """Read the rest of the file; return the manifest entry for its present content."""
+        self.skip_to(self.size)
+        return Record(self.size, self._crc)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def sync_file(path: Path) -> Record:
+    """Fsync a file that other code has written; returns its manifest entry."""
+    with FileReader(path) as file, storage_errors(f"sync {path}"):
+        CALLS.sync(file._fd)
+        return file.finish()
 
 
 def read_whole(path: Path, *, limit_bytes: int) -> bytearray:
     """Read a file of at most ``limit_bytes``: a sparse file from an untrusted source may claim any size."""
-    with reading(path) as fd:
-        size = os.fstat(fd).st_size
-        if size > limit_bytes:
+    with FileReader(path, sums=False) as file:
+        if file.size > limit_bytes:
             raise CheckpointError(
-                f"{path} has {format_bytes(size)}; the limit is {format_bytes(limit_bytes)}. Copy it again, or use "
-                "another folder."
+                f"{path} has {format_bytes(file.size)}; the limit is {format_bytes(limit_bytes)}. Copy it again, or "
+                "use another folder."
             )
-        data = bytearray(size)
-        read_exactly(fd, memoryview(data), 0, path)
+        data = bytearray(file.size)
+        file.read(data)
         return data
 
 
 def sum_of(path: Path) -> Record:
     """The manifest entry for the file's present content. Reads the whole file."""
-    with reading(path) as fd:
-        return _sum(fd, path)
-
-
-def _sum(fd: int, path: Path) -> Record:
-    size, crc = os.fstat(fd).st_size, 0
-    scratch = memoryview(bytearray(min(CHUNK, size)))
-    for at in range(0, size, CHUNK):
-        data = scratch[: min(CHUNK, size - at)]
-        read_exactly(fd, data, at, path)
-        crc = zlib.crc32(data, crc)
-    return Record(size, crc)
+    with FileReader(path) as file:
+        return file.finish()
 
 
 def check(path: Path, found: Record, expected: Record, *, remedy: str = "Use another checkpoint.") -> None:

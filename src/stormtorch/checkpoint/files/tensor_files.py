@@ -7,12 +7,10 @@ moves bytes straight from home memory to the file, and back.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import threading
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,8 @@ from ...core.errors import CheckpointError
 from ...memory.disk.buffers import bytes_of
 from ...memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
 from . import disk
-from .disk import CHUNK, Record, Stopped
+from .disk import CHUNK, FileReader, Record
+from .threads import Task
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -45,15 +44,16 @@ def header_for(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a file by name, in the order of their bytes. Raises CheckpointError if it is damaged."""
-    with disk.reading(path) as fd:
+    with FileReader(path, sums=False) as file:
 
         def read(offset: int, count: int) -> bytearray:
             data = bytearray(count)
-            disk.read_exactly(fd, memoryview(data), offset, path)
+            file.skip_to(offset)
+            file.read(data)
             return data
 
         try:
-            return parse_header(read, os.fstat(fd).st_size)
+            return parse_header(read, file.size)
         except UnknownDtype as error:
             raise CheckpointError(f"{path}: {error}") from None
         except ValueError as error:
@@ -67,74 +67,49 @@ def _has_file_layout(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
 
 
-@dataclass(frozen=True)
-class Filling:
-    """A tensor of a file and its target memory."""
+Headers = Mapping[str, Mapping[str, Entry]]  # by file, then by the tensor's name in the order of their bytes
 
-    entry: Entry
-    target: torch.Tensor
+
+def reading(
+    folder: Path, headers: Headers, targets: Mapping[str, torch.Tensor], sums: Mapping[str, Record]
+) -> list[Task]:
+    """Tasks that read the tensors of each file into ``targets``, by name: existing memory. They skip other tensors.
+
+    They read every byte of a file that has an entry in ``sums``, and verify its checksum."""
+    return [partial(_read_file, folder / file, header, targets, sums.get(file)) for file, header in headers.items()]
 
 
 @torch.no_grad()
-def fill(path: Path, fillings: Sequence[Filling], expected: Record | None, stop: threading.Event) -> None:
-    """Read tensors into existing memory: directly if it is laid out as in the file, else chunk by chunk.
-
-    With ``expected`` it reads every byte of the file and verifies the checksum. Blocks."""
-    with disk.reading(path) as fd:
-        source = _Source(fd, path, stop, sums=expected is not None)
-        for filling in sorted(fillings, key=lambda filling: filling.entry.start):
-            source.skip_to(filling.entry.start)
-            source.fill(filling)
+def _read_file(
+    path: Path,
+    header: Mapping[str, Entry],
+    targets: Mapping[str, torch.Tensor],
+    expected: Record | None,
+    stop: threading.Event,
+) -> None:
+    with FileReader(path, stop, sums=expected is not None) as file:
+        for name, entry in header.items():
+            if name in targets:
+                file.skip_to(entry.start)
+                _fill(file, entry, targets[name])
         if expected is not None:
-            size = os.fstat(fd).st_size
-            source.skip_to(size)
-            disk.check(path, Record(size, source.crc), expected)
+            disk.check(path, file.finish(), expected)
 
 
-class _Source:
-    """Reads a file from front to end."""
-
-    def __init__(self, fd: int, path: Path, stop: threading.Event, *, sums: bool) -> None:
-        self._fd, self._path, self._stop, self._sums = fd, path, stop, sums
-        self._at = self.crc = 0
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-
-    def read(self, view: memoryview) -> None:
-        for at in range(0, len(view), CHUNK):
-            if self._stop.is_set():
-                raise Stopped
-            chunk = view[at : at + CHUNK]
-            disk.read_exactly(self._fd, chunk, self._at, self._path)
-            self._at += len(chunk)
-            if self._sums:
-                self.crc = zlib.crc32(chunk, self.crc)
-
-    def skip_to(self, at: int) -> None:
-        if not self._sums:
-            self._at = at
-        while self._at < at:
-            self.read(bytes_of(self._staging(min(CHUNK, at - self._at), torch.uint8)))
-
-    def fill(self, filling: Filling) -> None:
-        entry, target = filling.entry, filling.target
-        if _has_file_layout(target) and target.dtype == entry.dtype:
-            self.read(bytes_of(target))
-        elif target.is_contiguous():
-            flat, step = target.view(-1), CHUNK // entry.dtype.itemsize
-            for at in range(0, flat.numel(), step):
-                part = flat[at : at + step]
-                staging = self._staging(part.numel(), entry.dtype)
-                self.read(bytes_of(staging))
-                part.copy_(staging)
-        else:
-            whole = torch.empty(entry.shape, dtype=entry.dtype)
-            self.read(bytes_of(whole))
-            target.copy_(whole)
-
-    def _staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        if not self._scratch.numel():
-            self._scratch = torch.empty(CHUNK, dtype=torch.uint8)
-        return self._scratch[: count * dtype.itemsize].view(dtype)
+def _fill(file: FileReader, entry: Entry, target: torch.Tensor) -> None:
+    """Read a tensor: directly if its memory is laid out as in the file, else chunk by chunk."""
+    if _has_file_layout(target) and target.dtype == entry.dtype:
+        file.read(bytes_of(target))
+    elif target.is_contiguous():
+        step = CHUNK // entry.dtype.itemsize
+        staging = torch.empty(min(step, target.numel()), dtype=entry.dtype)
+        for part in target.view(-1).split(step):
+            file.read(bytes_of(staging[: part.numel()]))
+            part.copy_(staging[: part.numel()])
+    else:
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        file.read(bytes_of(whole))
+        target.copy_(whole)
 
 
 def into_shards(sizes: Mapping[str, int], stem: str, limit_bytes: int) -> dict[str, list[str]]:

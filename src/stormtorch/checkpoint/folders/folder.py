@@ -147,41 +147,39 @@ def _is_in_use(pid: int, path: Path) -> bool:
 
 def lock(path: Path) -> int | None:
     """Lock a folder; returns the descriptor, whose closing releases the lock, or None if the folder has no lock."""
-    fd = None
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return fd
-    if fd is not None:
-        os.close(fd)
+        return _locked(path, fcntl.LOCK_SH)
     return None
 
 
 def _is_locked(path: Path) -> bool | None:
     """Whether a process holds a lock on a folder; None if unknown."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.close(_locked(path, fcntl.LOCK_EX))
+    except BlockingIOError:
+        return True
     except FileNotFoundError:
         raise
     except OSError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
     return False
+
+
+def _locked(path: Path, how: int) -> int:
+    """Open a folder with a lock. Raises OSError if that is not possible at once."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def beside(path: Path, why: str) -> Path:
     """A temporary name for a checkpoint in the same parent, with the reason and this process's id."""
-    stem = path.name
-    match = _LEFTOVER.fullmatch(stem)
-    if match is not None:
-        stem = match["name"]
+    match = _LEFTOVER.fullmatch(path.name)
+    stem = path.name if match is None else match["name"]
     return path.parent / f".{stem}.{why}-{os.getpid()}-{os.urandom(4).hex()}"
 
 

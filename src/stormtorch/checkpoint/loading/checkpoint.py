@@ -8,7 +8,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ..content.names import Names, compare, names_of
 from ..content.parts import OPTIMIZER, STATE, parameter_names
 from ..files import disk
 from ..files.disk import Record
-from ..files.tensor_files import Filling, fill, read_header
+from ..files.tensor_files import read_header, reading
 from ..files.threads import Task, run_all
 from ..folders.manifest import Manifest, check_complete, check_sums, file_in, is_tensors
 from ..state.random_state import set_random_state
@@ -149,9 +148,8 @@ def _weights(
         headers = {name: read_header(file_in(directory, name)) for name in files if name in manifest.files}
         found = {name: entry for header in headers.values() for name, entry in header.items()}
         compare(found, wanted, str(directory), dtypes=True)
-        for name, header in headers.items():
-            fillings = [Filling(entry, plain(wanted[key]).detach()) for key, entry in header.items()]
-            jobs.append(partial(fill, directory / name, fillings, manifest.files[name]))
+        targets = {name: plain(tensor).detach() for name, tensor in wanted.items()}
+        jobs += reading(directory, headers, targets, manifest.files)
     return jobs, [tensor for wanted in wanted_by_file.values() for tensor in wanted.values()]
 
 
@@ -182,7 +180,8 @@ def _states(
         for name in manifest.files
         if name.startswith(OPTIMIZER) and name.endswith(".safetensors")
     }
-    states, forms = _States(), dict[str, dict[str, tuple[torch.Size, torch.dtype]]]()
+    states, targets = _States(), dict[str, torch.Tensor]()
+    forms: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
     for header in headers.values():
         for full, entry in header.items():
             name, key = full.rsplit(".", 1)
@@ -211,17 +210,13 @@ def _states(
             raise WrongModel(
                 f"{directory} has {error.args[0]!r} of {name!r} in another shape or dtype than here."
             ) from None
+        targets |= {f"{name}.{key}": rooms[key] for key in forms.get(name, {})}
         states.single.extend((rooms[key], value) for key, value in beside.items())
         states.by_parameter[parameter] = {
             **_on_device_of(parameter, optimizer, numbers, durable.unit_of(parameter) is None),
             **rooms,
         }
-    for file, header in headers.items():
-        fillings = []
-        for full, entry in header.items():
-            name, key = full.rsplit(".", 1)
-            fillings.append(Filling(entry, states.by_parameter[parameters[name]][key]))
-        states.jobs.append(partial(fill, directory / file, fillings, manifest.files[file]))
+    states.jobs.extend(reading(directory, headers, targets, manifest.files))
     return states
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,8 +17,8 @@ from ..content.adapter import base_name, base_names, is_adapter_name
 from ..content.names import compare, names_of
 from ..content.parts import INDEX
 from ..files import disk
-from ..files.tensor_files import Filling, fill, read_header
-from ..files.threads import Task, run_all
+from ..files.tensor_files import read_header, reading
+from ..files.threads import run_all
 from ..folders.manifest import MANIFEST, STORM, check_sums, file_in, read_manifest
 from ..state.session_state import durable_of
 
@@ -44,37 +43,35 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
         )
     files = _files(path)
     headers = {file: read_header(path / file) for file in files}
+    last = {name: file for file, header in headers.items() for name in header}  # which counts if two have a name
+    headers = {file: {n: entry for n, entry in header.items() if last[n] == file} for file, header in headers.items()}
     places = base_names(model, names.tensors)
     alias = {base_name(model, name): base_name(model, first) for name, first in names.first.items()}
     found: dict[str, Entry] = {}
-    where: dict[str, tuple[str, Entry]] = {}
-    for file, header in headers.items():
+    chosen: dict[str, str] = {}  # name in the model to name in the files
+    for header in headers.values():
         for name, entry in header.items():
             if name in names.non_persistent and name not in places:
                 continue
             known = name if name in places else alias.get(name, name)
             if known in found and known != name:
                 continue  # a tied weight that has both names in the file
-            found[known] = entry
-            where[known] = (file, entry)
+            found[known], chosen[known] = entry, name
     wanted = {name: names.tensors[mine[0]] for name, mine in places.items()}
     for name in [name for name in wanted if name not in found and is_adapter_name(model, name)]:
         del wanted[name]
     compare(found, wanted, str(path), dtypes=False)
-    fillings: dict[str, list[Filling]] = {file: [] for file in files}
-    for name, (file, entry) in where.items():
-        fillings[file].append(Filling(entry, plain(wanted[name]).detach()))
     sums = {}
     if (path / STORM / MANIFEST).is_file():
         manifest = read_manifest(path)
         sums = manifest.files
         check_sums(path, manifest, {INDEX} & sums.keys() if len(files) > 1 else ())
-    jobs: list[Task] = [partial(fill, path / file, mine, sums.get(file)) for file, mine in fillings.items()]
+    targets = {name: plain(wanted[known]).detach() for known, name in chosen.items()}
     touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]
     durable = durable_of(model)
     with torch.no_grad(), durable.rewriting(parameters, with_states=False) if durable else contextlib.nullcontext():
-        run_all(jobs)
+        run_all(reading(path, headers, targets, sums))
         for name, tensor in wanted.items():
             for other in places[name][1:]:
                 plain(names.tensors[other]).copy_(plain(tensor))
@@ -93,7 +90,7 @@ def _files(path: Path) -> list[str]:
         return [file_in(path, SINGLE).name]
     if (path / INDEX).is_file():
         files = sorted(set(weight_map(path / INDEX).values()))
-        missing = [file for file in files if not _is_file(file_in(path, file))]
+        missing = [file for file in files if not os.path.isfile(file_in(path, file))]  # noqa: PTH113  # never raises
         if missing:
             raise CheckpointError(
                 f"{path / missing[0]} is missing: {len(missing)} of the {len(files)} files that {INDEX} names are not "
@@ -117,10 +114,3 @@ def weight_map(index: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in given["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged ({error}). Copy it again.") from None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that is too long
-        return False

@@ -92,8 +92,6 @@ class Writing:
         for name, data in self._content.small.items():
             records[name] = disk.write_file(folder / name, data)
         run_all([partial(self._write_tensors, file, records) for file in self._content.files], self._stop)
-        if self._stop.is_set():
-            raise Stopped
         self._draft.publish(self._content.step, records, describe_versions())
 
     def _write_tensors(self, file: TensorFile, records: dict[str, Record], stop: threading.Event) -> None:
@@ -101,7 +99,7 @@ class Writing:
         path = self._draft.path / file.name
         with storage_errors(f"create {path.parent}"):
             path.parent.mkdir(exist_ok=True)
-        with contextlib.closing(FileWriter(path, stop)) as writer:
+        with FileWriter(path, stop) as writer:
             writer.write(file.header)
             for piece in file.pieces:
                 with self._still.lend(piece) as tensor:

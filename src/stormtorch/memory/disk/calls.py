@@ -9,12 +9,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import warnings
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.errors import StorageError
+from ...native.rows.jobs import Move, read_at, write_at
 from ..books import limits
 
 ELSEWHERE = "or name a directory on another disk."
@@ -35,12 +36,9 @@ _CAUSES = {
 }
 
 
-def _pread(fd: int, view: memoryview, offset: int) -> int:
-    return os.preadv(fd, [view], offset)
-
-
-def _pwrite(fd: int, view: memoryview, offset: int) -> int:
-    return os.pwritev(fd, [view], offset)
+def _open_unnamed(directory: str) -> int:
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        return os.dup(file.fileno())
 
 
 def _set_direct(fd: int, on: bool) -> None:
@@ -54,54 +52,12 @@ class SystemCalls:
     calls."""
 
     open: Callable[[str, int, int], int] = os.open
-    unlink: Callable[[str], None] = os.unlink
+    open_unnamed: Callable[[str], int] = _open_unnamed
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
-    pread: Callable[[int, memoryview, int], int] = _pread
-    pwrite: Callable[[int, memoryview, int], int] = _pwrite
-    sync: Callable[[int], None] = os.fdatasync
-    close: Callable[[int], None] = os.close
+    pread: Move = read_at
+    pwrite: Move = write_at
     set_direct: Callable[[int, bool], None] = _set_direct
     filesystem_type: Callable[[Path], str] = limits.filesystem_type
-
-
-class Descriptor:
-    """An open file descriptor, closed at most once however many objects share it; dropped without close, it warns.
-
-    One object from ``open`` on: if the bare number were handed from owner to owner, a Ctrl-C between two of them would
-    leave it with none, or with both, and the second to close it would close a file that has reused the number.
-    """
-
-    number = -1  # for __del__, in case Ctrl-C comes before __init__ has set it
-    freed: Callable[[], None] | None = None  # called after each close; must tolerate repeated calls
-
-    def __init__(self, number: int, name: str, calls: SystemCalls) -> None:
-        self.name, self.calls, self._process = name, calls, os.getpid()
-        self.number = number
-
-    @property
-    def inherited(self) -> bool:
-        """Whether this process got it by a fork, which copies no threads, and locks in any state."""
-        return os.getpid() != self._process
-
-    def close(self) -> None:
-        """Close it, unless that was done; raises the kernel's OSError, and counts as closed even then."""
-        number, self.number = self.number, -1
-        try:
-            if number >= 0:
-                self.calls.close(number)
-        finally:
-            if self.freed is not None:
-                self.freed()
-
-    def __del__(self) -> None:
-        # Takes no lock: the garbage collector may run this while this very thread holds any of them.
-        if self.number < 0:
-            return
-        try:
-            if not self.inherited:  # a forked copy is dropped without a mistake of user code
-                warnings.warn(f"{self.name} was not closed", ResourceWarning, source=self, stacklevel=2)
-        finally:  # under -W error the warning raises
-            self.close()
 
 
 def storage_error(what: str, cause: OSError, *, numbers: str = "") -> StorageError:

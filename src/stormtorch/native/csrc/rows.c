@@ -1,15 +1,17 @@
-/* Threads that bring rows together: each piece of a job is read from a file, or copied from memory, to its place.
+/* Threads that move bytes between files and memory: each piece of a job is read from a file, or copied from memory, to
+ * its place, or written from there to a file. The data loader brings rows together with them; scratch files move blocks.
  *
  * A job is an array of pieces. Threads take the pieces of the oldest job in runs of about CHUNK bytes, so that one
  * batch is put together by all of them, and go on with the next job when nothing of it is left to take. Pieces that
  * continue each other on both sides are moved as one: rows in file order become a few large reads. The thread that took
  * them joins them; handing a job over costs only a look at each piece: the caller has more urgent work.
  *
- * A read goes on after EINTR and after a short count. Only the end of the file ends it early, which is an error unless
- * `needed` bytes are there by then: a direct read is rounded up to whole sectors, which may lie behind the end of the
- * file. The first piece that fails ends its job, with what was read of it; pieces of it that no thread has taken are
- * dropped. A waiting caller is woken when no thread touches the job's memory any more, whatever its outcome, and never
- * before.
+ * A piece goes on after EINTR and after a short count until `needed` bytes are moved: a direct read is rounded up to whole
+ * sectors, which may lie behind the end of the file. It goes on at a multiple of the job's unit, and moves a few bytes
+ * twice: direct I/O takes no other offset. A call that gets no further is a stall. The end of a file is one for ever, and
+ * some look like one for a moment, so stalls are counted. The first piece that fails ends its job, with what was moved of
+ * it; pieces of the job that no thread has taken are dropped. A waiting caller is woken when no thread touches the job's
+ * memory any more, whatever its outcome, and never before.
  *
  * A waiting caller may help: a thread that needs a batch has nothing better to do than to read it. With few cores that
  * spares one thread, and the cores do not change hands between the readers and the thread that needs the data.
@@ -52,6 +54,7 @@
 #define JOINED ((int64_t)256 << 10) /* bytes that joined pieces have at most, so that a batch is still shared */
 #define HUGE_PAGE ((size_t)2 << 20)
 #define TAKEN ((int64_t)4096)       /* pieces that a thread takes at once: it looks at each under the lock */
+#define STALLS 8                    /* calls that get no further, before a piece is given up */
 
 typedef struct job {
     struct job *next;
@@ -59,7 +62,8 @@ typedef struct job {
     int64_t count, taken; /* of the pieces */
     int64_t in_flight;    /* threads at work on it */
     int32_t state, error; /* state: what it will be when the last thread leaves */
-    int64_t failed, got; /* of several joined ones, the first */
+    int32_t write, unit;  /* write: to the file, not from it; unit: of the offset after a short count */
+    int64_t failed, got;  /* of several joined ones, the first */
     const storm_rows_piece *pieces;
 } job;
 
@@ -67,6 +71,8 @@ struct storm_rows {
     pthread_mutex_t lock; /* guards everything below */
     pthread_cond_t work;  /* there is something to take, or to stop for */
     pthread_cond_t over;  /* some job is over */
+    storm_rows_read *read; /* pread and pwrite, but in tests */
+    storm_rows_write *write;
     pthread_t *threads;
     int32_t thread_count;
     job *first, **last; /* jobs with pieces that no thread has taken, oldest first */
@@ -158,8 +164,8 @@ static int copy_mapped(const storm_rows_piece *piece) {
     return 1;
 }
 
-/* Bytes read or copied; `*error` is set if that is not enough. */
-static int64_t move_piece(const storm_rows_piece *piece, int32_t *error) {
+/* Bytes moved; `*error` is set if that is not enough. */
+static int64_t move_piece(const storm_rows *rows, const job *from, const storm_rows_piece *piece, int32_t *error) {
     if (piece->fd < 0) {
         memcpy((void *)(intptr_t)piece->target, (const void *)(intptr_t)piece->source, (size_t)piece->bytes);
         return piece->bytes;
@@ -168,26 +174,31 @@ static int64_t move_piece(const storm_rows_piece *piece, int32_t *error) {
         posix_fadvise((int)piece->fd, piece->source, piece->bytes, POSIX_FADV_WILLNEED);
         return piece->bytes;
     }
+    const int staged = stage.bytes && !from->write;
     int64_t got = 0;
-    while (got < piece->bytes) {
-        char *target = (char *)(intptr_t)piece->target + got, *to = stage.bytes ? stage.begin : target;
-        const int64_t left = piece->bytes - got, most = stage.bytes && stage.bytes < left ? stage.bytes : left;
-        ssize_t more = pread((int)piece->fd, to, (size_t)most, piece->source + got);
+    for (int stalls = 0; got < piece->needed;) {
+        const int64_t at = got - got % from->unit, left = piece->bytes - at;
+        char *place = (char *)(intptr_t)piece->target + at;
+        const size_t most = (size_t)(staged && stage.bytes < left ? stage.bytes : left);
+        const ssize_t more =
+            from->write ? rows->write((int)piece->fd, place, most, piece->source + at)
+                        : rows->read((int)piece->fd, staged ? stage.begin : place, most, piece->source + at);
         if (more < 0 && errno == EINTR)
             continue;
         if (more < 0) {
-            if (got < piece->needed) /* direct reads cannot go on from where the file ends: not every error is one */
-                *error = errno;
+            *error = errno;
             return got;
         }
-        if (more == 0)
-            break;
-        if (to != target)
-            memcpy(target, to, (size_t)more);
-        got += more;
+        if (staged)
+            memcpy(place, stage.begin, (size_t)more);
+        if (at + more > got) {
+            got = at + more;
+            stalls = 0;
+        } else if (more == 0 || ++stalls == STALLS) {
+            *error = ENODATA;
+            return got;
+        }
     }
-    if (got < piece->needed)
-        *error = ENODATA;
     return got;
 }
 
@@ -198,7 +209,9 @@ static int continues(const storm_rows_piece *a, const storm_rows_piece *b) {
 
 /* Moves a run of pieces, all or up to one that fails: its place, or `end`. What was copied out of a map is looked at
  * again, by the size of its file: behind the end of a file, the rest of its last page reads as zeros and faults not. */
-static int64_t move_run(const storm_rows_piece *pieces, int64_t begin, int64_t end, int64_t *got, int32_t *error) {
+static int64_t move_run(const storm_rows *rows, const job *from, int64_t begin, int64_t end, int64_t *got,
+                        int32_t *error) {
+    const storm_rows_piece *pieces = from->pieces;
     const int mapped = pieces[begin].map && guard_stands(); /* a job has maps throughout, or hardly any */
     int64_t fd = pieces[begin].fd, furthest = 0;            /* fd: of all pieces, or -1 */
     for (int64_t at = begin, next; at < end; at = next) {
@@ -208,7 +221,7 @@ static int64_t move_run(const storm_rows_piece *pieces, int64_t begin, int64_t e
             joined.needed += pieces[next].bytes;
         }
         if (!mapped || !joined.map || !copy_mapped(&joined)) {
-            *got = move_piece(&joined, error);
+            *got = move_piece(rows, from, &joined, error);
             if (*error)
                 return at;
         }
@@ -230,7 +243,7 @@ static int64_t move_run(const storm_rows_piece *pieces, int64_t begin, int64_t e
             size = fstat((int)fd, &status) ? 0 : status.st_size;
         }
         if (piece->source + piece->bytes > size) {
-            *got = move_piece(piece, error);
+            *got = move_piece(rows, from, piece, error);
             if (*error)
                 return at;
         }
@@ -242,6 +255,7 @@ static void end_job(storm_rows *rows, job *over) {
     over->outcome->error = over->error;
     over->outcome->piece = over->failed;
     over->outcome->got = over->got;
+    over->outcome->end_ns = storm_now_ns();
     __atomic_store_n(&over->outcome->state, (uint32_t)over->state, __ATOMIC_RELEASE);
     free(over);
     rows->pending--;
@@ -277,6 +291,8 @@ static int64_t chunk_end(const job *from, int64_t begin) {
 static void run_chunk(storm_rows *rows) {
     job *current = rows->first;
     const int64_t begin = current->taken, end = chunk_end(current, begin);
+    if (begin == 0)
+        current->outcome->begin_ns = storm_now_ns();
     current->taken = end;
     current->in_flight++;
     if (end == current->count)
@@ -285,7 +301,7 @@ static void run_chunk(storm_rows *rows) {
 
     int32_t error = 0;
     int64_t got = 0;
-    int64_t at = move_run(current->pieces, begin, end, &got, &error);
+    int64_t at = move_run(rows, current, begin, end, &got, &error);
 
     pthread_mutex_lock(&rows->lock);
     if (error && current->state != STORM_ROWS_FAILED) {
@@ -341,6 +357,8 @@ int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_rows **opene
     if (!rows)
         return -ENOMEM;
     rows->last = &rows->first;
+    rows->read = pread;
+    rows->write = pwrite;
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -374,11 +392,18 @@ int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_rows **opene
     return 0;
 }
 
-int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count,
-                          storm_rows_outcome *outcome) {
+void storm_rows_replace(storm_rows *rows, storm_rows_read *read, storm_rows_write *write) {
+    rows->read = read;
+    rows->write = write;
+}
+
+int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count, int32_t write,
+                          int32_t unit, storm_rows_outcome *outcome) {
     int64_t bytes = 0;
     for (int64_t i = 0; i < count; i++) {
-        if (pieces[i].bytes < 0 || pieces[i].needed > pieces[i].bytes || (pieces[i].fd < 0 && !pieces[i].target))
+        const int is_memory = pieces[i].fd < 0;
+        if (pieces[i].bytes < 0 || pieces[i].needed > pieces[i].bytes || (is_memory && !pieces[i].target) ||
+            (write && (is_memory || pieces[i].map || !pieces[i].target)))
             return -EINVAL;
         bytes += pieces[i].bytes;
     }
@@ -389,6 +414,8 @@ int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int6
     added->state = STORM_ROWS_DONE;
     added->pieces = pieces;
     added->count = count;
+    added->write = write;
+    added->unit = unit;
     pthread_mutex_lock(&rows->lock);
     if (rows->stopping) {
         pthread_mutex_unlock(&rows->lock);
@@ -439,10 +466,14 @@ int32_t storm_rows_wait(storm_rows *rows, const storm_rows_outcome *outcome, dou
     return state;
 }
 
-void storm_rows_cancel(storm_rows *rows) {
+void storm_rows_cancel(storm_rows *rows, const storm_rows_outcome *only) {
     pthread_mutex_lock(&rows->lock);
-    while (rows->first) {
-        job *gone = rows->first;
+    for (job **link = &rows->first; *link;) {
+        job *gone = *link;
+        if (only && gone->outcome != only) {
+            link = &gone->next;
+            continue;
+        }
         unlink_job(rows, gone);
         gone->taken = gone->count;
         if (gone->state == STORM_ROWS_DONE)
@@ -458,7 +489,7 @@ void storm_rows_stop(storm_rows *rows) {
     rows->stopping = 1;
     pthread_cond_broadcast(&rows->work);
     pthread_mutex_unlock(&rows->lock);
-    storm_rows_cancel(rows);
+    storm_rows_cancel(rows, NULL);
     for (int32_t i = 0; i < rows->thread_count; i++)
         pthread_join(rows->threads[i], NULL);
     rows->thread_count = 0;

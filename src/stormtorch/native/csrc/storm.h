@@ -5,13 +5,14 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 #include "adamw.h"
 
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 8u
+#define STORM_ABI 9u
 
 typedef struct storm_pool storm_pool;
 
@@ -96,30 +97,38 @@ typedef struct {
 
 enum { STORM_ROWS_PENDING, STORM_ROWS_DONE, STORM_ROWS_FAILED, STORM_ROWS_DROPPED };
 
-/* How a job ended. `piece`, `error` and `got` tell of the piece that failed: its index, an errno (ENODATA: the file
- * ended), and how many bytes there were. Pieces that continue each other count as one, under the index of the first. */
+/* How a job ended. `piece`, `error` and `got` tell of the piece that failed: its index, an errno (ENODATA: no call moves
+ * more), and how many bytes were moved. Pieces that continue each other count as one, under the index of the first.
+ * `begin_ns`, `end_ns`: of CLOCK_MONOTONIC, when a thread took the first piece, and when the last thread had left. */
 typedef struct {
     uint32_t state;
     int32_t error;
-    int64_t piece, got;
+    int64_t piece, got, begin_ns, end_ns;
 } storm_rows_outcome;
 
-/* Threads that read files and copy memory; see rows.c. */
+typedef ssize_t storm_rows_read(int fd, void *target, size_t bytes, off_t offset);
+typedef ssize_t storm_rows_write(int fd, const void *target, size_t bytes, off_t offset);
+
+/* Threads that read and write files and copy memory; see rows.c. */
 /* Maps the first `bytes` of a file to copy from. From the first call on, this library looks at SIGBUS first. */
 STORM_API int32_t storm_rows_map(int32_t fd, size_t bytes, void **address);
 /* No job may use the map any more. */
 STORM_API void storm_rows_unmap(void *address, size_t bytes);
 /* `stage_bytes`: files are read through memory of each thread's own, so many bytes at once, a multiple of 4096; 0: not. */
 STORM_API int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_rows **rows);
-/* Queues a job. `pieces`, unchanged, and the memory, the descriptors and `outcome` must live until the outcome is not
- * PENDING any more, or until stop has returned. */
-STORM_API int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count,
-                                    storm_rows_outcome *outcome);
+/* Puts other functions in the place of pread and pwrite, with which a test makes a disk fail. Before the first job. */
+STORM_API void storm_rows_replace(storm_rows *rows, storm_rows_read *read, storm_rows_write *write);
+/* Queues a job. `write`: each piece goes from `target` to `source` of its file. `unit`: after a short count a piece goes
+ * on at a multiple of it: 1, or what direct I/O needs. `pieces`, unchanged, and the memory, the
+ * descriptors and `outcome` must live until the outcome is not PENDING any more, or until stop has returned. */
+STORM_API int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int64_t count, int32_t write,
+                                    int32_t unit, storm_rows_outcome *outcome);
 /* Blocks until the job is over or `timeout_s` passed; returns the state of its outcome. `help`: this thread works on the
  * queue until all of the job is taken. */
 STORM_API int32_t storm_rows_wait(storm_rows *rows, const storm_rows_outcome *outcome, double timeout_s, int32_t help);
-/* Drops what no thread has begun. Those jobs are over once the threads in them have left. */
-STORM_API void storm_rows_cancel(storm_rows *rows);
+/* Drops what no thread has begun: of the job with this outcome, or if it is NULL of all jobs. Those jobs are over once
+ * the threads in them have left. */
+STORM_API void storm_rows_cancel(storm_rows *rows, const storm_rows_outcome *only);
 /* Cancels, then ends the threads; every job is over when it returns. Call it before free. */
 STORM_API void storm_rows_stop(storm_rows *rows);
 STORM_API void storm_rows_free(storm_rows *rows);

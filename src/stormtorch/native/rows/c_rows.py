@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 import weakref
 from collections import deque
-
-import numpy as np
+from typing import Any
 
 from ...core.errors import LaneError, SettingError
 from ..library import Library, library
-from .jobs import DONE, PENDING, PIECE, Pieces, RowsJob, RowsPool, check_pieces, check_process
+from .jobs import PENDING, Move, RowsJob, RowsPool, check_process, closed, read_at, write_at
 
-_NONE: Pieces = np.empty((0, len(PIECE)), dtype=np.int64)
 _SLICE_S = 0.1  # longest time inside C per call, so that Ctrl-C is noticed
+_START = ctypes.c_char * 0  # its place in an array, for a third of the time that numpy takes
+_CALL = ctypes.CFUNCTYPE(
+    ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, use_errno=True
+)
+
+
+def _in_c(move: Move) -> Any:
+    """``move`` as a C function with the interface of pread and pwrite."""
+
+    def call(fd: int, address: int, size: int, offset: int) -> int:
+        try:
+            return move(fd, memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B"), offset)
+        except OSError as error:
+            ctypes.set_errno(error.errno or errno.EIO)
+            return -1
+
+    return _CALL(call)
 
 
 class _Native:
@@ -65,38 +81,39 @@ class _Native:
 class NativeRows(RowsPool):
     """The pool of csrc/rows.c."""
 
-    def __init__(self, native: Library, threads: int, stage_bytes: int = 0) -> None:
-        self.threads = threads
+    def __init__(
+        self,
+        native: Library,
+        threads: int,
+        stage_bytes: int = 0,
+        *,
+        read: Move = read_at,
+        write: Move = write_at,
+    ) -> None:
+        super().__init__(threads)
         self._native = _Native(native.c)
         self._load_state, self._submit = native.c.storm_load_flag, native.c.storm_rows_submit
         self._finalizer = weakref.finalize(self, self._native.end)
         self._native.start(threads, stage_bytes)
+        if (read, write) != (read_at, write_at):
+            self._calls = _in_c(read), _in_c(write)  # kept as long as C may call them
+            native.c.storm_rows_replace(self._native.pointer, *self._calls)
 
-    def submit(self, pieces: Pieces, keep: object) -> RowsJob:
+    def start(self, job: RowsJob) -> None:
         native = self._native
-        check_pieces(pieces)
         check_process(native.pid)
-        job = RowsJob(pieces, keep)
         with native.lock:
             if native.stopped:
-                raise LaneError("Cannot read with a pool that was closed. Open another one.")
+                raise closed()
             native.held.append(job)  # before the call: Ctrl-C may come right after it
-            address = pieces.__array_interface__["data"][0]
-            status = self._submit(native.pointer, address, len(pieces), job.outcome)
+            address = ctypes.addressof(_START.from_buffer(job.pieces.data))
+            status = self._submit(native.pointer, address, len(job.pieces), job.write, job.unit, job.outcome)
             if status != 0:
                 native.held.remove(job)
                 raise LaneError(f"The threads that read did not take the job: {os.strerror(-status)}.")
-        self._let_go()
-        return job
-
-    def _let_go(self) -> None:
-        """Release the memory of finished jobs, from the oldest on; the job itself keeps its outcome for its holder."""
-        held = self._native.held
-        while held and self._load_state(held[0].address) != PENDING:
-            over = held[0]
-            over.keep = None
-            if self._load_state(over.address) == DONE:
-                over.pieces = _NONE  # they are read only after a failure
+        held = native.held
+        while held and self._load_state(held[0].address) != PENDING:  # from the oldest on
+            held[0].let_go()
             held.popleft()
 
     def state(self, job: RowsJob) -> int:
@@ -116,17 +133,19 @@ class NativeRows(RowsPool):
                 state = int(native.c.storm_rows_wait(native.pointer, job.outcome, _SLICE_S, help))
             return state
         finally:
-            native.inside -= 1
+            with native.lock:
+                native.inside -= 1
 
-    def cancel(self) -> None:
+    def drop(self, job: RowsJob | None = None) -> None:
         native = self._native
         with native.lock:
-            if native.stopped or os.getpid() != native.pid:
-                return
-            native.c.storm_rows_cancel(native.pointer)
-            running = list(native.held)
-        for job in running:
-            self.wait(job)
+            if not native.stopped and os.getpid() == native.pid:
+                native.c.storm_rows_cancel(native.pointer, None if job is None else job.outcome)
+
+    def finish(self) -> None:
+        if os.getpid() == self._native.pid:
+            for job in list(self._native.held):
+                self.wait(job)
 
     def close(self) -> None:
         self._native.stop()
