@@ -106,7 +106,7 @@ class GradientStream:
         widen = bool(home.present) and home.unit.has_wide_form
         if widen:
             self.ensure_wide(home)
-        if home.state is GradState.ON_DEVICE and home.is_held():
+        if home.state is GradState.ON_DEVICE and home.held(home.present):
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         return home.is_wide or widen
 
@@ -128,8 +128,8 @@ class GradientStream:
             torch._foreach_copy_([in_bucket[index] for index in fresh], [grads[index] for index in fresh])
         norms = _norms([in_bucket[index] for index in here])
         del in_bucket
-        for index in here if to_wide != home.is_wide else fresh:  # of the rest, user code keeps the views it holds
-            home.let_go_of_views(index)
+        if to_wide != home.is_wide:  # else user code keeps the views that it holds
+            home.let_go_of_views(before)
         home.present, home.is_wide = set(here), to_wide
         home.norms = dict(zip(here, norms, strict=True))
         home.there, home.ready = bucket, self._lanes.compute.record()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -59,8 +60,12 @@ class UserGradients:
             return watch(self._consumed_view(home, place), place, "grad")
         if place.index not in home.present:
             return None
-        held = home.watched(place)
-        return held if held is not None else home.watch(place, watch(home.view(place), place, "grad"))
+        given = home.given.get(place.index)
+        view = None if given is None else given()
+        if view is None:
+            view = home.latest = watch(home.view(place), place, "grad")
+            home.given[place.index] = weakref.ref(view)
+        return view
 
     @locked
     def norm(self, place: Place) -> torch.Tensor | None:
@@ -107,10 +112,10 @@ class UserGradients:
         set_real_grad(place, real)
         return real
 
-    def _let_go_of_views(self, home: GradHome, index: int | None = None) -> None:
-        if home.is_held(index) and not home.consumed:
+    def _let_go_of_views(self, home: GradHome, indices: Iterable[int]) -> None:
+        if home.held(indices):
             self._readers.apply_factor()
-        home.let_go_of_views(index)
+        home.let_go_of_views(indices)
 
     @locked
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
@@ -130,14 +135,14 @@ class UserGradients:
             value._storm_whole = True  # type: ignore[attr-defined]
             return  # p.grad = p.grad, which is how p.grad *= 2 ends: existing views remain valid
         joined(value)
-        self._let_go_of_views(home, place.index)
+        self._let_go_of_views(home, [place.index])
         self._write(home, place, plain(value).detach().to("cpu"), add=False)
 
     def _drop(self, home: GradHome, place: Place) -> None:
         """Forget the gradient in home memory."""
         if place.index in home.consumed_places:
             self._readers.before_dropping()
-        self._let_go_of_views(home, place.index)
+        self._let_go_of_views(home, [place.index])
         home.present.discard(place.index)
         home.shared.discard(place.index)
         home.consumed_places.discard(place.index)
@@ -167,8 +172,7 @@ class UserGradients:
             for place in home.unit.trained:
                 if real_grad(place) is not None:
                     set_real_grad(place, None)
-            if home.is_held():
-                self._let_go_of_views(home)
+            self._let_go_of_views(home, home.present)
             home.present.clear()
             home.norms.clear()
             home.shared.clear()
@@ -198,7 +202,7 @@ class UserGradients:
     def _widen(self, home: GradHome) -> None:
         """Convert own gradients to wide ones, on the host."""
         self._gradients.ensure_wide(home)
-        self._let_go_of_views(home)
+        self._let_go_of_views(home, home.present)
         old = {index: home.view(home.unit.places[index]) for index in home.present}
         home.is_wide = True
         for index, tensor in old.items():

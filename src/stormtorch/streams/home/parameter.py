@@ -26,7 +26,7 @@ keep their meaning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -87,9 +87,6 @@ class Access(Protocol):
 
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
         """Replace the gradient."""
-
-    def held(self, place: Place) -> MutableMapping[int, HomeView]:
-        """The views of the weight that user code holds, by ``id``, referred to weakly."""
 
 
 class HomeParameter(nn.Parameter):
@@ -153,13 +150,11 @@ class HomeView(torch.Tensor):
     """A tensor over home memory that user code holds. ``_storm_kind``: "weight", "grad" or "state".
 
     "past" is a weight that ``p.data = x`` has replaced, or a gradient that was dropped: the views own the memory.
-    ``_storm_whole``: it is the object that torch knows as the gradient or the state, not one made from it.
-    ``_storm_family``: all views of one gradient, also views of views, by ``id``, referred to weakly."""
+    ``_storm_whole``: it is the object that torch knows as the gradient or the state, not one made from it."""
 
     _storm: tuple[Access, Place]
     _storm_kind: str
     _storm_whole: bool = False
-    _storm_family: MutableMapping[int, HomeView] | None = None
     _is_param: bool
 
     @classmethod
@@ -216,8 +211,8 @@ def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> 
     with without_torch_function():
         view = tensor.as_subclass(HomeView)
     view._storm, view._storm_kind, view._storm_whole = (access, place), kind, True
-    if kind in ("weight", "past"):
-        access.held(place)[id(view)] = view
+    if kind != "state":
+        place.views[id(view)] = view
     return view
 
 
@@ -225,9 +220,6 @@ def _made_of(home: HomeParameter | HomeView, tensor: torch.Tensor) -> HomeView:
     """``tensor``, which shares memory with ``home``, as a `HomeView` of the same kind."""
     view = home_view(tensor, *home._storm, _kind(home))
     view._storm_whole = False
-    if isinstance(home, HomeView) and home._storm_family is not None:
-        view._storm_family = home._storm_family
-        home._storm_family[id(view)] = view
     return view
 
 
@@ -471,15 +463,14 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
     if value.data_ptr() == data.data_ptr() and value.stride() == data.stride():
         return None
     flat = data.as_strided((place.count,), (1,))
-    if held := access.held(place):
-        move_views(held, flat, flat.clone(), "past")  # ``value`` may be one of them, in another form
+    move_views(place, flat)  # ``value`` may be one of them, in another form
     access.before_write(place, "weight")
     with torch.no_grad():
         data.copy_(value)
     access.after_write(place, "weight")
     was_here = isinstance(value, HomeView) and _kind(value) == "past" and value._storm[1] is place
     if was_here and value.stride() == data.stride():
-        move_views(access.held(place), value.detach().as_strided((place.count,), (1,)), flat, "weight")
+        move_views(place, value.detach().as_strided((place.count,), (1,)), flat)
     return None
 
 
@@ -501,27 +492,32 @@ def _set_values(home: HomeView, value: torch.Tensor) -> None:
             if new.data_ptr() == own.data_ptr() and new.stride() == own.stride():
                 return
             new = new.clone()
-        made = {key: view for key, view in (home._storm_family or {}).items() if not view._storm_whole}
-        if made:
-            flat = own.as_strided((place.count,), (1,))
-            move_views(made, flat, flat.clone(), "past")
+        move_views(place, own.as_strided((place.count,), (1,)), parts_only=True)
         access.before_write(place, home._storm_kind)
         own.copy_(new)
     access.after_write(place, home._storm_kind)
 
 
-def move_views(views: Mapping[int, HomeView], source: torch.Tensor, target: torch.Tensor, kind: str) -> None:
-    """Point those ``views`` that lie in ``source`` at ``target``; both hold all of one parameter, flat."""
+def move_views(
+    place: Place, source: torch.Tensor, target: torch.Tensor | None = None, *, parts_only: bool = False
+) -> None:
+    """Point user code's views of ``source`` at ``target``, the weight's home memory, or at a copy of the old values.
+
+    Both hold all of one parameter, flat. ``parts_only``: views made from the gradient, not the gradient itself."""
     storage, first, end = source.untyped_storage().data_ptr(), source.data_ptr(), source.data_ptr() + source.nbytes
-    distance = (target.storage_offset() - source.storage_offset()) * source.itemsize
+    kind = "past" if target is None else "weight"
     with torch.no_grad(), without_torch_function():
-        for view in list(views.values()):
-            if view.untyped_storage().data_ptr() == storage and first <= view.data_ptr() < end:
-                at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
-                moved = _plain(view).new_empty(0)  # on the CPU, regardless of the default device
-                view.data = moved.set_(target.untyped_storage(), at, view.shape, view.stride())
-                view._storm_kind, view._storm_family = kind, None
-                view._storm[0].held(view._storm[1])[id(view)] = view
+        for view in list(place.views.values()):
+            if view.untyped_storage().data_ptr() != storage or not first <= view.data_ptr() < end:
+                continue
+            if parts_only and view._storm_whole:
+                continue
+            target = source.clone() if target is None else target
+            distance = (target.storage_offset() - source.storage_offset()) * source.itemsize
+            at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
+            moved = _plain(view).new_empty(0)  # on the CPU, regardless of the default device
+            view.data = moved.set_(target.untyped_storage(), at, view.shape, view.stride())
+            view._storm_kind = kind
 
 
 def _norm(view: Any, order: Any) -> torch.Tensor | None:

@@ -5,9 +5,6 @@ device copies stale, also those that modules are computing with."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import MutableMapping
-
 import torch
 
 from ...core.errors import StormError
@@ -37,7 +34,6 @@ class UserAccess:
         self.stepping: int | None = None
         self.schedule, self._weights, self._grads, self._calls = schedule, schedule.weights, schedule.gradients, calls
         self._passes = twins.passes
-        self._held: dict[int, weakref.WeakValueDictionary[int, HomeView]] = {}
 
     def in_forward(self) -> bool:
         """Whether the caller is inside a forward. A signal handler that has interrupted one is not: it reads home
@@ -125,9 +121,6 @@ class UserAccess:
         self.schedule.user_gradients.set_grad(place, value)
         if value is None and not any(home.present for home in self._grads.homes):
             self.schedule.updater.forget_factor()
-
-    def held(self, place: Place) -> MutableMapping[int, HomeView]:
-        return self._held.setdefault(id(place), weakref.WeakValueDictionary())
 
     def _watch(self, tensor: torch.Tensor, place: Place, kind: str) -> HomeView:
         return home_view(tensor, self, place, kind)

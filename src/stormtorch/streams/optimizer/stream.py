@@ -211,6 +211,7 @@ class OptimizerStream:
     def _consumed(self, home: GradHome) -> None:
         home.consumed_places |= home.present
         home.present.clear()
+        home.given.clear()
         home.norms.clear()
         home.consumed = self._unstepped = True
 

@@ -17,8 +17,10 @@ so that kernels see the alignment that they would see in tensors of their own.""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -46,6 +48,8 @@ class Place:
     state_at: int = 0
     master_at: int = 0
     written: bool = True  # False: it came from the meta device and has no values yet
+    # User code's views of its weight and gradient (home/parameter.py), by ``id``.
+    views: MutableMapping[int, Any] = field(default_factory=WeakValueDictionary)
 
     def view(self, flat: torch.Tensor, at: int, dtype: torch.dtype) -> torch.Tensor:
         """This parameter's part of the byte tensor ``flat``, in the parameter's shape and strides."""
