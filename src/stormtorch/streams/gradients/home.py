@@ -49,7 +49,7 @@ class GradHome:
     wide: torch.Tensor | None = None
     is_wide: bool = False  # their form, on the device and at home
     present: set[int] = field(default_factory=set)  # indices of places
-    consumed: bool = False  # an update in backward has used some since the last step: user code must not read those
+    # Places whose gradients an update in backward has used since they were last dropped: user code must not read those.
     consumed_places: set[int] = field(default_factory=set)
     given: dict[int, weakref.ref[HomeView]] = field(default_factory=dict)  # ``p.grad`` that user code got, by place
     latest: HomeView | None = None  # the last of these; most loops ask twice
@@ -61,7 +61,11 @@ class GradHome:
     ready: Event | None = None  # when compute has made those
     arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
     partial: dict[int, Partial] = field(default_factory=dict)  # by pass; waits for more uses of the unit
-    tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
+    tokens: weakref.WeakSet[Token] = field(default_factory=weakref.WeakSet)  # of the nodes that may contribute
+
+    @property
+    def consumed(self) -> bool:
+        return bool(self.consumed_places)
 
     @property
     def state(self) -> GradState:
@@ -80,11 +84,6 @@ class GradHome:
         found = self.wide if self.is_wide else self.own
         assert found is not None
         return found
-
-    def drop(self) -> None:
-        """Forget that there are gradients: all were dropped."""
-        self.there = None
-        self.is_wide = self.consumed = False
 
     def view(self, place: Place) -> torch.Tensor:
         """The parameter's gradient in home memory; call ``join`` before reading it."""
@@ -109,27 +108,16 @@ class GradHome:
         for index in indices:
             self.given.pop(index, None)
 
-    def expect(self, token: Token) -> None:
-        """Note a node of the graph that may contribute."""
-        if len(self.tokens) > 8:
-            self.live_tokens()  # forgets the dead
-        self.tokens.append(weakref.ref(token))
-
-    def live_tokens(self) -> list[Token]:
-        live = [token for reference in self.tokens if (token := reference()) is not None]
-        self.tokens = [weakref.ref(token) for token in live]
-        return live
-
     def awaits_more(self, token: Token) -> bool:
         """Whether the running backward will run more nodes of the unit than ``token``'s."""
-        return any(other.is_to_come() for other in self.live_tokens() if other is not token)
+        return any(other.is_to_come() for other in self.tokens if other is not token)
 
     def awaits_outer_pass(self, partial: Partial) -> bool:
         """Whether the outer pass around the one that brought ``partial`` may bring more; torch reports only the
         inner."""
         if not partial.nested:
             return False
-        return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.live_tokens())
+        return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.tokens)
 
     def bring(self) -> None:
         """Store gradients that are on the device to home memory."""

@@ -11,7 +11,6 @@ from ...core.errors import StormError
 from ..bridge import handlers
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
-from ..home.parameter import HomeView, home_view
 from ..units.unit import Place
 from .calls import Calls
 from .schedule import Schedule
@@ -106,7 +105,7 @@ class UserAccess:
         self.schedule.updater.reset_master(place)
 
     def grad(self, place: Place) -> torch.Tensor | None:
-        return None if self.closed else self.schedule.user_gradients.grad(place, self._watch)
+        return None if self.closed else self.schedule.user_gradients.grad(place, self)
 
     def grad_norm(self, place: Place) -> torch.Tensor | None:
         return None if self.closed else self.schedule.user_gradients.norm(place)
@@ -121,6 +120,3 @@ class UserAccess:
         self.schedule.user_gradients.set_grad(place, value)
         if value is None and not any(home.present for home in self._grads.homes):
             self.schedule.updater.forget_factor()
-
-    def _watch(self, tensor: torch.Tensor, place: Place, kind: str) -> HomeView:
-        return home_view(tensor, self, place, kind)

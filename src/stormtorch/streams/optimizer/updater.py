@@ -13,7 +13,6 @@ import torch
 
 from ..gradients.home import GradHome
 from ..gradients.stream import GradientStream
-from ..gradients.user import UserGradients
 from ..home.parameter import Access
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
@@ -110,8 +109,8 @@ class Conductor(Protocol):
 
     weights: ParameterStream
     gradients: GradientStream
-    user_gradients: UserGradients
     snapshot: Snapshot
+    updater: Updater
 
     def use(self, unit: Unit) -> Stay:
         """The unit's weights on the device; compute waits for them."""
@@ -127,6 +126,9 @@ class Conductor(Protocol):
 
     def end_step(self) -> None:
         """Count a step that is complete."""
+
+    def before_dropping(self) -> None:
+        """Raise if gradients are dropped that backward has used without a step."""
 
 
 class Updater:
