@@ -30,6 +30,7 @@ from ..bridge.torch_private import (
     without_torch_function,
 )
 from ..home.fetch import Fetch, Token
+from ..home.torch_grad import has_hooks
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
 from .schedule import Schedule
@@ -81,17 +82,21 @@ class Twins:
     def _fetch(
         self, unit: Unit, leaves: list[Place], views: Mapping[int, torch.Tensor], *, idle: bool
     ) -> dict[int, torch.Tensor]:
-        """Make twins of ``leaves`` over ``views``, from a graph node of their own."""
-        token = Token(unit, [place.index for place in leaves], idle=idle)
-        self._gradients.homes[unit.index].tokens.add(token)
-        with torch.inference_mode(False), torch.enable_grad():
-            made = Fetch.apply(  # type: ignore[no-untyped-call]
-                token,
-                self._schedule.collect,
-                [views[place.index] for place in leaves],
-                *(place.parameter for place in leaves),
-            )
-        return {place.index: twin for place, twin in zip(leaves, made, strict=True)}
+        """Make twins of ``leaves`` over ``views``, from one graph node; those with hooks have nodes of their own."""
+        hooked = [place for place in leaves if has_hooks(place)]
+        twins: dict[int, torch.Tensor] = {}
+        for group in filter(None, [[place for place in leaves if place not in hooked], *([p] for p in hooked)]):
+            token = Token(unit, [place.index for place in group], idle=idle)
+            self._gradients.homes[unit.index].tokens.add(token)
+            with torch.inference_mode(False), torch.enable_grad():
+                made = Fetch.apply(  # type: ignore[no-untyped-call]
+                    token,
+                    self._schedule.collect,
+                    [views[place.index] for place in group],
+                    *(place.parameter for place in group),
+                )
+            twins.update((place.index, twin) for place, twin in zip(group, made, strict=True))
+        return twins
 
     @locked
     def of(self, place: Place) -> torch.Tensor:
