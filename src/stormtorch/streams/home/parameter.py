@@ -93,6 +93,7 @@ class HomeParameter(nn.Parameter):
     """A streamed parameter. Its memory is a view of the unit's home image."""
 
     _storm: tuple[Access, Place]
+    _storm_kind = "weight"
 
     @classmethod
     @never_traced
@@ -163,9 +164,11 @@ class HomeView(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _OF_GRADIENTS and not kwargs and len(args) == 2:
-            found = _OF_GRADIENTS[func](*args)
-            if found is not None:
-                return found
+            view, value = args
+            if type(view) is HomeView and view._storm_kind == "grad" and view._storm_whole:
+                found = _OF_GRADIENTS[func](view, value)
+                if found is not None:
+                    return found
         return _through(func, types, args, kwargs or {})
 
     def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
@@ -218,7 +221,7 @@ def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> 
 
 def _made_of(home: HomeParameter | HomeView, tensor: torch.Tensor) -> HomeView:
     """``tensor``, which shares memory with ``home``, as a `HomeView` of the same kind."""
-    view = home_view(tensor, *home._storm, _kind(home))
+    view = home_view(tensor, *home._storm, home._storm_kind)
     view._storm_whole = False
     return view
 
@@ -236,7 +239,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def joined(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``; if it lies in home memory, its pending work is finished first."""
     if isinstance(tensor, (HomeParameter, HomeView)) and hasattr(tensor, "_storm"):
-        tensor._storm[0].join(tensor._storm[1], _kind(tensor))
+        tensor._storm[0].join(tensor._storm[1], tensor._storm_kind)
     return tensor
 
 
@@ -292,7 +295,7 @@ def _detach_(home: HomeParameter | HomeView) -> torch.Tensor:
 def _share_memory_(home: HomeParameter | HomeView) -> torch.Tensor:
     """Do nothing, as torch does for memory of a GPU, for which home memory stands."""
     access, place = home._storm
-    if _kind(home) == "past":
+    if home._storm_kind == "past":
         torch.Tensor.share_memory_(home)  # type: ignore[no-untyped-call]
         return home
     if access.device.type == "cpu":
@@ -366,12 +369,12 @@ def _written(
     func: Any, written: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     for home in written:
-        home._storm[0].before_write(home._storm[1], _kind(home))
+        home._storm[0].before_write(home._storm[1], home._storm_kind)
     try:
         return func(*args, **kwargs)
     finally:  # a function that writes several may have written some before it raises
         for home in written:
-            home._storm[0].after_write(home._storm[1], _kind(home))
+            home._storm[0].after_write(home._storm[1], home._storm_kind)
 
 
 def _is_in(home: torch.Tensor, value: Any) -> bool:
@@ -380,10 +383,6 @@ def _is_in(home: torch.Tensor, value: Any) -> bool:
 
 def _in_forward(homes: list[HomeParameter | HomeView]) -> bool:
     return any(isinstance(home, HomeParameter) and home._storm[0].in_forward() for home in homes)
-
-
-def _kind(home: HomeParameter | HomeView) -> str:
-    return home._storm_kind if isinstance(home, HomeView) else "weight"
 
 
 def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
@@ -447,55 +446,35 @@ def _get_data(func: Any, args: tuple[Any, ...]) -> Any:
 
 @undisturbed
 def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
-    """``p.data = x`` copies: the unit owns the memory of a streamed parameter."""
+    """``p.data = x`` and ``p.grad.data = x`` copy: unit and stream own the memory."""
     home, value = args
+    kind: str = home._storm_kind
+    if isinstance(home, HomeView) and not _has_its_place(home):
+        return func(*args)
     access, place = home._storm
-    if isinstance(home, HomeView):
-        return _set_values(home, value) if _has_its_place(home) else func(*args)
-    if value.shape != place.shape or value.dtype != place.dtype:
-        raise TypeError(
-            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the streamed parameter "
-            f"{place.name!r} ({place.dtype}, {tuple(place.shape)}). Close the session, then stream again."
-        )
-    joined(value)
-    access.join(place, "weight")
-    data = torch.Tensor.data.__get__(home)  # type: ignore[attr-defined]
-    if value.data_ptr() == data.data_ptr() and value.stride() == data.stride():
-        return None
-    flat = data.as_strided((place.count,), (1,))
-    move_views(place, flat)  # ``value`` may be one of them, in another form
-    access.before_write(place, "weight")
-    with torch.no_grad():
-        data.copy_(value)
-    access.after_write(place, "weight")
-    was_here = isinstance(value, HomeView) and _kind(value) == "past" and value._storm[1] is place
-    if was_here and value.stride() == data.stride():
-        move_views(place, value.detach().as_strided((place.count,), (1,)), flat)
-    return None
-
-
-@undisturbed
-def _set_values(home: HomeView, value: torch.Tensor) -> None:
-    """``p.grad.data = x`` copies too; tensors made from the gradient before keep the old values."""
-    access, place = home._storm
-    own = _plain(home)
+    # A write to ``p.data`` leaves the parameter's version unchanged.
+    own = torch.Tensor.data.__get__(home) if isinstance(home, HomeParameter) else _plain(home)  # type: ignore[attr-defined]
     if value.shape != own.shape or value.dtype not in (own.dtype, place.dtype):
         raise TypeError(
-            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to a {home._storm_kind} of the "
-            f"streamed parameter {place.name!r} ({own.dtype}, {tuple(own.shape)}). Close the session first."
+            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the {kind} of the streamed "
+            f"parameter {place.name!r} ({own.dtype}, {tuple(own.shape)}). Close the session, then stream again."
         )
     joined(value)
-    access.join(place, home._storm_kind)
+    access.join(place, kind)
     with torch.no_grad():
-        new = _plain(value).detach()
-        if new.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
-            if new.data_ptr() == own.data_ptr() and new.stride() == own.stride():
-                return
-            new = new.clone()
-        move_views(place, own.as_strided((place.count,), (1,)), parts_only=True)
-        access.before_write(place, home._storm_kind)
+        flat, new = own.as_strided((place.count,), (1,)), _plain(value).detach()
+        if new.data_ptr() == own.data_ptr() and new.stride() == own.stride():
+            return None
+        if flat.data_ptr() <= new.data_ptr() < flat.data_ptr() + flat.nbytes:
+            new = new.clone()  # the same values in another form
+        move_views(place, flat, parts_only=kind != "weight")
+        access.before_write(place, kind)
         own.copy_(new)
-    access.after_write(place, home._storm_kind)
+    access.after_write(place, kind)
+    was_here = isinstance(value, HomeView) and value._storm_kind == "past" and value._storm[1] is place
+    if kind == "weight" and was_here and new.stride() == own.stride():
+        move_views(place, new.as_strided((place.count,), (1,)), flat)
+    return None
 
 
 def move_views(
@@ -520,20 +499,15 @@ def move_views(
             view._storm_kind = kind
 
 
-def _norm(view: Any, order: Any) -> torch.Tensor | None:
+def _norm(view: HomeView, order: Any) -> torch.Tensor | None:
     """``torch.linalg.vector_norm(p.grad, 2.0)``, as torch's clipping asks for it."""
-    if type(view) is not HomeView or view._storm_kind != "grad" or not view._storm_whole or order != 2.0:
-        return None
     with without_torch_function():
-        access, place = view._storm
-        norm = access.grad_norm(place)
+        norm = view._storm[0].grad_norm(view._storm[1]) if order == 2.0 else None
         return None if norm is None else norm.to(view.dtype)
 
 
-def _scale(view: Any, factor: Any) -> torch.Tensor | None:
+def _scale(view: HomeView, factor: Any) -> torch.Tensor | None:
     """``p.grad.mul_(factor)``, as torch's clipping does it."""
-    if type(view) is not HomeView or view._storm_kind != "grad" or not view._storm_whole:
-        return None
     with without_torch_function():
         if type(factor) is not torch.Tensor or factor.dim() or factor.device.type != "cpu" or view.requires_grad:
             return None
@@ -542,7 +516,7 @@ def _scale(view: Any, factor: Any) -> torch.Tensor | None:
 
 
 # Clipping asks these of each gradient. The device has the norms, and the optimizer can scale.
-_OF_GRADIENTS: dict[Any, Callable[[Any, Any], torch.Tensor | None]] = {
+_OF_GRADIENTS: dict[Any, Callable[[HomeView, Any], torch.Tensor | None]] = {
     torch.linalg.vector_norm: _norm,
     torch.Tensor.mul_: _scale,
 }
