@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -21,6 +22,16 @@ class ParamGroups:
     def parameters(self) -> list[nn.Parameter]:
         """All of them, in the order of their numbers in a state dict."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def without(
+        self, state_dict: dict[str, Any], mine: Container[int]
+    ) -> tuple[dict[str, Any], dict[nn.Parameter, dict[str, Any]]]:
+        """A state dict without the states of ``mine``, parameters by id; and these states by parameter."""
+        states, taken = dict(state_dict["state"]), {}
+        for number, parameter in enumerate(self.parameters()):
+            if id(parameter) in mine and number in states:
+                taken[parameter] = states.pop(number)
+        return {**state_dict, "state": states}, taken
 
     def of(self, unit: Unit) -> dict[int, dict[str, Any]]:
         """The groups of a unit's parameters, by place; without parameters that the optimizer does not have."""
