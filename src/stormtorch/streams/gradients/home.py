@@ -87,11 +87,7 @@ class GradHome:
 
     def view(self, place: Place) -> torch.Tensor:
         """The parameter's gradient in home memory; call ``join`` before reading it."""
-        at = place.wide_at if self.is_wide else place.grad_at
-        return place.view(self.home_bytes(), at, self.dtype_of(place))
-
-    def dtype_of(self, place: Place) -> torch.dtype:
-        return place.wide_dtype if self.is_wide else place.dtype
+        return place.gradient(self.home_bytes(), wide=self.is_wide)
 
     def held(self, indices: Iterable[int]) -> list[Place]:
         """Those of these places of which user code holds the gradient, or a view of it."""

@@ -184,10 +184,8 @@ class GradientStream:
             uses.append(lane.record())
             self._waits.wait(uses[0], "gradients", unit.index)
         for index in before:
-            place = unit.places[index]
-            at, dtype = (place.wide_at, place.wide_dtype) if home.is_wide else (place.grad_at, place.dtype)
             target = in_bucket[index]
-            target.copy_(place.view(earlier.bytes, at, dtype))
+            target.copy_(unit.places[index].gradient(earlier.bytes, wide=home.is_wide))
             if index in grads:
                 target.add_(grads[index])
         self._residency.give(earlier, *uses, lanes.compute.record())

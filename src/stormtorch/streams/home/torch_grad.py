@@ -32,13 +32,18 @@ def has_sparse_grad(place: Place) -> bool:
 def has_hooks(place: Place) -> bool:
     """Whether user code wants to see gradients on their way to the slot."""
     with without_torch_function():
-        parameter: Any = place.parameter
-        return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        return _is_hooked(place.parameter)
+
+
+def _is_hooked(parameter: Any) -> bool:
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def reception(place: Place) -> tuple[torch.Tensor | None, bool, bool]:
     """The gradient in the slot, whether it `has_hooks`, and whether none is wanted now.
 
-    The last may have changed since the graph was made: torch asks in backward, too."""
+    The last may have changed since the graph was made: torch asks in backward, too. One call, because every
+    parameter's backward asks for all three."""
     with without_torch_function():
-        return place.parameter.grad, has_hooks(place), not place.parameter.requires_grad
+        parameter = place.parameter
+        return parameter.grad, _is_hooked(parameter), not parameter.requires_grad

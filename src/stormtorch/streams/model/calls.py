@@ -60,7 +60,7 @@ class Installed:
         """Raise if a forward has written a weight in place: it wrote to the device copy, which will be dropped."""
         for use, version in self.versions.items():
             twin = use.module.__dict__.get(use.name)
-            if twin is not None and not twin.is_inference() and twin._version != version:
+            if twin is not None and twin._version != version:
                 raise StormError(
                     f"The forward of a {type(use.module).__name__} has changed its parameter {use.name!r} in place, "
                     "and the change would be lost. Pass that module's name to storm.stream: leave=[...]."
@@ -194,22 +194,20 @@ class Calls:
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Route autograd's saved tensors through `_pack`: weights become notes, `Saving` handles activations."""
-        pack, unpack, saving = self._pack, self._unpack, self._schedule.saving
+        """Catch the tensors that autograd saves: weights become notes, `Saving` handles activations."""
+        unpack, saving, note_of = self._unpack, self._schedule.saving, self._weights.pack
+        keep: Callable[[torch.Tensor], Any] = Held if saving is None else saving.pack
+
+        @never_traced
+        def pack(tensor: torch.Tensor) -> Any:
+            return note_of(tensor) or keep(tensor)
+
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             if saving is None or not torch.is_grad_enabled():
                 yield
             else:
                 with saving.passing(pack, unpack):
                     yield
-
-    @never_traced
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        weight = self._weights.pack(tensor)
-        if weight is not None:
-            return weight
-        saving = self._schedule.saving
-        return Held(tensor) if saving is None else saving.pack(tensor)
 
     @never_traced
     def _unpack(self, saved: Any) -> torch.Tensor:

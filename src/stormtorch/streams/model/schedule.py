@@ -140,7 +140,6 @@ class Schedule:
             and last[3] == self._pool.returns  # else prefetch may have room
             and stay.version == residence.version
             and self._compute.place() in stay.places
-            and not self.updater.pending(residence.unit)
         )
 
     def unpack(self, saved: SavedWeight) -> torch.Tensor:
@@ -172,16 +171,14 @@ class Schedule:
         """Allow eviction again, once for each unit."""
         for unit in units:
             self._residences[unit.index].installed -= 1
-        for unit in units:
-            self._leave(unit)
+        self._leave(units)
 
-    def _leave(self, unit: Unit) -> None:
-        """Stop treating the unit as the one in use: its room may serve the next."""
-        if self.residency.current is self._residences[unit.index]:
+    def _leave(self, units: Sequence[Unit]) -> None:
+        """Stop treating one of these as the unit in use: its room may serve the next."""
+        if self.residency.current is not None and self.residency.current.unit in units:
             self.residency.current = None
         self.load_ahead()
 
-    @locked
     @outside_functorch
     def load_ahead(self) -> None:
         """Prefetch the units that should be used next, into room that nothing used sooner needs."""
@@ -252,7 +249,7 @@ class Schedule:
                 optimizer.update_home(home)
             elif not used:
                 self._residences[home.unit.index].outdated = True
-        self._leave(home.unit)
+        self._leave([home.unit])
 
     def _gather(self, home: GradHome, grads: dict[int, torch.Tensor], optimizer: OptimizerStream | None) -> bool:
         """Fill the unit's bucket and send it home; True if ``optimizer`` has used it up on the device instead."""

@@ -262,8 +262,6 @@ class OptimizerStream:
     @locked
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor | None:
         """Clip without waiting; None if that is not possible."""
-        if not self._updater.defers_clipping:
-            return None
         if self.in_backward:
             raise StormError(
                 'Cannot clip: step="backward" has used the gradients, unit by unit, before their norm was known. '

@@ -137,7 +137,6 @@ class Updater:
     by_unit = True  # it can update one unit at a time
     takes_sparse = True  # gradients
     keeps_states = False  # in home memory that the session has taken for them; else torch keeps them
-    defers_clipping = False  # `clip` can scale gradients at the next update
     there: StatesOnDevice = StatesOnDevice()
 
     def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> ShownStates:
@@ -195,9 +194,10 @@ class Updater:
 
     # --- clipping
 
-    def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm."""
-        raise NotImplementedError
+    def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor | None:
+        """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm.
+        None if that cannot be deferred."""
+        return None
 
     def scale(self, grads: GradHome, index: int, factor: torch.Tensor) -> bool:
         """Multiply one gradient by ``factor``, a number on the CPU, at the next update; False if that cannot be

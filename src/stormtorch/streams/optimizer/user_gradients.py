@@ -37,7 +37,7 @@ class UserGradients:
             self.fold(place)
         if place.index in home.consumed_places:
             assert home.own is not None
-            return home_view(place.view(home.own, place.grad_at, place.dtype), access, place, "grad")
+            return home_view(place.gradient(home.own, wide=False), access, place, "grad")
         if place.index not in home.present:
             return None
         given = home.given.get(place.index)

@@ -63,6 +63,10 @@ class Place:
     def in_image(self, flat: torch.Tensor) -> torch.Tensor:
         return self.view(flat, self.at, self.dtype)
 
+    def gradient(self, bucket: torch.Tensor, *, wide: bool) -> torch.Tensor:
+        """Its gradient in ``bucket``, the bytes of its unit's gradients; ``wide``: in the dtype that adds them up."""
+        return self.view(bucket, self.wide_at, self.wide_dtype) if wide else self.view(bucket, self.grad_at, self.dtype)
+
     @property
     def wide_dtype(self) -> torch.dtype:
         """The dtype in which gradients of several micro-batches are added up."""

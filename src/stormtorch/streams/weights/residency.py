@@ -57,9 +57,14 @@ class HomeGate:
     runs: list[tuple[Flag, int]] = field(default_factory=list)  # the worker's jobs: done when the flag has that value
     stored: Event | None = None  # the store of weights that were updated on the device
 
+    def is_pending(self) -> bool:
+        """Whether a job of the worker is not done. Forgets the others."""
+        self.runs = [(flag, value) for flag, value in self.runs if not flag.at(value).reached()]
+        return bool(self.runs)
+
     def hold(self, lane: Lane) -> None:
         """Make ``lane`` wait until the update is done and at home."""
-        self.runs = [(flag, value) for flag, value in self.runs if not flag.at(value).reached()]
+        self.is_pending()
         for flag, value in self.runs:
             lane.wait_flag(flag, value)
         if self.stored is not None:
