@@ -92,7 +92,7 @@ class GradHome:
     def held(self, indices: Iterable[int]) -> list[Place]:
         """Those of these places of which user code holds the gradient, or a view of it."""
         self.latest = None
-        places = [self.unit.places[index] for index in indices if index in self.present]
+        places = [self.unit.places[index] for index in indices if index in self.given]
         return [p for p in places if p.views and any(view._storm_kind == "grad" for view in p.views.values())]
 
     def let_go_of_views(self, indices: Iterable[int]) -> None:

@@ -106,7 +106,7 @@ class GradientStream:
         widen = bool(home.present) and home.unit.has_wide_form
         if widen:
             self.ensure_wide(home)
-        if home.state is GradState.ON_DEVICE and home.held(home.present):
+        if home.state is GradState.ON_DEVICE and home.held(home.given):
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         return home.is_wide or widen
 

@@ -264,6 +264,9 @@ class AdamStream(Updater):
             return True  # nearly always
         return self.there.stage(home) if home.on_device else True
 
+    def is_idle(self) -> bool:
+        return not self._in_backward_mode and all(home.waiting is None for home in self.homes)
+
     def prepare_early(self) -> None:
         if not self._in_backward_mode:
             self.there.stage_early()

@@ -177,6 +177,10 @@ class Updater:
         """Prefetch what an update on the device will need; False if there is no room yet."""
         return True
 
+    def is_idle(self) -> bool:
+        """Whether `prepare` has nothing to do for any unit."""
+        return True
+
     def prepare_early(self) -> None:
         """Prefetch states for the next step during backward, while the link has time."""
 

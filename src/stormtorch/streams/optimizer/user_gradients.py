@@ -152,7 +152,7 @@ class UserGradients:
             for place in home.unit.trained:
                 if real_grad(place) is not None:
                     set_real_grad(place, None)
-            self._let_go_of_views(home, home.present)
+            self._let_go_of_views(home, list(home.given))
             home.present.clear()
             home.norms.clear()
             home.shared.clear()
@@ -182,7 +182,7 @@ class UserGradients:
     def _widen(self, home: GradHome) -> None:
         """Convert own gradients to wide ones, on the host."""
         self._gradients.ensure_wide(home)
-        self._let_go_of_views(home, home.present)
+        self._let_go_of_views(home, list(home.given))
         old = {index: home.view(home.unit.places[index]) for index in home.present}
         home.is_wide = True
         for index, tensor in old.items():
