@@ -100,7 +100,7 @@ class HomeParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _through(func, types, args, kwargs or {})
+        return _through(func, args, kwargs or {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__" and "_storm" in vars(self):  # before anything is exchanged
@@ -140,11 +140,10 @@ class HomeParameter(nn.Parameter):
             view._is_param = True  # makes it an nn.Parameter
             return view.requires_grad_(self.requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(_plain(self.data).clone(), self.requires_grad)
-        copy: nn.Parameter = memo[id(self)]
-        return copy
+        return memo[id(self)]
 
 
 class HomeView(torch.Tensor):
@@ -169,7 +168,7 @@ class HomeView(torch.Tensor):
                 found = _OF_GRADIENTS[func](view, value)
                 if found is not None:
                     return found
-        return _through(func, types, args, kwargs or {})
+        return _through(func, args, kwargs or {})
 
     def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
         """Act as ``p.grad.data = x``. Not covered by ``__torch_function__``."""
@@ -188,11 +187,10 @@ class HomeView(torch.Tensor):
             return object.__format__(self, spec)
         return format(_plain(joined(self)).detach(), spec)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = _plain(self.clone())
-        copy: torch.Tensor = memo[id(self)]
-        return copy
+        return memo[id(self)]
 
     def __reduce_ex__(self, proto: Any) -> Any:
         access, place = self._storm
@@ -259,7 +257,7 @@ def _homes(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[HomeParameter
     return [home for home in found if hasattr(home, "_storm")]
 
 
-def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
+def _through(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     name: str = getattr(func, "__name__", "").partition(".")[0]  # torch.ops have names such as "mul_.Tensor"
     with without_torch_function():
         if name in ("__get__", "__set__", "__delete__"):

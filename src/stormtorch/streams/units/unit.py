@@ -17,7 +17,7 @@ so that kernels see the alignment that they would see in tensors of their own.""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -90,20 +90,10 @@ class Unit:
         ordered = sorted(parameters, key=lambda item: (not item[1].requires_grad, item[1].element_size()))
         self.places: list[Place] = []
         for number, (parameter_name, parameter) in enumerate(ordered):
-            stride = tuple(parameter.stride()) if is_dense(parameter) else _contiguous(parameter.shape)
-            self.places.append(
-                Place(
-                    parameter,
-                    parameter_name,
-                    self,
-                    number,
-                    parameter.requires_grad,
-                    parameter.shape,
-                    stride,
-                    parameter.dtype,
-                    parameter.numel(),
-                )
-            )
+            shape, dtype, count = parameter.shape, parameter.dtype, parameter.numel()
+            stride = (parameter if is_dense(parameter) else parameter.detach().to("meta").contiguous()).stride()
+            trained = parameter.requires_grad
+            self.places.append(Place(parameter, parameter_name, self, number, trained, shape, stride, dtype, count))
         self.trained = [place for place in self.places if place.trained]
         self.image_bytes = _lay_out(self.places, "at", lambda place: place.count * place.dtype.itemsize)
         self._starts = [place.at for place in self.places]
@@ -150,16 +140,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1]
-    for length in reversed(shape[1:]):
-        strides.append(strides[-1] * max(length, 1))
-    return tuple(reversed(strides))[: len(shape)]
-
-
-def _lay_out(places: Sequence[Place], field: str, size_of: object) -> int:
+def _lay_out(places: Sequence[Place], field: str, size_of: Callable[[Place], int]) -> int:
     """Set ``field`` of each place to its offset; returns the bytes of all."""
-    assert callable(size_of)
     end = 0
     for place in places:
         start = round_up(end, ALIGNMENT)
