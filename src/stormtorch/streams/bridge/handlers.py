@@ -120,12 +120,8 @@ def _as_user_code() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_torch_function())
         if innermost_hooks() is not None:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept))
         yield
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _watch() -> None:

@@ -20,14 +20,7 @@ from .views import Twins
 class UserAccess:
     """Implements `home.Access`. Parameters hold it, and through it all that streaming them needs."""
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        schedule: Schedule,
-        twins: Twins,
-        calls: Calls,
-    ) -> None:
+    def __init__(self, *, device: torch.device, schedule: Schedule, twins: Twins, calls: Calls) -> None:
         self.device, self.twins, self.closed = device, twins, False
         self.lock = schedule.lock
         self.stepping: int | None = None

@@ -71,7 +71,8 @@ class WriteGuard:
         """Sums of the entry's weights; None if it is not its turn, or where user code would see our operations."""
         if self._passes > _ALL and self._number.get(id(entry)) != self._passes % len(self._number):
             return None
-        if has_modes() or in_functorch() or _is_capturing(self._device):
+        is_capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if is_capturing or has_modes() or in_functorch():
             return None
         return [_sum(self._parameters.residences[unit.index]) for unit in entry.units]
 
@@ -108,7 +109,3 @@ def _sum(residence: Residence) -> Sum:
     with torch.inference_mode(False), torch.no_grad():
         value = words[: words.numel() // 8 * 8].view(torch.int64).sum()
     return Sum(residence, residence.stay, residence.version, value)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
