@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+
+import stormtorch as storm
 
 from .models import (
     CHAIN,
@@ -314,6 +317,21 @@ def test_a_hook_that_was_silent_can_be_removed(kind: str) -> None:
             return [calls, side.named(SECOND).grad]
 
         pair.both(run)
+
+
+def test_a_hook_that_comes_after_the_forward_needs_a_gradient() -> None:
+    """torch would call it without one."""
+    calls: list[int] = []
+    with Pair(HALVES, adamw, step="forward") as pair:
+        side = pair.streamed
+        for which, refused in (("1", True), ("12", False)):
+            side.model.which = which  # type: ignore[assignment]
+            loss = side.loss(3)
+            handle = side.named(SECOND).register_hook(lambda _: calls.append(1))
+            with pytest.raises(storm.StormError, match="between forward and backward") if refused else nullcontext():
+                loss.backward()
+            handle.remove()
+    assert calls == [1]
 
 
 def freeze_between_forward_and_backward(side: Side, *, hooked: bool) -> list[Any]:

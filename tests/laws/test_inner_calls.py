@@ -101,3 +101,40 @@ def test_a_part_is_one_pass() -> None:
     _, _, report = _trained(_inner, activations="recompute")
     _, _, whole = _trained(_whole, activations="recompute")
     assert report.loads <= whole.loads
+
+
+class _Loops(nn.Module):
+    """Calls itself, and uses its own weight after that call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.eye(8) / 2), nn.Linear(8, 8)
+        self.kinds: set[type] = set()  # of its weight, as it was seen after the inner call
+
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        hidden = torch.tanh(x @ self.weight)
+        if times:
+            hidden = hidden + self(hidden, times - 1)
+        self.kinds.add(type(self.weight))
+        out: torch.Tensor = self.inner(hidden) @ self.weight
+        return out
+
+
+def test_a_module_that_calls_itself_and_has_two_parents() -> None:
+    def train(*, streamed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        loops = _Loops()
+        model = nn.Sequential(loops, nn.Sequential(loops, nn.Linear(8, 8)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        session = storm.stream(model, optimizer, vram="1MiB", device="cpu") if streamed else None
+        for _ in range(3):
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session is not None:
+            session.close()
+        assert loops.kinds == {torch.Tensor if streamed else nn.Parameter}, "the device view was gone"
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for expected, found in zip(train(streamed=False), train(streamed=True), strict=True):
+        assert torch.equal(expected, found)

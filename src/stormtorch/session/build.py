@@ -174,7 +174,9 @@ def _open(
         else:
             updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
         schedule.updater = updater
-        taken = OptimizerStream(optimizer, access, ground.units, schedule, updater, masters=masters, mode=mode)
+        taken = OptimizerStream(
+            optimizer, access, ground.units, schedule, schedule.user_gradients, masters=masters, mode=mode
+        )
         endings.before_others(taken.release)
         schedule.optimizer = taken
         endings.after_others(schedule.forget)

@@ -25,6 +25,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from threading import get_ident
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,6 +42,7 @@ Handler = Callable[[int, FrameType | None], Any]
 PATIENCE_S = 10.0
 _ALL = tuple(sorted(int(number) for number in signal.valid_signals()))
 _handler_of = _signal.getsignal  # signal.getsignal makes enums, and takes four times as long
+_NO_LOCK = contextlib.nullcontext()
 
 
 class State:
@@ -65,7 +68,7 @@ state = State()
 
 def handler_here() -> int:
     """The number of the signal handler that the calling thread runs; 0 outside of handlers."""
-    return state.running if state.running and threading.get_ident() == state.main else 0
+    return state.running if state.running and get_ident() == state.main else 0
 
 
 class Deferred:
@@ -117,12 +120,8 @@ def _as_user_code() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(with_torch_function())
         if innermost_hooks() is not None:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept))
         yield
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _watch() -> None:
@@ -152,33 +151,20 @@ def _send_overdue() -> None:
 # --- which handlers there are
 
 
-_USUAL = tuple(
-    int(number)
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGALRM,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-        signal.SIGHUP,
-        signal.SIGCHLD,
-    )
-)
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGCHLD")
+_USUAL = tuple(int(getattr(signal, name)) for name in _NAMES)
 
 
 def look() -> None:
     """Wrap handlers of the usual signals that user code has installed since: a section begins."""
-    a, b, c, d, e, f, g = _USUAL
-    of = _handler_of
-    found = (of(a), of(b), of(c), of(d), of(e), of(f), of(g))
-    if found != state.seen:
+    if tuple(map(_handler_of, _USUAL)) != state.seen:
         _defer(_USUAL)
-        state.seen = tuple(map(of, _USUAL))
+        state.seen = tuple(map(_handler_of, _USUAL))
 
 
 def look_at_all() -> None:
     """Like ``look`` for every signal, which takes longer: a pass or a step begins."""
-    if state.sessions and threading.get_ident() == state.main:
+    if state.sessions and get_ident() == state.main:
         _defer(_ALL)
 
 
@@ -200,7 +186,7 @@ def begin(owner: object) -> Callable[[], object]:
 
 def _end() -> None:
     state.sessions -= 1
-    if not state.sessions and threading.get_ident() == state.main:
+    if not state.sessions and get_ident() == state.main:
         for number in _ALL:
             handler = _handler_of(number)
             if type(handler) is Deferred:
@@ -210,11 +196,18 @@ def _end() -> None:
 
 def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
     """``function`` as a section, which takes no lock."""
+    return section(function, lambda _: _NO_LOCK)
+
+
+def section(function: Callable[P, R], lock_of: Callable[[Any], AbstractContextManager[Any]]) -> Callable[P, R]:
+    """``function`` as a section that holds a lock, which ``lock_of`` finds in its first argument."""
 
     @functools.wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-        if threading.get_ident() != state.main:
-            return function(*args, **kwargs)
+        lock = lock_of(args[0])
+        if get_ident() != state.main:
+            with lock:
+                return function(*args, **kwargs)
         before = state.depth
         if state.cut:
             raise inside_step("use the session")
@@ -222,7 +215,8 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
             look()
         try:
             state.depth = before + 1
-            return function(*args, **kwargs)
+            with lock:
+                return function(*args, **kwargs)
         finally:
             state.depth = before
             if state.waiting and not before:
@@ -240,7 +234,7 @@ def inside_step(what: str) -> InsideStep:
 
 
 def _begin_in_child() -> None:
-    state.main, state.depth, state.cut = threading.get_ident(), 0, False
+    state.main, state.depth, state.cut = get_ident(), 0, False
     state.is_watched = False
     state.waiting.clear()
     state.overdue.clear()

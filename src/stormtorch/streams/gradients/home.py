@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,12 +17,6 @@ from ..home.fetch import Token
 from ..home.parameter import HomeView, move_views
 from ..units.unit import Place, Unit
 from ..weights.residency import HomeGate
-
-
-class Family(weakref.WeakValueDictionary[int, HomeView]):
-    """The views of one gradient that user code holds, by id; ``whole`` is ``p.grad``, as it was last given out."""
-
-    whole: weakref.ref[HomeView] | None = None
 
 
 class GradState(enum.Enum):
@@ -54,10 +49,10 @@ class GradHome:
     wide: torch.Tensor | None = None
     is_wide: bool = False  # their form, on the device and at home
     present: set[int] = field(default_factory=set)  # indices of places
-    consumed: bool = False  # an update in backward has used some since the last step: user code must not read those
+    # Places whose gradients an update in backward has used since they were last dropped: user code must not read those.
     consumed_places: set[int] = field(default_factory=set)
-    views: dict[int, Family] = field(default_factory=dict)  # that user code may hold, by place
-    latest: HomeView | None = None  # the gradient that user code has asked for last; most loops ask twice
+    given: dict[int, weakref.ref[HomeView]] = field(default_factory=dict)  # ``p.grad`` that user code got, by place
+    latest: HomeView | None = None  # the last of these; most loops ask twice
     shared: set[int] = field(default_factory=set)  # places of which torch has delivered a part since they were dropped
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # on the device
     norms_here: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] | None = None  # ``norms``, and these on the CPU
@@ -66,7 +61,11 @@ class GradHome:
     ready: Event | None = None  # when compute has made those
     arrivals: int = 0  # the value of ``arrived`` that says the last store has ended
     partial: dict[int, Partial] = field(default_factory=dict)  # by pass; waits for more uses of the unit
-    tokens: list[weakref.ref[Token]] = field(default_factory=list)  # of the nodes that may contribute
+    tokens: weakref.WeakSet[Token] = field(default_factory=weakref.WeakSet)  # of the nodes that may contribute
+
+    @property
+    def consumed(self) -> bool:
+        return bool(self.consumed_places)
 
     @property
     def state(self) -> GradState:
@@ -86,73 +85,35 @@ class GradHome:
         assert found is not None
         return found
 
-    def drop(self) -> None:
-        """Forget that there are gradients: all were dropped."""
-        self.there = None
-        self.is_wide = self.consumed = False
-
     def view(self, place: Place) -> torch.Tensor:
         """The parameter's gradient in home memory; call ``join`` before reading it."""
-        at = place.wide_at if self.is_wide else place.grad_at
-        return place.view(self.home_bytes(), at, self.dtype_of(place))
+        return place.gradient(self.home_bytes(), wide=self.is_wide)
 
-    def dtype_of(self, place: Place) -> torch.dtype:
-        return place.wide_dtype if self.is_wide else place.dtype
-
-    def watch(self, place: Place, view: HomeView) -> HomeView:
-        """Note ``p.grad``, which user code gets. Views made from it register themselves."""
-        family = self.views.get(place.index)
-        if family is None:
-            family = self.views[place.index] = Family()
-        view._storm_family = family
-        family[id(view)] = view
-        family.whole = weakref.ref(view)
-        self.latest = view
-        return view
-
-    def watched(self, place: Place) -> HomeView | None:
-        """``p.grad``, if user code holds it."""
-        family = self.views.get(place.index)
-        return None if family is None or family.whole is None else family.whole()
-
-    def is_held(self, index: int | None = None) -> bool:
-        """Whether user code holds a gradient, or a view of one; ``index``: of that place."""
+    def held(self, indices: Iterable[int]) -> list[Place]:
+        """Those of these places of which user code holds the gradient, or a view of it."""
         self.latest = None
-        return any(self.views.values()) if index is None else bool(self.views.get(index))
+        places = [self.unit.places[index] for index in indices if index in self.given]
+        return [p for p in places if p.views and any(view._storm_kind == "grad" for view in p.views.values())]
 
-    def let_go_of_views(self, index: int | None = None) -> None:
+    def let_go_of_views(self, indices: Iterable[int]) -> None:
         """Move views that user code holds to a copy: they keep their values when the buffer is overwritten."""
-        self.latest = None
-        for number in list(self.views) if index is None else [index]:
-            family = self.views.pop(number, None)
-            if family and not self.consumed:
-                self.join()
-                place = self.unit.places[number]
-                with torch.no_grad():
-                    source = self.view(place).as_strided((place.count,), (1,))
-                    move_views(family, source, source.clone(), "past")
-
-    def expect(self, token: Token) -> None:
-        """Note a node of the graph that may contribute."""
-        if len(self.tokens) > 8:
-            self.live_tokens()  # forgets the dead
-        self.tokens.append(weakref.ref(token))
-
-    def live_tokens(self) -> list[Token]:
-        live = [token for reference in self.tokens if (token := reference()) is not None]
-        self.tokens = [weakref.ref(token) for token in live]
-        return live
+        for place in self.held(indices):
+            self.join()
+            with torch.no_grad():
+                move_views(place, self.view(place).as_strided((place.count,), (1,)))
+        for index in indices:
+            self.given.pop(index, None)
 
     def awaits_more(self, token: Token) -> bool:
         """Whether the running backward will run more nodes of the unit than ``token``'s."""
-        return any(other.is_to_come() for other in self.live_tokens() if other is not token)
+        return any(other.is_to_come() for other in self.tokens if other is not token)
 
     def awaits_outer_pass(self, partial: Partial) -> bool:
         """Whether the outer pass around the one that brought ``partial`` may bring more; torch reports only the
         inner."""
         if not partial.nested:
             return False
-        return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.live_tokens())
+        return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.tokens)
 
     def bring(self) -> None:
         """Store gradients that are on the device to home memory."""

@@ -106,7 +106,7 @@ class GradientStream:
         widen = bool(home.present) and home.unit.has_wide_form
         if widen:
             self.ensure_wide(home)
-        if home.state is GradState.ON_DEVICE and home.is_held():
+        if home.state is GradState.ON_DEVICE and home.held(home.given):
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         return home.is_wide or widen
 
@@ -128,8 +128,8 @@ class GradientStream:
             torch._foreach_copy_([in_bucket[index] for index in fresh], [grads[index] for index in fresh])
         norms = _norms([in_bucket[index] for index in here])
         del in_bucket
-        for index in here if to_wide != home.is_wide else fresh:  # of the rest, user code keeps the views it holds
-            home.let_go_of_views(index)
+        if to_wide != home.is_wide:  # else user code keeps the views that it holds
+            home.let_go_of_views(before)
         home.present, home.is_wide = set(here), to_wide
         home.norms = dict(zip(here, norms, strict=True))
         home.there, home.ready = bucket, self._lanes.compute.record()
@@ -184,10 +184,8 @@ class GradientStream:
             uses.append(lane.record())
             self._waits.wait(uses[0], "gradients", unit.index)
         for index in before:
-            place = unit.places[index]
-            at, dtype = (place.wide_at, place.wide_dtype) if home.is_wide else (place.grad_at, place.dtype)
             target = in_bucket[index]
-            target.copy_(place.view(earlier.bytes, at, dtype))
+            target.copy_(unit.places[index].gradient(earlier.bytes, wide=home.is_wide))
             if index in grads:
                 target.add_(grads[index])
         self._residency.give(earlier, *uses, lanes.compute.record())

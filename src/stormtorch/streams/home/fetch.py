@@ -5,7 +5,8 @@ contributed: autograd's engine decides when a unit is complete, also where param
 
 The node's inputs are the home parameters, so that autograd knows them as the leaves of the graph. The node returns no
 gradient for them, because theirs go to the home gradients. For a parameter with user hooks it returns one, on the CPU,
-and torch handles it as usual.
+and torch handles it as usual. Such a parameter has a node of its own: torch calls the hooks of all inputs of a node
+that runs, also of those without a gradient.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 import torch
 
+from ...core.errors import StormError
 from ..bridge.torch_private import current_pass, in_backward, will_accumulate, will_run
 from ..units.unit import Unit
-from .torch_grad import excuse_hooks
+from .torch_grad import has_hooks
 
 Collect = Callable[["Token", Sequence["torch.Tensor | None"], list[bool]], "list[torch.Tensor | None]"]
 
@@ -64,8 +66,15 @@ class Fetch(torch.autograd.Function):
         leaves = [node for node, _ in ctx.next_functions[-len(grads) :]]
         wanted = [node is not None and will_accumulate(node) for node in leaves]
         for index, leaf, grad in zip(ctx.token.places, leaves, grads, strict=True):
-            if grad is None and leaf is not None:
-                excuse_hooks(ctx.token.unit.places[index])
+            if grad is None and leaf is not None and len(leaves) > 1 and has_hooks(ctx.token.unit.places[index]):
+                raise _late_hook(ctx.token.unit.places[index].name)
         if None in wanted:  # torch.autograd.grad: the gradients go to the caller
             return (None, None, None, *(None if grad is None else grad.to("cpu") for grad in grads))
         return (None, None, None, *ctx.collect(ctx.token, grads, wanted))
+
+
+def _late_hook(name: str) -> StormError:
+    return StormError(
+        f"A hook was put on {name!r} between forward and backward, and this backward brings no gradient for it: torch "
+        "would call the hook without one. Put hooks on parameters before the forward."
+    )

@@ -26,7 +26,7 @@ keep their meaning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -88,21 +88,19 @@ class Access(Protocol):
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
         """Replace the gradient."""
 
-    def held(self, place: Place) -> MutableMapping[int, HomeView]:
-        """The views of the weight that user code holds, by ``id``, referred to weakly."""
-
 
 class HomeParameter(nn.Parameter):
     """A streamed parameter. Its memory is a view of the unit's home image."""
 
     _storm: tuple[Access, Place]
+    _storm_kind = "weight"
 
     @classmethod
     @never_traced
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _through(func, types, args, kwargs or {})
+        return _through(func, args, kwargs or {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__" and "_storm" in vars(self):  # before anything is exchanged
@@ -142,24 +140,21 @@ class HomeParameter(nn.Parameter):
             view._is_param = True  # makes it an nn.Parameter
             return view.requires_grad_(self.requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(_plain(self.data).clone(), self.requires_grad)
-        copy: nn.Parameter = memo[id(self)]
-        return copy
+        return memo[id(self)]
 
 
 class HomeView(torch.Tensor):
     """A tensor over home memory that user code holds. ``_storm_kind``: "weight", "grad" or "state".
 
     "past" is a weight that ``p.data = x`` has replaced, or a gradient that was dropped: the views own the memory.
-    ``_storm_whole``: it is the object that torch knows as the gradient or the state, not one made from it.
-    ``_storm_family``: all views of one gradient, also views of views, by ``id``, referred to weakly."""
+    ``_storm_whole``: it is the object that torch knows as the gradient or the state, not one made from it."""
 
     _storm: tuple[Access, Place]
     _storm_kind: str
     _storm_whole: bool = False
-    _storm_family: MutableMapping[int, HomeView] | None = None
     _is_param: bool
 
     @classmethod
@@ -168,10 +163,12 @@ class HomeView(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _OF_GRADIENTS and not kwargs and len(args) == 2:
-            found = _OF_GRADIENTS[func](*args)
-            if found is not None:
-                return found
-        return _through(func, types, args, kwargs or {})
+            view, value = args
+            if type(view) is HomeView and view._storm_kind == "grad" and view._storm_whole:
+                found = _OF_GRADIENTS[func](view, value)
+                if found is not None:
+                    return found
+        return _through(func, args, kwargs or {})
 
     def set_(self, source: Any = None, *rest: Any, **named: Any) -> Any:
         """Act as ``p.grad.data = x``. Not covered by ``__torch_function__``."""
@@ -190,11 +187,10 @@ class HomeView(torch.Tensor):
             return object.__format__(self, spec)
         return format(_plain(joined(self)).detach(), spec)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = _plain(self.clone())
-        copy: torch.Tensor = memo[id(self)]
-        return copy
+        return memo[id(self)]
 
     def __reduce_ex__(self, proto: Any) -> Any:
         access, place = self._storm
@@ -216,18 +212,15 @@ def home_view(tensor: torch.Tensor, access: Access, place: Place, kind: str) -> 
     with without_torch_function():
         view = tensor.as_subclass(HomeView)
     view._storm, view._storm_kind, view._storm_whole = (access, place), kind, True
-    if kind in ("weight", "past"):
-        access.held(place)[id(view)] = view
+    if kind != "state":
+        place.views[id(view)] = view
     return view
 
 
 def _made_of(home: HomeParameter | HomeView, tensor: torch.Tensor) -> HomeView:
     """``tensor``, which shares memory with ``home``, as a `HomeView` of the same kind."""
-    view = home_view(tensor, *home._storm, _kind(home))
+    view = home_view(tensor, *home._storm, home._storm_kind)
     view._storm_whole = False
-    if isinstance(home, HomeView) and home._storm_family is not None:
-        view._storm_family = home._storm_family
-        home._storm_family[id(view)] = view
     return view
 
 
@@ -244,7 +237,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def joined(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``; if it lies in home memory, its pending work is finished first."""
     if isinstance(tensor, (HomeParameter, HomeView)) and hasattr(tensor, "_storm"):
-        tensor._storm[0].join(tensor._storm[1], _kind(tensor))
+        tensor._storm[0].join(tensor._storm[1], tensor._storm_kind)
     return tensor
 
 
@@ -264,7 +257,7 @@ def _homes(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[HomeParameter
     return [home for home in found if hasattr(home, "_storm")]
 
 
-def _through(func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
+def _through(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     name: str = getattr(func, "__name__", "").partition(".")[0]  # torch.ops have names such as "mul_.Tensor"
     with without_torch_function():
         if name in ("__get__", "__set__", "__delete__"):
@@ -300,7 +293,7 @@ def _detach_(home: HomeParameter | HomeView) -> torch.Tensor:
 def _share_memory_(home: HomeParameter | HomeView) -> torch.Tensor:
     """Do nothing, as torch does for memory of a GPU, for which home memory stands."""
     access, place = home._storm
-    if _kind(home) == "past":
+    if home._storm_kind == "past":
         torch.Tensor.share_memory_(home)  # type: ignore[no-untyped-call]
         return home
     if access.device.type == "cpu":
@@ -374,12 +367,12 @@ def _written(
     func: Any, written: list[HomeParameter | HomeView], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     for home in written:
-        home._storm[0].before_write(home._storm[1], _kind(home))
+        home._storm[0].before_write(home._storm[1], home._storm_kind)
     try:
         return func(*args, **kwargs)
     finally:  # a function that writes several may have written some before it raises
         for home in written:
-            home._storm[0].after_write(home._storm[1], _kind(home))
+            home._storm[0].after_write(home._storm[1], home._storm_kind)
 
 
 def _is_in(home: torch.Tensor, value: Any) -> bool:
@@ -388,10 +381,6 @@ def _is_in(home: torch.Tensor, value: Any) -> bool:
 
 def _in_forward(homes: list[HomeParameter | HomeView]) -> bool:
     return any(isinstance(home, HomeParameter) and home._storm[0].in_forward() for home in homes)
-
-
-def _kind(home: HomeParameter | HomeView) -> str:
-    return home._storm_kind if isinstance(home, HomeView) else "weight"
 
 
 def _watched(result: Any, homes: list[HomeParameter | HomeView]) -> Any:
@@ -455,89 +444,68 @@ def _get_data(func: Any, args: tuple[Any, ...]) -> Any:
 
 @undisturbed
 def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
-    """``p.data = x`` copies: the unit owns the memory of a streamed parameter."""
+    """``p.data = x`` and ``p.grad.data = x`` copy: unit and stream own the memory."""
     home, value = args
+    kind: str = home._storm_kind
+    if isinstance(home, HomeView) and not _has_its_place(home):
+        return func(*args)
     access, place = home._storm
-    if isinstance(home, HomeView):
-        return _set_values(home, value) if _has_its_place(home) else func(*args)
-    if value.shape != place.shape or value.dtype != place.dtype:
+    # A write to ``p.data`` leaves the parameter's version unchanged.
+    own = torch.Tensor.data.__get__(home) if isinstance(home, HomeParameter) else _plain(home)  # type: ignore[attr-defined]
+    if value.shape != own.shape or value.dtype not in (own.dtype, place.dtype):
         raise TypeError(
-            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the streamed parameter "
-            f"{place.name!r} ({place.dtype}, {tuple(place.shape)}). Close the session, then stream again."
+            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to the {kind} of the streamed "
+            f"parameter {place.name!r} ({own.dtype}, {tuple(own.shape)}). Close the session, then stream again."
         )
     joined(value)
-    access.join(place, "weight")
-    data = torch.Tensor.data.__get__(home)  # type: ignore[attr-defined]
-    if value.data_ptr() == data.data_ptr() and value.stride() == data.stride():
-        return None
-    flat = data.as_strided((place.count,), (1,))
-    if held := access.held(place):
-        move_views(held, flat, flat.clone(), "past")  # ``value`` may be one of them, in another form
-    access.before_write(place, "weight")
+    access.join(place, kind)
     with torch.no_grad():
-        data.copy_(value)
-    access.after_write(place, "weight")
-    was_here = isinstance(value, HomeView) and _kind(value) == "past" and value._storm[1] is place
-    if was_here and value.stride() == data.stride():
-        move_views(access.held(place), value.detach().as_strided((place.count,), (1,)), flat, "weight")
+        flat, new = own.as_strided((place.count,), (1,)), _plain(value).detach()
+        if new.data_ptr() == own.data_ptr() and new.stride() == own.stride():
+            return None
+        if flat.data_ptr() <= new.data_ptr() < flat.data_ptr() + flat.nbytes:
+            new = new.clone()  # the same values in another form
+        move_views(place, flat, parts_only=kind != "weight")
+        access.before_write(place, kind)
+        own.copy_(new)
+    access.after_write(place, kind)
+    was_here = isinstance(value, HomeView) and value._storm_kind == "past" and value._storm[1] is place
+    if kind == "weight" and was_here and new.stride() == own.stride():
+        move_views(place, new.as_strided((place.count,), (1,)), flat)
     return None
 
 
-@undisturbed
-def _set_values(home: HomeView, value: torch.Tensor) -> None:
-    """``p.grad.data = x`` copies too; tensors made from the gradient before keep the old values."""
-    access, place = home._storm
-    own = _plain(home)
-    if value.shape != own.shape or value.dtype not in (own.dtype, place.dtype):
-        raise TypeError(
-            f"Cannot assign a {value.dtype} tensor of shape {tuple(value.shape)} to a {home._storm_kind} of the "
-            f"streamed parameter {place.name!r} ({own.dtype}, {tuple(own.shape)}). Close the session first."
-        )
-    joined(value)
-    access.join(place, home._storm_kind)
-    with torch.no_grad():
-        new = _plain(value).detach()
-        if new.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
-            if new.data_ptr() == own.data_ptr() and new.stride() == own.stride():
-                return
-            new = new.clone()
-        made = {key: view for key, view in (home._storm_family or {}).items() if not view._storm_whole}
-        if made:
-            flat = own.as_strided((place.count,), (1,))
-            move_views(made, flat, flat.clone(), "past")
-        access.before_write(place, home._storm_kind)
-        own.copy_(new)
-    access.after_write(place, home._storm_kind)
+def move_views(
+    place: Place, source: torch.Tensor, target: torch.Tensor | None = None, *, parts_only: bool = False
+) -> None:
+    """Point user code's views of ``source`` at ``target``, the weight's home memory, or at a copy of the old values.
 
-
-def move_views(views: Mapping[int, HomeView], source: torch.Tensor, target: torch.Tensor, kind: str) -> None:
-    """Point those ``views`` that lie in ``source`` at ``target``; both hold all of one parameter, flat."""
+    Both hold all of one parameter, flat. ``parts_only``: views made from the gradient, not the gradient itself."""
     storage, first, end = source.untyped_storage().data_ptr(), source.data_ptr(), source.data_ptr() + source.nbytes
-    distance = (target.storage_offset() - source.storage_offset()) * source.itemsize
+    kind = "past" if target is None else "weight"
     with torch.no_grad(), without_torch_function():
-        for view in list(views.values()):
-            if view.untyped_storage().data_ptr() == storage and first <= view.data_ptr() < end:
-                at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
-                moved = _plain(view).new_empty(0)  # on the CPU, regardless of the default device
-                view.data = moved.set_(target.untyped_storage(), at, view.shape, view.stride())
-                view._storm_kind, view._storm_family = kind, None
-                view._storm[0].held(view._storm[1])[id(view)] = view
+        for view in list(place.views.values()):
+            if view.untyped_storage().data_ptr() != storage or not first <= view.data_ptr() < end:
+                continue
+            if parts_only and view._storm_whole:
+                continue
+            target = source.clone() if target is None else target
+            distance = (target.storage_offset() - source.storage_offset()) * source.itemsize
+            at = (view.storage_offset() * view.itemsize + distance) // view.itemsize
+            moved = _plain(view).new_empty(0)  # on the CPU, regardless of the default device
+            view.data = moved.set_(target.untyped_storage(), at, view.shape, view.stride())
+            view._storm_kind = kind
 
 
-def _norm(view: Any, order: Any) -> torch.Tensor | None:
+def _norm(view: HomeView, order: Any) -> torch.Tensor | None:
     """``torch.linalg.vector_norm(p.grad, 2.0)``, as torch's clipping asks for it."""
-    if type(view) is not HomeView or view._storm_kind != "grad" or not view._storm_whole or order != 2.0:
-        return None
     with without_torch_function():
-        access, place = view._storm
-        norm = access.grad_norm(place)
+        norm = view._storm[0].grad_norm(view._storm[1]) if order == 2.0 else None
         return None if norm is None else norm.to(view.dtype)
 
 
-def _scale(view: Any, factor: Any) -> torch.Tensor | None:
+def _scale(view: HomeView, factor: Any) -> torch.Tensor | None:
     """``p.grad.mul_(factor)``, as torch's clipping does it."""
-    if type(view) is not HomeView or view._storm_kind != "grad" or not view._storm_whole:
-        return None
     with without_torch_function():
         if type(factor) is not torch.Tensor or factor.dim() or factor.device.type != "cpu" or view.requires_grad:
             return None
@@ -546,7 +514,7 @@ def _scale(view: Any, factor: Any) -> torch.Tensor | None:
 
 
 # Clipping asks these of each gradient. The device has the norms, and the optimizer can scale.
-_OF_GRADIENTS: dict[Any, Callable[[Any, Any], torch.Tensor | None]] = {
+_OF_GRADIENTS: dict[Any, Callable[[HomeView, Any], torch.Tensor | None]] = {
     torch.linalg.vector_norm: _norm,
     torch.Tensor.mul_: _scale,
 }

@@ -5,16 +5,12 @@ device copies stale, also those that modules are computing with."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import MutableMapping
-
 import torch
 
 from ...core.errors import StormError
 from ..bridge import handlers
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward
-from ..home.parameter import HomeView, home_view
 from ..units.unit import Place
 from .calls import Calls
 from .schedule import Schedule
@@ -24,20 +20,12 @@ from .views import Twins
 class UserAccess:
     """Implements `home.Access`. Parameters hold it, and through it all that streaming them needs."""
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        schedule: Schedule,
-        twins: Twins,
-        calls: Calls,
-    ) -> None:
+    def __init__(self, *, device: torch.device, schedule: Schedule, twins: Twins, calls: Calls) -> None:
         self.device, self.twins, self.closed = device, twins, False
         self.lock = schedule.lock
         self.stepping: int | None = None
         self.schedule, self._weights, self._grads, self._calls = schedule, schedule.weights, schedule.gradients, calls
         self._passes = twins.passes
-        self._held: dict[int, weakref.WeakValueDictionary[int, HomeView]] = {}
 
     def in_forward(self) -> bool:
         """Whether the caller is inside a forward. A signal handler that has interrupted one is not: it reads home
@@ -110,7 +98,7 @@ class UserAccess:
         self.schedule.updater.reset_master(place)
 
     def grad(self, place: Place) -> torch.Tensor | None:
-        return None if self.closed else self.schedule.user_gradients.grad(place, self._watch)
+        return None if self.closed else self.schedule.user_gradients.grad(place, self)
 
     def grad_norm(self, place: Place) -> torch.Tensor | None:
         return None if self.closed else self.schedule.user_gradients.norm(place)
@@ -125,9 +113,3 @@ class UserAccess:
         self.schedule.user_gradients.set_grad(place, value)
         if value is None and not any(home.present for home in self._grads.homes):
             self.schedule.updater.forget_factor()
-
-    def held(self, place: Place) -> MutableMapping[int, HomeView]:
-        return self._held.setdefault(id(place), weakref.WeakValueDictionary())
-
-    def _watch(self, tensor: torch.Tensor, place: Place, kind: str) -> HomeView:
-        return home_view(tensor, self, place, kind)

@@ -26,26 +26,15 @@ class Attachment:
     """A model and its streams: ``calls`` runs its modules, ``access`` serves user code that uses its parameters."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        entries: list[Entry],
-        units: list[Unit],
-        device: torch.device,
-        schedule: Schedule,
+        self, model: nn.Module, entries: list[Entry], units: list[Unit], device: torch.device, schedule: Schedule
     ) -> None:
         self._model, self._entries, self._units = model, entries, units
         self._uses = [use for entry in entries for use in entry.uses]
         self._device, self._schedule = device, schedule
         self._moved_buffers: list[tuple[nn.Module, str]] = []
         twins = Twins(schedule)
-        self.calls = Calls(
-            model,
-            units,
-            device=device,
-            schedule=schedule,
-            twins=twins,
-            guard=WriteGuard(entries, schedule.weights, device),
-        )
+        guard = WriteGuard(entries, schedule.weights, device)
+        self.calls = Calls(model, units, device=device, schedule=schedule, twins=twins, guard=guard)
         self.access = UserAccess(device=device, schedule=schedule, twins=twins, calls=self.calls)
 
     def attach(self) -> None:

@@ -37,8 +37,8 @@ from ..bridge.torch_private import (
 )
 from ..home.parameter import HomeParameter, HomeView, joined
 from ..home.registration import take_out
-from ..units.partition import Entry
-from ..units.unit import Place, Unit
+from ..units.partition import Entry, Use
+from ..units.unit import Unit
 from ..weights.stream import SavedWeight
 from .schedule import Schedule
 from .turns import Turns
@@ -49,23 +49,27 @@ from .write_guard import WriteGuard
 class Installed:
     """Twins that are installed in one entry's modules; ``graph``: whether autograd records them."""
 
-    __slots__ = ("entry", "graph", "names", "units", "versions")
+    __slots__ = ("entry", "graph", "units", "versions")
 
     def __init__(self, entry: Entry) -> None:
         self.entry, self.graph = entry, torch.is_grad_enabled()
         self.units: list[Unit] = []
-        self.names: list[tuple[nn.Module, str]] = []
-        self.versions: list[int] = []
+        self.versions: dict[Use, int] = {}  # of the twins, when they were installed
 
     def refuse_writes(self) -> None:
         """Raise if a forward has written a weight in place: it wrote to the device copy, which will be dropped."""
-        for (module, name), version in zip(self.names, self.versions, strict=True):
-            twin = module.__dict__.get(name)
-            if twin is not None and not twin.is_inference() and twin._version != version:
+        for use, version in self.versions.items():
+            twin = use.module.__dict__.get(use.name)
+            if twin is not None and twin._version != version:
                 raise StormError(
-                    f"The forward of a {type(module).__name__} has changed its parameter {name!r} in place, and the "
-                    "change would be lost. Pass that module's name to storm.stream: leave=[...]."
+                    f"The forward of a {type(use.module).__name__} has changed its parameter {use.name!r} in place, "
+                    "and the change would be lost. Pass that module's name to storm.stream: leave=[...]."
                 )
+
+    def put(self, use: Use, twin: torch.Tensor) -> None:
+        """Set a twin as the module's attribute, where it hides the parameter."""
+        use.module.__dict__[use.name] = twin
+        self.versions[use] = twin._version
 
 
 class _Stack(threading.local):
@@ -190,22 +194,20 @@ class Calls:
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Route autograd's saved tensors through `_pack`: weights become notes, `Saving` handles activations."""
-        pack, unpack, saving = self._pack, self._unpack, self._schedule.saving
+        """Catch the tensors that autograd saves: weights become notes, `Saving` handles activations."""
+        unpack, saving, note_of = self._unpack, self._schedule.saving, self._weights.pack
+        keep: Callable[[torch.Tensor], Any] = Held if saving is None else saving.pack
+
+        @never_traced
+        def pack(tensor: torch.Tensor) -> Any:
+            return note_of(tensor) or keep(tensor)
+
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             if saving is None or not torch.is_grad_enabled():
                 yield
             else:
                 with saving.passing(pack, unpack):
                     yield
-
-    @never_traced
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        weight = self._weights.pack(tensor)
-        if weight is not None:
-            return weight
-        saving = self._schedule.saving
-        return Held(tensor) if saving is None else saving.pack(tensor)
 
     @never_traced
     def _unpack(self, saved: Any) -> torch.Tensor:
@@ -258,44 +260,20 @@ class Calls:
 
     @locked
     def _install(self, installed: Installed, in_graph: bool) -> None:
-        entry = installed.entry
-        tensors: dict[int, torch.Tensor] = {}
-        for unit in entry.units:
+        for unit in installed.entry.units:
             stay = self._schedule.use(unit)
             installed.units.append(unit)
             self._schedule.hold(unit)
-            for index, twin in self._twins.of_unit(unit, stay, in_graph).items():
-                tensors[id(unit.places[index].parameter)] = twin
-        for use in entry.uses:
-            if isinstance(use.module, nn.RNNBase):
-                continue  # an RNN would keep the twins in its own list of weights
-            if use.module._parameters.get(use.name) is not use.parameter:
-                # Another tensor stands there: from functional_call, or a parameter that user code has set.
-                # Transformations of torch.func read home memory without going through our hooks.
-                if in_functorch():
-                    joined(use.parameter)
-                continue
-            twin = use.module.__dict__[use.name] = tensors[id(use.parameter)]
-            installed.names.append((use.module, use.name))
-            installed.versions.append(twin._version)
+            uses = [use for use in installed.entry.uses if use.place.unit is unit and _takes_twin(use)]
+            twins = self._twins.of_unit(unit, stay, [use.place for use in uses], in_graph)
+            for use, twin in zip(uses, twins, strict=True):
+                installed.put(use, twin)
 
     @locked
     def _uninstall(self, installed: Installed) -> None:
-        for module, name in installed.names:
-            take_out(module, name)
-        try:
-            # An outer call may have the same parameters installed, e.g. a root module with parameters of its own.
-            for outer in self._stack.installed:
-                if any(a is b for a in outer.units for b in installed.units):
-                    self._reinstall(outer)
-        finally:
-            self._schedule.release(installed.units)
-
-    def _reinstall(self, outer: Installed) -> None:
-        for use in outer.entry.uses:
-            is_there = use.module._parameters.get(use.name) is use.parameter
-            if is_there and use.name not in use.module.__dict__ and (use.module, use.name) in outer.names:
-                use.module.__dict__[use.name] = self._another_twin(self._place[id(use.parameter)], outer)
+        for use in installed.versions:
+            take_out(use.module, use.name)
+        self._schedule.release(installed.units)
 
     def renew(self, unit: Unit) -> None:
         """Give modules that are computing with ``unit`` its new weights: a forward has just written them at home."""
@@ -303,20 +281,22 @@ class Calls:
             if unit not in installed.units:
                 continue
             installed.refuse_writes()  # writes to twins would be lost with them
-            numbers = [
-                number
-                for number, (module, name) in enumerate(installed.names)
-                if (place := self._place.get(id(module._parameters.get(name)))) is not None and place.unit is unit
-            ]
-            for number in numbers:
-                module, name = installed.names[number]
-                module.__dict__.pop(name, None)  # all first: old twins would keep the room that new ones need
-            for number in numbers:
-                module, name = installed.names[number]
-                parameter: Any = module._parameters[name]
-                twin = module.__dict__[name] = self._another_twin(self._place[id(parameter)], installed)
-                installed.versions[number] = twin._version
+            uses = [use for use in installed.versions if use.place.unit is unit and use.name in use.module.__dict__]
+            for use in uses:
+                del use.module.__dict__[use.name]  # all first: old twins would keep the room that new ones need
+            with torch.set_grad_enabled(installed.graph):  # the mode of the call, not the present one
+                for use in uses:
+                    installed.put(use, self._twins.of(use.place))
 
-    def _another_twin(self, place: Place, installed: Installed) -> torch.Tensor:
-        with torch.set_grad_enabled(installed.graph):  # the mode of the call, not the present one
-            return self._twins.of(place)
+
+def _takes_twin(use: Use) -> bool:
+    """Whether a call has to install the parameter's twin in that module."""
+    if isinstance(use.module, nn.RNNBase):
+        return False  # it would keep the twins in its own list of weights
+    if use.module._parameters.get(use.name) is use.parameter:
+        return use.name not in use.module.__dict__  # else a call around this one has installed it
+    # Another tensor stands there: from functional_call, or a parameter that user code has set. Transformations of
+    # torch.func read home memory without going through our hooks.
+    if in_functorch():
+        joined(use.parameter)
+    return False

@@ -21,12 +21,12 @@ from ..bridge.lock import locked
 from ..bridge.torch_private import at_end_of_backward, in_backward, outside_functorch
 from ..gradients.home import GradHome
 from ..gradients.stream import GradientStream
-from ..gradients.user import UserGradients, used_up
 from ..home.fetch import Token
 from ..home.meta import Unwritten
 from ..home.torch_grad import has_sparse_grad
 from ..optimizer.stream import OptimizerStream
 from ..optimizer.updater import NoUpdater, Snapshot, Updater
+from ..optimizer.user_gradients import UserGradients, used_up
 from ..units.unit import Unit
 from ..weights.residency import Residence, Stay, WeightState
 from ..weights.stream import ParameterStream, SavedWeight, version_of
@@ -75,7 +75,7 @@ class Schedule:
         self._residences, self._pool, self._compute = weights.residences, self.residency.pool, lanes.compute
         self._lanes, self._waits, self._serial = lanes, waits, serial
         self.snapshot, self._tuner, self.witness = snapshot, tuner, witness
-        self.user_gradients = UserGradients(gradients, self._residences, self)
+        self.user_gradients = UserGradients(self)
         self._ending: set[int] = set()  # backward passes at whose end gradients will be complete
         # Set once. An updater and an optimizer use weights through this object; the others need the attached model.
         self.updater: Updater = NoUpdater()
@@ -113,15 +113,18 @@ class Schedule:
         residency.order.visit(unit.index, backward=in_backward())
         residency.current = residence
         cause = "updates" if self.updater.pending(unit) else "weights"
-        stay = self.weights.present(residence)
-        self._waits.wait(stay.loaded, cause, unit.index)
-        stay.places.add(self._compute.place())
+        stay = self._arrived(residence, cause)
         if not self.updater.before_use(unit, stay):  # the weights were updated at home, and the copy is stale
-            stay = self.weights.present(residence)
-            self._waits.wait(stay.loaded, "weights", unit.index)
-            stay.places.add(self._compute.place())
+            stay = self._arrived(residence, "weights")
         self.load_ahead()
         residency.last_use = stay, stay.loaded, in_backward(), self._pool.returns
+        return stay
+
+    def _arrived(self, residence: Residence, cause: str) -> Stay:
+        """The unit's copy, which compute has been told to wait for."""
+        stay = self.weights.present(residence)
+        self._waits.wait(stay.loaded, cause, residence.unit.index)
+        stay.places.add(self._compute.place())
         return stay
 
     def _is_in_use(self, residence: Residence) -> bool:
@@ -137,7 +140,6 @@ class Schedule:
             and last[3] == self._pool.returns  # else prefetch may have room
             and stay.version == residence.version
             and self._compute.place() in stay.places
-            and not self.updater.pending(residence.unit)
         )
 
     def unpack(self, saved: SavedWeight) -> torch.Tensor:
@@ -169,16 +171,14 @@ class Schedule:
         """Allow eviction again, once for each unit."""
         for unit in units:
             self._residences[unit.index].installed -= 1
-        for unit in units:
-            self._leave(unit)
+        self._leave(units)
 
-    def _leave(self, unit: Unit) -> None:
-        """Stop treating the unit as the one in use: its room may serve the next."""
-        if self.residency.current is self._residences[unit.index]:
+    def _leave(self, units: Sequence[Unit]) -> None:
+        """Stop treating one of these as the unit in use: its room may serve the next."""
+        if self.residency.current is not None and self.residency.current.unit in units:
             self.residency.current = None
         self.load_ahead()
 
-    @locked
     @outside_functorch
     def load_ahead(self) -> None:
         """Prefetch the units that should be used next, into room that nothing used sooner needs."""
@@ -189,6 +189,8 @@ class Schedule:
             self.updater.prepare_early()  # for the step that follows
 
     def _load_units_ahead(self) -> None:
+        if self.updater.is_idle() and all(residence.is_current() for residence in self._residences):
+            return  # the loop below would do nothing: worth asking, because every use of a unit comes here
         order = self.residency.order
         for index, distance, in_pass in order.upcoming():
             residence = self._residences[index]
@@ -249,7 +251,7 @@ class Schedule:
                 optimizer.update_home(home)
             elif not used:
                 self._residences[home.unit.index].outdated = True
-        self._leave(home.unit)
+        self._leave([home.unit])
 
     def _gather(self, home: GradHome, grads: dict[int, torch.Tensor], optimizer: OptimizerStream | None) -> bool:
         """Fill the unit's bucket and send it home; True if ``optimizer`` has used it up on the device instead."""
@@ -329,24 +331,6 @@ class Schedule:
     def forget(self) -> None:
         """Release the optimizer: graphs that outlive the session keep this object alive."""
         self.optimizer = None
-
-    # --- user code reads or changes gradients
-
-    def apply_factor(self) -> None:
-        """Clip now, on the host, where that was deferred."""
-        self.updater.apply_factor()
-
-    def scale(self, home: GradHome, index: int, factor: torch.Tensor) -> bool:
-        """Multiply a gradient by ``factor`` later; False if that cannot be deferred."""
-        return self.updater.scale(home, index, factor)
-
-    def is_scaled(self) -> bool:
-        """Whether gradients are to be scaled before they are used."""
-        return self.updater.is_scaled()
-
-    def join(self, unit: Unit) -> None:
-        """Block until no update reads the unit's gradients at home."""
-        self.updater.join(unit)
 
     def before_dropping(self) -> None:
         """Raise if gradients are dropped that backward has used without a step."""

@@ -30,6 +30,7 @@ from ..bridge.torch_private import (
     without_torch_function,
 )
 from ..home.fetch import Fetch, Token
+from ..home.torch_grad import has_hooks
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
 from .schedule import Schedule
@@ -55,58 +56,53 @@ class Twins:
         self._with_graph = schedule.residency.twins
 
     @outside_functorch
-    def of_unit(self, unit: Unit, stay: Stay, in_graph: bool) -> dict[int, torch.Tensor]:
-        """The unit's twins, by index of the place."""
-        views = stay.views
+    def of_unit(self, unit: Unit, stay: Stay, places: list[Place], in_graph: bool) -> list[torch.Tensor]:
+        """The twins of these ``places`` of the unit."""
+        views, records = stay.views, torch.is_grad_enabled()
         if not views:
             with torch.inference_mode(False):  # no inference tensors: a later pass may train with these views
                 views.update(unit.views(stay.base))
+        known: dict[int, torch.Tensor] = {}
+        if not in_graph:
+            known = self._with_graph.find(unit.index, views) if records else stay.idle
         with without_torch_function():
-            leaves = [place for place in unit.places if place.parameter.requires_grad]
-        if not torch.is_grad_enabled():
-            return self._without_graph(unit, stay, leaves, keep=not in_graph)
-        known = self._with_graph.find(unit.index, views) if not in_graph else None
-        if known is not None:  # user code may freeze and thaw within a pass
-            views = {**views, **{place.index: known[place.index] for place in leaves if place.index in known}}
-            leaves = [place for place in leaves if place.index not in known]
-        if not leaves:
-            return views
-        twins = self._fetch(unit, leaves, views, idle=False)
-        if not in_graph and self.passes.depth:
-            self._with_graph.add(unit.index, {**(known or {}), **twins})
-        return {**views, **twins}
-
-    def _without_graph(self, unit: Unit, stay: Stay, leaves: list[Place], *, keep: bool) -> dict[int, torch.Tensor]:
-        """Twins where no graph is recorded; with ``keep`` the device copy keeps them for its next use."""
-        if not leaves:
-            return stay.views
-        if stay.idle is not None and stay.idle[0] == leaves:  # else user code has frozen or thawed some
-            return stay.idle[1]
-        with torch.inference_mode(False), torch.enable_grad():
-            twins = {**stay.views, **self._fetch(unit, leaves, stay.views, idle=True)}
-        if keep:
-            stay.idle = (leaves, twins)
-        return twins
+            leaves = {place.index for place in places if place.parameter.requires_grad}
+            fresh: list[Place] = []
+            if not leaves <= known.keys():  # user code may freeze and thaw within a pass
+                candidates = places if in_graph else unit.places
+                fresh = [p for p in candidates if p.parameter.requires_grad and p.index not in known]
+        if fresh:
+            known = {**known, **self._fetch(unit, fresh, views, idle=not records)}
+            if not in_graph and not records:
+                stay.idle = known
+            elif not in_graph and self.passes.depth:
+                self._with_graph.add(unit.index, known)
+        return [(known if place.index in leaves else views)[place.index] for place in places]
 
     def _fetch(
         self, unit: Unit, leaves: list[Place], views: Mapping[int, torch.Tensor], *, idle: bool
     ) -> dict[int, torch.Tensor]:
-        """Make twins of ``leaves`` over ``views``, from a graph node of their own."""
-        token = Token(unit, [place.index for place in leaves], idle=idle)
-        self._gradients.homes[unit.index].expect(token)
-        made = Fetch.apply(  # type: ignore[no-untyped-call]
-            token,
-            self._schedule.collect,
-            [views[place.index] for place in leaves],
-            *(place.parameter for place in leaves),
-        )
-        return {place.index: twin for place, twin in zip(leaves, made, strict=True)}
+        """Make twins of ``leaves`` over ``views``, from one graph node; those with hooks have nodes of their own."""
+        hooked = [place for place in leaves if has_hooks(place)]
+        twins: dict[int, torch.Tensor] = {}
+        for group in filter(None, [[place for place in leaves if place not in hooked], *([p] for p in hooked)]):
+            token = Token(unit, [place.index for place in group], idle=idle)
+            self._gradients.homes[unit.index].tokens.add(token)
+            with torch.inference_mode(False), torch.enable_grad():
+                made = Fetch.apply(  # type: ignore[no-untyped-call]
+                    token,
+                    self._schedule.collect,
+                    [views[place.index] for place in group],
+                    *(place.parameter for place in group),
+                )
+            twins.update((place.index, twin) for place, twin in zip(group, made, strict=True))
+        return twins
 
     @locked
     def of(self, place: Place) -> torch.Tensor:
         """One parameter's twin, lent to user code."""
         stay = self._schedule.use(place.unit)
-        return self.lend(place, self.of_unit(place.unit, stay, in_backward())[place.index])
+        return self.lend(place, self.of_unit(place.unit, stay, [place], in_backward())[0])
 
     def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
         """Lend ``tensor``, which lies in a twin's memory; in forward, note it to detect writes."""

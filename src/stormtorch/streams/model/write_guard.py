@@ -12,7 +12,7 @@ begins. On compute's own stream the copy would wait for the copy engine, and com
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,23 +21,22 @@ from ...memory.cuda.answers import Answers
 from ...memory.lanes.cuda import wait_for
 from ..bridge.torch_private import has_modes, in_functorch
 from ..units.partition import Entry
-from ..weights.residency import Stay
+from ..weights.residency import Residence, Stay
 from ..weights.stream import ParameterStream
 
 _ALL = 2  # passes in which every entry is looked at
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(NamedTuple):
     """The bytes of one unit's copy on the device, added up."""
 
+    residence: Residence
     stay: Stay
     version: int
     value: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
+class _Compared(NamedTuple):
     """Of an entry of a class ``name``: whether its sums differ, there and, once ``done``, here."""
 
     name: str
@@ -72,27 +71,19 @@ class WriteGuard:
         """Sums of the entry's weights; None if it is not its turn, or where user code would see our operations."""
         if self._passes > _ALL and self._number.get(id(entry)) != self._passes % len(self._number):
             return None
-        if has_modes() or in_functorch() or _is_capturing(self._device):
+        is_capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if is_capturing or has_modes() or in_functorch():
             return None
-        return [self._sum(unit.index) for unit in entry.units]
+        return [_sum(self._parameters.residences[unit.index]) for unit in entry.units]
 
     def after(self, entry: Entry, sums: list[Sum]) -> None:
         """Compare the sums with those of now."""
-        for unit, before in zip(entry.units, sums, strict=True):
-            residence = self._parameters.residences[unit.index]
-            if residence.stay is not before.stay or residence.version != before.version:
+        for residence, stay, version, value in sums:
+            if residence.stay is not stay or residence.version != version:
                 continue  # user code has written the weight in a way that is seen: the forward has a new copy
-            differs = self._sum(unit.index).value != before.value
+            differs = _sum(residence).value != value
             answer, done = (differs, None) if self._beside is None else self._beside.copy(differs)
             self._compared.append(_Compared(type(entry.module).__name__, differs, answer, done))
-
-    def _sum(self, unit: int) -> Sum:
-        residence = self._parameters.residences[unit]
-        assert residence.stay is not None
-        words = residence.stay.memory
-        with torch.inference_mode(False), torch.no_grad():
-            value = words[: words.numel() // 8 * 8].view(torch.int64).sum()
-        return Sum(residence.stay, residence.version, value)
 
     def _raise_if_changed(self, *, wait: bool) -> None:
         while self._compared:
@@ -112,5 +103,9 @@ class WriteGuard:
                 )
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _sum(residence: Residence) -> Sum:
+    assert residence.stay is not None
+    words = residence.stay.memory
+    with torch.inference_mode(False), torch.no_grad():
+        value = words[: words.numel() // 8 * 8].view(torch.int64).sum()
+    return Sum(residence, residence.stay, residence.version, value)

@@ -11,6 +11,8 @@ the next forward uses the unit; with step="backward" as soon as its gradients ex
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -47,7 +49,7 @@ class AdamStream(Updater):
     """Runs Adam or AdamW for the units of a session."""
 
     there: DeviceStates
-    takes_sparse, keeps_states, defers_clipping = False, True, True
+    takes_sparse, keeps_states = False, True
 
     def __init__(
         self,
@@ -69,12 +71,12 @@ class AdamStream(Updater):
         self.homes, self.state_home, self._images = homes, state_home, images
         self._worker, self._meter, self._board, self._lanes = worker, meter, board, lanes
         self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
-        self._factors = factors
+        self._factor_words = itertools.cycle(factors)
         residency = schedule.weights.residency
         self.there = DeviceStates(homes, state_home, lanes=lanes, residency=residency, waits=waits, poison=poison)
         self._masters, self.lock = Masters(homes, state_home, self), schedule.weights.lock
-        self._factor_turn, self._in_backward_mode = 0, in_backward_mode
-        self._kept: dict[int, torch.Tensor] = {}  # on the device; kept because the store lane reads them later
+        self._in_backward_mode = in_backward_mode
+        self._kept = deque[torch.Tensor](maxlen=len(factors))  # on the device; the store lane reads them later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
         self._scaling: Scaling | None = None  # by user code, gradient by gradient; there is no factor then
@@ -98,9 +100,8 @@ class AdamStream(Updater):
         if self._device_factor is not None:
             factor = factor * self._device_factor
         self._device_factor = factor
-        self._factor = self._factors[self._factor_turn]
-        self._kept[self._factor_turn] = factor
-        self._factor_turn = (self._factor_turn + 1) % len(self._factors)
+        self._factor = next(self._factor_words)
+        self._kept.append(factor)
         self._lanes.store.wait(self._lanes.compute.record())
         self._lanes.store.copy(self._factor, factor.reshape(1), Tag.GRADIENTS)
         return total
@@ -111,8 +112,9 @@ class AdamStream(Updater):
             return False
         if self._scaling is None and factor.dtype in _EXACT_IN_FP32:
             self._scaling = Scaling(factor)
-        scaling = self._scaling
-        if scaling is None or not (scaling.is_one or grads.dtype_of(grads.unit.places[index]) is torch.float32):
+        scaling, place = self._scaling, grads.unit.places[index]
+        dtype = place.wide_dtype if grads.is_wide else place.dtype
+        if scaling is None or not (scaling.is_one or dtype is torch.float32):
             return False  # the kernel would not round to the gradient's dtype
         return scaling.takes(factor, (grads.unit.index, index))
 
@@ -131,33 +133,29 @@ class AdamStream(Updater):
         self._scaling = None
         if scaling.is_one:
             return
-        self._factor, self._device_factor = self._factors[self._factor_turn], scaling.factor.to(self._lanes.device)
+        self._factor, self._device_factor = next(self._factor_words), scaling.factor.to(self._lanes.device)
         self._factor.copy_(scaling.factor)
-        self._factor_turn = (self._factor_turn + 1) % len(self._factors)
 
     @locked
     def apply_factor(self) -> None:
         scaling, self._scaling = self._scaling, None
         if scaling is not None and not scaling.is_one:
-            for home in self._gradients.homes:
-                self._multiply(
-                    home, scaling.factor, [i for i in home.present if (home.unit.index, i) in scaling.places]
-                )
-        if self._factor is None:
-            return
-        self._lanes.store.synchronize()
-        factor, self._factor, self._device_factor = self._factor, None, None
-        for home in self._gradients.homes:
-            self._multiply(home, factor, list(home.present))
+            self._multiply(scaling.factor, scaling.places)
+        if self._factor is not None:
+            self._lanes.store.synchronize()
+            factor, self._factor, self._device_factor = self._factor, None, None
+            self._multiply(factor)
 
-    def _multiply(self, home: GradHome, factor: torch.Tensor, indices: list[int]) -> None:
-        if not indices:
-            return
-        home.join()
-        self.join(home.unit)  # an update may still read them
-        for index in indices:
-            home.view(home.unit.places[index]).mul_(factor)
-            home.norms.pop(index, None)
+    def _multiply(self, factor: torch.Tensor, places: Container[tuple[int, int]] | None = None) -> None:
+        """Scale the gradients of these ``places``, or of all, on the host."""
+        for home in self._gradients.homes:
+            indices = [i for i in home.present if places is None or (home.unit.index, i) in places]
+            if indices:
+                home.join()
+                self.join(home.unit)  # an update may still read them
+            for index in indices:
+                home.view(home.unit.places[index]).mul_(factor)
+                home.norms.pop(index, None)
 
     @locked
     def forget_factor(self) -> None:
@@ -239,10 +237,7 @@ class AdamStream(Updater):
 
     def pending(self, unit: Unit) -> bool:
         home = self.homes[unit.index]
-        if home.waiting is not None:
-            return True
-        runs = home.gate.runs
-        return bool(runs) and any(not flag.at(value).reached() for flag, value in runs)
+        return home.waiting is not None or home.gate.is_pending()
 
     @locked
     def join(self, unit: Unit) -> None:
@@ -268,6 +263,9 @@ class AdamStream(Updater):
         if home.waiting is None and not (self._in_backward_mode and in_pass and in_backward()):
             return True  # nearly always
         return self.there.stage(home) if home.on_device else True
+
+    def is_idle(self) -> bool:
+        return not self._in_backward_mode and all(home.waiting is None for home in self.homes)
 
     def prepare_early(self) -> None:
         if not self._in_backward_mode:

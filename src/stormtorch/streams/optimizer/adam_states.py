@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..bridge.torch_private import without_torch_function
 from ..gradients.stream import GradientStream
@@ -44,7 +45,7 @@ class AdamStates(ShownStates):
         self._groups, self._access, self._snapshot = groups, access, snapshot
         self._optimizer = groups.optimizer
         self._place = {id(place.parameter): place for home in homes for place in home.unit.places}
-        self._taken: dict[int, dict[str, Any]] = {}  # kept while torch loads the other states, by number
+        self._taken: dict[nn.Parameter, dict[str, Any]] = {}  # kept while torch loads the other states
         self._not_written: set[int] = set()  # parameters without later writes, as a state dict is about to be loaded
         self._shown: dict[int, dict[str, Any]] = {}  # the entries we have put into optimizer.state, by parameter
 
@@ -59,14 +60,11 @@ class AdamStates(ShownStates):
     def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Hide our states from ``load_state_dict``: torch would cast them to the parameters' dtype and device."""
         self._not_written = self._masters.loading()
-        mine = {number for number, parameter in enumerate(self._groups.parameters()) if id(parameter) in self._place}
-        states = state_dict["state"]
-        self._taken = {number: state for number, state in states.items() if number in mine}
-        return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
+        rest, self._taken = self._groups.without(state_dict, self._place)
+        return rest
 
     def after_loading(self) -> None:
-        numbered = self._groups.parameters()
-        states = {numbered[key]: dict(value) for key, value in self._taken.items()}
+        states = {parameter: dict(state) for parameter, state in self._taken.items()}
         self._taken = {}
         for parameter, state in states.items():
             if not self._place[id(parameter)].trained:

@@ -21,7 +21,7 @@ from ..units.chunks import Chunk, chunks_of
 from ..units.unit import Unit
 from ..weights.residency import Residency
 from .adam_home import AdamHome, AdamState, Staged, Waiting, states_of
-from .state_home import StateHome, States
+from .state_home import StateHome
 from .updater import StatesOnDevice
 
 _SETS = 8  # one being updated, some on their way in, some on their way home
@@ -254,43 +254,34 @@ class DeviceStates(StatesOnDevice):
     def _load(self, home: AdamHome, chunk: Chunk, pieces: list[Piece], last_use: Event) -> None:
         """Load a chunk's states into ``pieces``, and its gradients if they exist and are not there."""
         lane, waiting = self._lanes.aside, home.waiting  # the load lane may have weights queued that wait for the CPU
-        sizes, copies = chunk.sizes[:3], []
-        if waiting is not None:
-            which = chunk.gradients(wide=waiting.wide)
-            grads = waiting.grads if waiting.there else waiting.grads[which.start : which.stop]
-            sizes.append(grads.nbytes)
-        there = [piece.bytes[:size] for piece, size in zip(pieces, sizes, strict=False)]
-        if waiting is not None and not waiting.there:
-            copies.append((there[3], grads))
-        is_there = home.state is AdamState.DEVICE
-        if is_there and not copies:  # all of it has remained there
-            assert home.kept is not None
-            home.staged.append(Staged(chunk, pieces, there, home.kept.loaded))
-            return
-        states = None if is_there else self._state_home.acquire(home.unit, chunk)
+        parts = [piece.bytes[:size] for piece, size in zip(pieces, chunk.sizes[:3], strict=False)]
+        staged, remained = Staged(chunk, pieces, parts, last_use), home.state is AdamState.DEVICE
+        if home.kept is not None and remained:
+            staged.loaded = home.kept.loaded
         try:
-            lane.wait(last_use)
-            home.gate.hold(lane)
-            if states is not None:
-                copies[:0] = zip(there, states.parts, strict=False)
-                if states.ready is not None:
-                    lane.wait(states.ready)
-            if waiting is not None and waiting.stored is not None:
-                lane.wait(waiting.stored)
-            for target, source in copies:
-                if source.nbytes:
-                    lane.copy(target, source, Tag.OPTIMIZER, home.unit.index)
+            if not remained or (waiting is not None and not waiting.there):
+                lane.wait(last_use)
+                home.gate.hold(lane)
+            if not remained:
+                self._load_states(home.unit, staged)
+            if waiting is not None:
+                self._add_gradients(staged, waiting, home.unit.index)
         except BaseException:
-            self._no_longer_staged(home, Staged(chunk, pieces, there, self._loaded(states)))
+            self._no_longer_staged(home, staged)
             raise
-        home.staged.append(Staged(chunk, pieces, there, self._loaded(states)))
+        home.staged.append(staged)
 
-    def _loaded(self, states: States | None) -> Event:
-        """The end of a load, until which it reads ``states``."""
-        event = self._lanes.aside.record()
-        if states is not None:
-            self._state_home.release(states, dirty=False, after=event)
-        return event
+    def _load_states(self, unit: Unit, staged: Staged) -> None:
+        lane, states = self._lanes.aside, self._state_home.acquire(unit, staged.chunk)
+        try:
+            if states.ready is not None:
+                lane.wait(states.ready)
+            for target, source in zip(staged.parts, states.parts, strict=True):
+                if source.nbytes:
+                    lane.copy(target, source, Tag.OPTIMIZER, unit.index)
+        finally:
+            staged.loaded = lane.record()
+            self._state_home.release(states, dirty=False, after=staged.loaded)
 
     def _store(self, home: AdamHome, staged: Staged) -> Event:
         """Store states that compute has been told to update."""

@@ -26,7 +26,7 @@ class MasterStates(ShownStates):
     def __init__(self, updater: Updater, groups: ParamGroups, units: list[Unit]) -> None:
         self._optimizer, self._updater, self._groups = groups.optimizer, updater, groups
         self._place = {id(p.parameter): p for unit in units for p in unit.trained if p.is_split}
-        self._taken: dict[int, dict[str, Any]] = {}
+        self._taken: dict[nn.Parameter, dict[str, Any]] = {}
 
     def take_over(self) -> None:
         """Convert existing states to fp32, for the masters."""
@@ -54,15 +54,13 @@ class MasterStates(ShownStates):
 
     def before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Hide the masters' states from ``load_state_dict``."""
-        mine = {number for number, _ in self._numbered()}
-        states = state_dict["state"]
-        self._taken = {number: states[number] for number in mine if number in states}
-        return {**state_dict, "state": {number: state for number, state in states.items() if number not in mine}}
+        rest, self._taken = self._groups.without(state_dict, self._place)
+        return rest
 
     def after_loading(self) -> None:
         taken, self._taken = self._taken, {}
-        for number, place in self._numbered():
-            state = {key: _for_master(key, value) for key, value in taken.get(number, {}).items()}
+        for _, place in self._numbered():
+            state = {key: _for_master(key, value) for key, value in taken.get(place.parameter, {}).items()}
             master = state.pop(MASTER, None)
             self._updater.reset_master(place)
             if master is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -16,16 +17,26 @@ class ParamGroups:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._group: dict[int, dict[str, Any]] = {}  # by parameter
-        self._key: tuple[int, ...] = ()
+        self._key: list[list[int]] = []
 
     def parameters(self) -> list[nn.Parameter]:
         """All of them, in the order of their numbers in a state dict."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    def without(
+        self, state_dict: dict[str, Any], mine: Container[int]
+    ) -> tuple[dict[str, Any], dict[nn.Parameter, dict[str, Any]]]:
+        """A state dict without the states of ``mine``, parameters by id; and these states by parameter."""
+        states, taken = dict(state_dict["state"]), {}
+        for number, parameter in enumerate(self.parameters()):
+            if id(parameter) in mine and number in states:
+                taken[parameter] = states.pop(number)
+        return {**state_dict, "state": states}, taken
+
     def of(self, unit: Unit) -> dict[int, dict[str, Any]]:
         """The groups of a unit's parameters, by place; without parameters that the optimizer does not have."""
         groups = self.optimizer.param_groups
-        key = tuple(id(item) for group in groups for item in (group, *group["params"]))
+        key = [list(map(id, (group, *group["params"]))) for group in groups]
         if key != self._key:  # once, unless user code changes the groups: this runs for every unit of a backward
             self._group = {id(parameter): group for group in groups for parameter in group["params"]}
             self._key = key

@@ -7,8 +7,9 @@ in a profile."""
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,22 +56,16 @@ class Takeover:
         *,
         step: Callable[[Callable[[], Any] | None], Any],
         zero_grad: Callable[..., None],
-        before_saving: Callable[[], None],
-        after_saving: Callable[[dict[str, Any]], None],
-        before_loading: Callable[[dict[str, Any]], dict[str, Any] | None],
-        after_loading: Callable[[], None],
+        hooks: Mapping[str, Callable[..., Any]],
     ) -> None:
-        """The last four are called around ``state_dict`` and ``load_state_dict`` with torch's dict; ``before_loading``
-        may return another one for torch to load."""
-        self._optimizer, self._zero_grad = optimizer, zero_grad
+        """``hooks``: by what torch's ``register_..._hook`` calls them; they get what torch gives, but the optimizer."""
+        self._optimizer, self._zero_grad, self._to_hook = optimizer, zero_grad, hooks
 
         def hooked(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return step(closure)
 
         calls_hooks = users_own(optimizer, "step") is None and has_hooks_around(type(optimizer).step)
         self._hooked_step = torch.optim.Optimizer.profile_hook_step(hooked) if calls_hooks else hooked
-        self._before_saving, self._after_saving = before_saving, after_saving
-        self._before_loading, self._after_loading = before_loading, after_loading
         self.previous = {name: vars(optimizer)[name] for name in PUT_ON if name in vars(optimizer)}
         self._hooks: list[Any] = []
         self.methods: list[Callable[..., Any]] = []
@@ -83,10 +78,9 @@ class Takeover:
         target.step = types.MethodType(self._method("step", self._step_with_hooks), optimizer)
         target.zero_grad = types.MethodType(self._method("zero_grad", self._zero_grad), optimizer)
         target._step_supports_amp_scaling = False  # a GradScaler then unscales the gradients itself
-        self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _optimizer: self._before_saving()))
-        self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._load_pre_hook))
-        self._hooks.append(optimizer.register_load_state_dict_post_hook(self._load_post_hook))
-        self._hooks.append(optimizer.register_state_dict_post_hook(lambda _optimizer, saved: self._after_saving(saved)))
+        for name, hook in self._to_hook.items():
+            register = getattr(optimizer, f"register_{name}_hook")
+            self._hooks.append(register(functools.partial(self._call, hook)))
 
     def end(self) -> None:
         """Restore the object, except for wrappers that other code has put on it since. Works once."""
@@ -123,9 +117,5 @@ class Takeover:
         optimizer._opt_called = True  # a scheduler that was built before checks this
         return self._hooked_step(optimizer, *args, **kwargs)
 
-    def _load_pre_hook(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        return None if self.ended else self._before_loading(state_dict)
-
-    def _load_post_hook(self, _optimizer: torch.optim.Optimizer) -> None:
-        if not self.ended:
-            self._after_loading()
+    def _call(self, hook: Callable[..., Any], _optimizer: torch.optim.Optimizer, *given: Any) -> Any:
+        return None if self.ended else hook(*given)

@@ -26,7 +26,8 @@ from ..units.unit import Unit
 from .param_groups import ParamGroups
 from .patch import Takeover, users_own
 from .torch_step import Shadow, as_is
-from .updater import Conductor, Updater
+from .updater import Conductor
+from .user_gradients import UserGradients
 
 
 class OptimizerStream:
@@ -38,14 +39,15 @@ class OptimizerStream:
         access: Access,
         units: list[Unit],
         schedule: Conductor,
-        updater: Updater,
+        user_gradients: UserGradients,
         *,
         masters: bool,
         mode: str,
     ) -> None:
         self.optimizer, self._units = optimizer, units
-        self._schedule, self._snapshot, self._updater, self._mode = schedule, schedule.snapshot, updater, mode
-        self._gradients, self._user_gradients = schedule.gradients, schedule.user_gradients
+        self._schedule, self._snapshot, self._mode = schedule, schedule.snapshot, mode
+        self._gradients, self._user_gradients = schedule.gradients, user_gradients
+        self._updater = updater = schedule.updater
         self._place = {id(place.parameter): place for unit in units for place in unit.places}
         self._own_step, self._own_zero_grad = users_own(optimizer, "step"), users_own(optimizer, "zero_grad")
         if self._own_zero_grad is None and type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
@@ -67,10 +69,12 @@ class OptimizerStream:
             optimizer,
             step=self.step,
             zero_grad=self._own_zero_grad or self.zero_grad,
-            before_saving=updater.join_all,
-            after_saving=self.states.after_saving,
-            before_loading=self._before_loading,
-            after_loading=self._after_loading,
+            hooks={
+                "state_dict_pre": updater.join_all,
+                "state_dict_post": self.states.after_saving,
+                "load_state_dict_pre": self._before_loading,
+                "load_state_dict_post": self._after_loading,
+            },
         )
         try:
             self._takeover.begin()
@@ -211,8 +215,9 @@ class OptimizerStream:
     def _consumed(self, home: GradHome) -> None:
         home.consumed_places |= home.present
         home.present.clear()
+        home.given.clear()
         home.norms.clear()
-        home.consumed = self._unstepped = True
+        self._unstepped = True
 
     # --- gradients
 
@@ -257,8 +262,6 @@ class OptimizerStream:
     @locked
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor | None:
         """Clip without waiting; None if that is not possible."""
-        if not self._updater.defers_clipping:
-            return None
         if self.in_backward:
             raise StormError(
                 'Cannot clip: step="backward" has used the gradients, unit by unit, before their norm was known. '

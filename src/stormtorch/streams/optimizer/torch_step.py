@@ -20,7 +20,7 @@ from torch import nn
 
 from ..bridge.torch_private import without_torch_function
 from ..gradients.home import GradHome
-from ..home.parameter import Access, HomeParameter, alone
+from ..home.parameter import Access, alone
 from ..home.torch_grad import has_sparse_grad, real_grad
 from ..units.unit import Place, Unit
 from ..weights.stream import ParameterStream
@@ -163,8 +163,5 @@ def as_is(
 ) -> Any:
     """Run the step of the optimizer's class, or the one that the user has set, on the streamed parameters themselves:
     each access waits for pending work."""
-    assert all(
-        isinstance(p, (HomeParameter, nn.Parameter)) for group in optimizer.param_groups for p in group["params"]
-    )
     step = own_step or functools.partial(without_hooks(type(optimizer).step), optimizer)
     return step(closure) if closure else step()

@@ -13,7 +13,6 @@ import torch
 
 from ..gradients.home import GradHome
 from ..gradients.stream import GradientStream
-from ..gradients.user import UserGradients
 from ..home.parameter import Access
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
@@ -110,8 +109,8 @@ class Conductor(Protocol):
 
     weights: ParameterStream
     gradients: GradientStream
-    user_gradients: UserGradients
     snapshot: Snapshot
+    updater: Updater
 
     def use(self, unit: Unit) -> Stay:
         """The unit's weights on the device; compute waits for them."""
@@ -128,6 +127,9 @@ class Conductor(Protocol):
     def end_step(self) -> None:
         """Count a step that is complete."""
 
+    def before_dropping(self) -> None:
+        """Raise if gradients are dropped that backward has used without a step."""
+
 
 class Updater:
     """Updates units of weights at home or on the device."""
@@ -135,7 +137,6 @@ class Updater:
     by_unit = True  # it can update one unit at a time
     takes_sparse = True  # gradients
     keeps_states = False  # in home memory that the session has taken for them; else torch keeps them
-    defers_clipping = False  # `clip` can scale gradients at the next update
     there: StatesOnDevice = StatesOnDevice()
 
     def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> ShownStates:
@@ -176,6 +177,10 @@ class Updater:
         """Prefetch what an update on the device will need; False if there is no room yet."""
         return True
 
+    def is_idle(self) -> bool:
+        """Whether `prepare` has nothing to do for any unit."""
+        return True
+
     def prepare_early(self) -> None:
         """Prefetch states for the next step during backward, while the link has time."""
 
@@ -193,9 +198,10 @@ class Updater:
 
     # --- clipping
 
-    def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm."""
-        raise NotImplementedError
+    def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor | None:
+        """Scale the gradients at the next update so that their total norm is at most ``max_norm``; returns the norm.
+        None if that cannot be deferred."""
+        return None
 
     def scale(self, grads: GradHome, index: int, factor: torch.Tensor) -> bool:
         """Multiply one gradient by ``factor``, a number on the CPU, at the next update; False if that cannot be

@@ -16,7 +16,7 @@ from torch import nn
 from ...core.errors import SettingError
 from ...core.sizes import MiB
 from ..bridge.torch_private import has_plain_storage
-from .unit import Unit, is_dense
+from .unit import Place, Unit, is_dense
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -28,6 +28,7 @@ class Use:
     module: nn.Module
     name: str
     parameter: nn.Parameter
+    place: Place = field(init=False)  # in its unit; `partition` sets it
 
 
 @dataclass(eq=False)
@@ -84,7 +85,7 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
     units: list[Unit] = []
     entries: list[Entry] = []
     left: dict[int, nn.Parameter] = {}
-    owner: dict[int, Unit] = {}
+    places: dict[int, Place] = {}  # by parameter
     for group in _merged(candidates, unit_limit_bytes):
         made = [Entry(c.module, c.uses()) for c in group]
         for entry in made:
@@ -98,16 +99,18 @@ def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None
             id(use.parameter): use.parameter
             for entry in made
             for use in entry.uses
-            if id(use.parameter) not in owner and id(use.parameter) not in left
+            if id(use.parameter) not in places and id(use.parameter) not in left
         }
         if fresh:
             unit = Unit(len(units), group[0].name or "root", [(parameter_names[key], p) for key, p in fresh.items()])
             units.append(unit)
-            owner.update(dict.fromkeys(fresh, unit))
+            places.update((id(place.parameter), place) for place in unit.places)
         entries += made
     for entry in entries:
         entry.uses = [use for use in entry.uses if id(use.parameter) not in left]
-        entry.units = list({owner[id(use.parameter)].index: owner[id(use.parameter)] for use in entry.uses}.values())
+        for use in entry.uses:
+            use.place = places[id(use.parameter)]
+        entry.units = list(dict.fromkeys(use.place.unit for use in entry.uses))
     return Partition(units, [entry for entry in entries if entry.uses], list(left.values()))
 
 

@@ -17,8 +17,10 @@ so that kernels see the alignment that they would see in tensors of their own.""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -46,6 +48,8 @@ class Place:
     state_at: int = 0
     master_at: int = 0
     written: bool = True  # False: it came from the meta device and has no values yet
+    # User code's views of its weight and gradient (home/parameter.py), by ``id``.
+    views: MutableMapping[int, Any] = field(default_factory=WeakValueDictionary)
 
     def view(self, flat: torch.Tensor, at: int, dtype: torch.dtype) -> torch.Tensor:
         """This parameter's part of the byte tensor ``flat``, in the parameter's shape and strides."""
@@ -58,6 +62,10 @@ class Place:
 
     def in_image(self, flat: torch.Tensor) -> torch.Tensor:
         return self.view(flat, self.at, self.dtype)
+
+    def gradient(self, bucket: torch.Tensor, *, wide: bool) -> torch.Tensor:
+        """Its gradient in ``bucket``, the bytes of its unit's gradients; ``wide``: in the dtype that adds them up."""
+        return self.view(bucket, self.wide_at, self.wide_dtype) if wide else self.view(bucket, self.grad_at, self.dtype)
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -82,20 +90,10 @@ class Unit:
         ordered = sorted(parameters, key=lambda item: (not item[1].requires_grad, item[1].element_size()))
         self.places: list[Place] = []
         for number, (parameter_name, parameter) in enumerate(ordered):
-            stride = tuple(parameter.stride()) if is_dense(parameter) else _contiguous(parameter.shape)
-            self.places.append(
-                Place(
-                    parameter,
-                    parameter_name,
-                    self,
-                    number,
-                    parameter.requires_grad,
-                    parameter.shape,
-                    stride,
-                    parameter.dtype,
-                    parameter.numel(),
-                )
-            )
+            shape, dtype, count = parameter.shape, parameter.dtype, parameter.numel()
+            stride = (parameter if is_dense(parameter) else parameter.detach().to("meta").contiguous()).stride()
+            trained = parameter.requires_grad
+            self.places.append(Place(parameter, parameter_name, self, number, trained, shape, stride, dtype, count))
         self.trained = [place for place in self.places if place.trained]
         self.image_bytes = _lay_out(self.places, "at", lambda place: place.count * place.dtype.itemsize)
         self._starts = [place.at for place in self.places]
@@ -142,16 +140,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1]
-    for length in reversed(shape[1:]):
-        strides.append(strides[-1] * max(length, 1))
-    return tuple(reversed(strides))[: len(shape)]
-
-
-def _lay_out(places: Sequence[Place], field: str, size_of: object) -> int:
+def _lay_out(places: Sequence[Place], field: str, size_of: Callable[[Place], int]) -> int:
     """Set ``field`` of each place to its offset; returns the bytes of all."""
-    assert callable(size_of)
     end = 0
     for place in places:
         start = round_up(end, ALIGNMENT)

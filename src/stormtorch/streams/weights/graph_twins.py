@@ -34,10 +34,10 @@ class GraphTwins:
     def add(self, unit: int, twins: dict[int, torch.Tensor]) -> None:
         self._known[unit] = twins
 
-    def find(self, unit: int, views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor] | None:
-        """The unit's twins, pointed at ``views``; None if it has none yet."""
-        twins = self._known.get(unit)
-        if twins is not None and unit in self._away:
+    def find(self, unit: int, views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The unit's twins by place, pointed at ``views``; empty if it has none yet."""
+        twins = self._known.get(unit, {})
+        if unit in self._away:
             self._away.discard(unit)
             self._held = [held for held in self._held if held[0] != unit]
             for place, twin in twins.items():

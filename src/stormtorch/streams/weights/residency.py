@@ -29,38 +29,25 @@ from ...memory.pools.pool import DevicePool, Piece
 from ..bridge.lock import locked
 from ..bridge.torch_private import outside_functorch
 from ..units.order import Order
-from ..units.unit import Place, Unit
+from ..units.unit import Unit
 from .graph_twins import GraphTwins
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False, slots=True)
 class Stay:
-    """A unit's copy on the device.
+    """A unit's copy on the device."""
 
-    ``loaded``: the event after which its bytes are there. ``uses``: events before which the bytes must not be
-    overwritten. ``places``: the streams that have computed with them. ``memory``: a tensor over the same
-    bytes that lanes use, because a reference to ``base`` keeps the copy alive. ``typed``: ``base`` in other dtypes.
-    ``views``: the tensors that model/views.py has made over the bytes, by place. ``idle``: the tensors that it has made
-    without a graph, and the parameters that required a gradient then.
-    """
-
-    __slots__ = ("base", "idle", "loaded", "memory", "places", "typed", "uses", "version", "views")
-
-    def __init__(
-        self,
-        base: torch.Tensor,
-        memory: torch.Tensor,
-        uses: list[Event],
-        places: set[Hashable],
-        loaded: Event,
-        version: int,
-    ) -> None:
-        self.base, self.memory, self.uses, self.places = base, memory, uses, places
-        self.loaded, self.version = loaded, version
-        self.typed: dict[torch.dtype, torch.Tensor] = {}
-        self.views: dict[int, torch.Tensor] = {}
-        self.idle: tuple[list[Place], dict[int, torch.Tensor]] | None = None
+    base: torch.Tensor  # the bytes; a reference to it keeps the copy alive
+    memory: torch.Tensor  # over the same bytes, for lanes
+    uses: list[Event]  # before these, the bytes must not be overwritten
+    places: set[Hashable]  # streams that have computed with them
+    loaded: Event  # after it, the bytes are there
+    version: int  # of the home image
+    typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # ``base`` in other dtypes
+    views: dict[int, torch.Tensor] = field(default_factory=dict)  # made by model/views.py, by place
+    idle: dict[int, torch.Tensor] = field(default_factory=dict)  # its twins without a graph, by place
 
 
 @dataclass(eq=False)
@@ -70,9 +57,14 @@ class HomeGate:
     runs: list[tuple[Flag, int]] = field(default_factory=list)  # the worker's jobs: done when the flag has that value
     stored: Event | None = None  # the store of weights that were updated on the device
 
+    def is_pending(self) -> bool:
+        """Whether a job of the worker is not done. Forgets the others."""
+        self.runs = [(flag, value) for flag, value in self.runs if not flag.at(value).reached()]
+        return bool(self.runs)
+
     def hold(self, lane: Lane) -> None:
         """Make ``lane`` wait until the update is done and at home."""
-        self.runs = [(flag, value) for flag, value in self.runs if not flag.at(value).reached()]
+        self.is_pending()
         for flag, value in self.runs:
             lane.wait_flag(flag, value)
         if self.stored is not None:
@@ -163,10 +155,7 @@ class Residency:
     @outside_functorch
     def room(self, size: int, lane: Lane, tag: Tag) -> Piece:
         """Take ``size`` bytes of the pool for something other than weights; evicts units if it must."""
-        piece = self.insist(lambda: self.take(size, lane, 0), size)
-        if piece is None:
-            raise self.no_room(size, tag)
-        return piece
+        return self.insist(lambda: self.take(size, lane, 0), size, tag)
 
     @locked
     @outside_functorch
@@ -195,8 +184,9 @@ class Residency:
             self.drop(self.residences[max(victims)[2]])
         return piece
 
-    def insist(self, attempt: Callable[[], T | None], size: int) -> T | None:
-        """Call ``attempt``, and again after each of: garbage collection, enlarging the pool, each borrower's return."""
+    def insist(self, attempt: Callable[[], T | None], size: int, tag: Tag) -> T:
+        """Call ``attempt``, and again after each of: garbage collection, enlarging the pool, each borrower's return.
+        Raises if all fail."""
         result = attempt()
         if result is None:
             gc.collect()  # graphs and tracebacks in reference cycles, e.g. after an exception, keep copies alive
@@ -206,6 +196,8 @@ class Residency:
         for borrower in self.borrowers:
             if result is None and borrower.give_way():
                 result = attempt()
+        if result is None:
+            raise self._no_room(size, tag)
         return result
 
     def _distance(self, residence: Residence) -> float:
@@ -216,8 +208,7 @@ class Residency:
     def _keeps(self, residence: Residence) -> bool:
         return residence.unit.index in self.kept and residence.is_current()
 
-    def no_room(self, size: int, tag: Tag) -> OutOfBudget:
-        """The error where the pool has no room for ``size`` bytes."""
+    def _no_room(self, size: int, tag: Tag) -> OutOfBudget:
         budget = self._ledger.budgets[Tier.DEVICE]
         held = sum(r.unit.image_bytes for r in self.residences if r.stay is not None and r.installed)
         return OutOfBudget(
@@ -242,7 +233,7 @@ class Residency:
         self.twins.let_go(residence.unit.index)
         stay.typed.clear()
         stay.views.clear()
-        stay.idle = None
+        stay.idle.clear()
         del stay
 
     @locked

@@ -97,9 +97,7 @@ class ParameterStream:
             if residence.state is WeightState.STALE:
                 self.residency.drop(residence)
             self._emit(What.MISS, residence.unit)
-            size = residence.unit.image_bytes
-            if self.residency.insist(lambda: self.load(residence, 0), size) is None:
-                raise self.residency.no_room(size, Tag.PARAMETERS)
+            self.residency.insist(lambda: self.load(residence, 0), residence.unit.image_bytes, Tag.PARAMETERS)
         assert residence.stay is not None
         return residence.stay
 

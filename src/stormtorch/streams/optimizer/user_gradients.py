@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import weakref
+from collections.abc import Iterable
 
 import torch
 
 from ...core.errors import StormError
 from ..bridge.lock import locked
 from ..bridge.torch_private import without_torch_function
-from ..home.parameter import HomeView, joined, plain
+from ..gradients.home import GradHome
+from ..home.parameter import Access, HomeView, home_view, joined, plain
 from ..home.torch_grad import has_sparse_grad, real_grad, set_real_grad
-from ..units.unit import Place, Unit
-from ..weights.residency import Residence
-from .home import GradHome
-from .stream import GradientStream
-
-
-class Readers(Protocol):
-    """What may still use gradients at home."""
-
-    def apply_factor(self) -> None:
-        """Clip now, on the host, where that was deferred."""
-
-    def scale(self, home: GradHome, index: int, factor: torch.Tensor) -> bool:
-        """Multiply a gradient by ``factor`` later; False if that cannot be deferred."""
-
-    def is_scaled(self) -> bool:
-        """Whether gradients are to be scaled before they are used."""
-
-    def join(self, unit: Unit) -> None:
-        """Block until no update reads the unit's gradients at home."""
-
-    def before_dropping(self) -> None:
-        """Raise if gradients are dropped that backward has used without a step."""
+from ..units.unit import Place
+from .updater import Conductor
 
 
 class UserGradients:
     """Gradients as user code sees them."""
 
-    def __init__(self, gradients: GradientStream, residences: list[Residence], readers: Readers) -> None:
-        self._gradients, self._residences, self._readers = gradients, residences, readers
-        self.lock = gradients.lock
+    def __init__(self, schedule: Conductor) -> None:
+        self._schedule, self._gradients, self._residences = schedule, schedule.gradients, schedule.weights.residences
+        self.lock = schedule.gradients.lock
 
     @locked
-    def grad(self, place: Place, watch: Callable[[torch.Tensor, Place, str], HomeView]) -> torch.Tensor | None:
+    def grad(self, place: Place, access: Access) -> torch.Tensor | None:
         """``p.grad``; does not wait for its values."""
         home = self._gradients.homes[place.unit.index]
         real = real_grad(place)
@@ -56,17 +36,22 @@ class UserGradients:
                 return self._with_graph(home, place, real)
             self.fold(place)
         if place.index in home.consumed_places:
-            return watch(self._consumed_view(home, place), place, "grad")
+            assert home.own is not None
+            return home_view(place.gradient(home.own, wide=False), access, place, "grad")
         if place.index not in home.present:
             return None
-        held = home.watched(place)
-        return held if held is not None else home.watch(place, watch(home.view(place), place, "grad"))
+        given = home.given.get(place.index)
+        view = None if given is None else given()
+        if view is None:
+            view = home.latest = home_view(home.view(place), access, place, "grad")
+            home.given[place.index] = weakref.ref(view)
+        return view
 
     @locked
     def norm(self, place: Place) -> torch.Tensor | None:
         """The 2-norm of ``p.grad``, on the CPU; None if the device has none, or the gradient is to be scaled."""
         home = self._gradients.homes[place.unit.index]
-        if place.index not in home.norms or place.index in home.consumed_places or self._readers.is_scaled():
+        if place.index not in home.norms or place.index in home.consumed_places or self._schedule.updater.is_scaled():
             return None
         if home.norms_here is None or home.norms_here[0] is not home.norms:
             self._fetch_norms()
@@ -88,7 +73,7 @@ class UserGradients:
         home = self._gradients.homes[place.unit.index]
         # A gradient that user code has written or could write without our notice has no norm.
         is_untouched = place.index in home.norms and place.index not in home.consumed_places
-        return is_untouched and self._readers.scale(home, place.index, factor)
+        return is_untouched and self._schedule.updater.scale(home, place.index, factor)
 
     def _is_sparse(self, place: Place) -> bool:
         """Whether the gradient is only sparse; where there is a dense one too, the sparse one is added to it."""
@@ -99,7 +84,7 @@ class UserGradients:
         the earlier gradient added."""
         if place.index not in home.present:
             return real
-        self._readers.apply_factor()
+        self._schedule.updater.apply_factor()
         home.join()
         with torch.enable_grad():
             real = (home.view(place).clone() + real).to(place.dtype)
@@ -107,10 +92,10 @@ class UserGradients:
         set_real_grad(place, real)
         return real
 
-    def _let_go_of_views(self, home: GradHome, index: int | None = None) -> None:
-        if home.is_held(index) and not home.consumed:
-            self._readers.apply_factor()
-        home.let_go_of_views(index)
+    def _let_go_of_views(self, home: GradHome, indices: Iterable[int]) -> None:
+        if home.held(indices):
+            self._schedule.updater.apply_factor()
+        home.let_go_of_views(indices)
 
     @locked
     def set_grad(self, place: Place, value: torch.Tensor | None) -> None:
@@ -130,20 +115,20 @@ class UserGradients:
             value._storm_whole = True  # type: ignore[attr-defined]
             return  # p.grad = p.grad, which is how p.grad *= 2 ends: existing views remain valid
         joined(value)
-        self._let_go_of_views(home, place.index)
+        self._let_go_of_views(home, [place.index])
         self._write(home, place, plain(value).detach().to("cpu"), add=False)
 
     def _drop(self, home: GradHome, place: Place) -> None:
         """Forget the gradient in home memory."""
         if place.index in home.consumed_places:
-            self._readers.before_dropping()
-        self._let_go_of_views(home, place.index)
+            self._schedule.before_dropping()
+        self._let_go_of_views(home, [place.index])
         home.present.discard(place.index)
         home.shared.discard(place.index)
         home.consumed_places.discard(place.index)
         home.norms.pop(place.index, None)
         if not home.present:
-            home.drop()
+            home.there, home.is_wide = None, False
             self._residences[place.unit.index].outdated = False
 
     @locked
@@ -157,7 +142,7 @@ class UserGradients:
         home = self._gradients.homes[place.unit.index]
         if place.index in home.consumed_places:
             raise used_up(place.name)
-        self._readers.apply_factor()
+        self._schedule.updater.apply_factor()
         self._write(home, place, real.detach(), add=place.index in home.present)
 
     @locked
@@ -167,20 +152,19 @@ class UserGradients:
             for place in home.unit.trained:
                 if real_grad(place) is not None:
                     set_real_grad(place, None)
-            if home.is_held():
-                self._let_go_of_views(home)
+            self._let_go_of_views(home, list(home.given))
             home.present.clear()
             home.norms.clear()
             home.shared.clear()
             home.consumed_places.clear()
-            home.drop()
+            home.there, home.is_wide = None, False
             self._residences[home.unit.index].outdated = False
 
     def _write(self, home: GradHome, place: Place, value: torch.Tensor, *, add: bool) -> None:
         """Write ``value`` to home memory from the host."""
         self._gradients.ensure_own()
         home.join()
-        self._readers.join(home.unit)
+        self._schedule.updater.join(home.unit)
         with torch.no_grad():
             if add and home.unit.has_wide_form and not home.is_wide:
                 self._widen(home)
@@ -198,15 +182,11 @@ class UserGradients:
     def _widen(self, home: GradHome) -> None:
         """Convert own gradients to wide ones, on the host."""
         self._gradients.ensure_wide(home)
-        self._let_go_of_views(home)
+        self._let_go_of_views(home, list(home.given))
         old = {index: home.view(home.unit.places[index]) for index in home.present}
         home.is_wide = True
         for index, tensor in old.items():
             home.view(home.unit.places[index]).copy_(tensor)
-
-    def _consumed_view(self, home: GradHome, place: Place) -> torch.Tensor:
-        assert home.own is not None
-        return place.view(home.own, place.grad_at, place.dtype)
 
 
 def _refuse_unlike(value: torch.Tensor, place: Place) -> None:
