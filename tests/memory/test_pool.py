@@ -114,7 +114,7 @@ def test_ctrl_c_forgets_no_last_use(ledger: Ledger, monkeypatch: pytest.MonkeyPa
     lent = pool.lend(piece, [], {"side"})
     del piece, lent
     with monkeypatch.context() as patched:
-        patched.setattr(pool, "_is_out", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(pool, "_free", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             pool.check()
     again = pool.take(4096, lanes.load)

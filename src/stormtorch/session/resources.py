@@ -151,12 +151,12 @@ def open_ground(
         returning_bytes=moving.held_bytes,
     )
     endings.before_others(arena.close)
-    blocks = [arena.allocate(unit.image_bytes) for unit in units]
-    images = [block.tensor() for block in blocks]
+    places = [arena.allocate(unit.image_bytes) for unit in units]
+    images = [arena.at(there) for there in places]
 
     def move(region: int) -> None:
-        for unit, block, image in zip(units, blocks, images, strict=True):
-            if block.place[0] == region:
+        for unit, there, image in zip(units, places, images, strict=True):
+            if there.region == region:
                 moving.move(unit, image)
 
     arena.fill(move)

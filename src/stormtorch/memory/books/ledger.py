@@ -152,21 +152,6 @@ class Ledger:
         assert all(line.used_bytes <= line.peak_bytes for line in self.balances())
         assert self.pinned_bytes <= self.used_bytes(Tier.HOST)
 
-    def table(self) -> str:
-        """Tiers, tags, bytes now and at the peak, against the limits; plain text."""
-        lines = [f"{'tier':<8}{'tag':<14}{'now':>12}{'peak':>12}{'limit':>12}"]
-        balances = self.balances()
-        for tier, budget in self.budgets.items():
-            numbers = (self.used_bytes(tier), self._tier_peak[tier], budget.limit_bytes)
-            lines.append(f"{tier.value:<8}{'all':<14}" + "".join(f"{format_bytes(n):>12}" for n in numbers))
-            for line in balances:
-                if line.tier is tier:
-                    numbers_of_tag = f"{format_bytes(line.used_bytes):>12}{format_bytes(line.peak_bytes):>12}"
-                    lines.append(f"{'':<8}{line.tag.value:<14}{numbers_of_tag}")
-        lines.append(f"page-locked {format_bytes(self.pinned_bytes)} of host RAM")
-        lines.extend(f"{budget.given}: {budget.reason}" for budget in self.budgets.values() if budget.reason)
-        return "\n".join(lines)
-
     def _live(self) -> list[Reservation]:
         return list(self._book.values())
 

@@ -104,7 +104,7 @@ class ScratchFile(File):
         with closed_on_error(descriptor):
             _preallocate(descriptor, size_bytes, directory)
             super().__init__(descriptor, where=directory, size_bytes=size_bytes, writable=True, **options)
-            self._extents = Extents(size_bytes)
+            self._extents = Extents(size_bytes, grain=ALIGNMENT)
             self._extents_lock = threading.Lock()
             self._news: deque[tuple[_Place, object]] = deque()  # the key of a use that ended, or None: given back
 
@@ -122,7 +122,7 @@ class ScratchFile(File):
         size_taken = round_up(parse_bytes(size), ALIGNMENT)
         with self._extents_lock:
             self._read_news()
-            offset = self._extents.take(size_taken, ALIGNMENT)
+            offset = self._extents.take(size_taken)
             free = self.size_bytes - self._extents.taken_bytes
         if offset is None:
             taken = f"{format_bytes(self.size_bytes - free)} of {format_bytes(self.size_bytes)} taken"
