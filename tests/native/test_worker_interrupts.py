@@ -248,10 +248,11 @@ def test_a_worker_collected_on_its_own_thread(
     make_tensors: MakeTensors, words: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The collector runs wherever memory is allocated. What it raises there, pytest turns into a failure."""
-    real, inside = fallback.update_, threading.Event()
+    real, begun, inside = fallback.update_, threading.Event(), threading.Event()
 
     def collecting(*arguments: Any) -> None:
         real(*arguments)
+        begun.set()
         inside.wait(20)
         gc.collect()
 
@@ -261,8 +262,7 @@ def test_a_worker_collected_on_its_own_thread(
     worker.submit(make_tensors(10), STEP, done=words.at(0))
     worker.submit(make_tensors(10), STEP, ready=words.at(9), done=words.at(1))
     worker.itself = worker  # a cycle: only the collector can end it
-    while not queue.jobs[1].begun:
-        time.sleep(0.001)
+    assert begun.wait(300)
     gc.disable()
     try:
         del worker

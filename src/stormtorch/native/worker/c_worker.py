@@ -10,8 +10,7 @@ import weakref
 
 from ...core.errors import LaneError, SettingError
 from ..library import FlagWord, Library, PoolStats
-from ..update import AdamStep, AdamTensors
-from .jobs import FlagValue, Worker, WorkerStats, check_job
+from .jobs import FlagValue, Job, Worker, WorkerStats, closed, refuse_after_fork
 
 _REAP = 16  # tickets fetched at once
 
@@ -39,7 +38,7 @@ class _Pool:
         self.pointer = ctypes.c_void_p()
         self.lock = threading.RLock()
         self.tickets = itertools.count(1)
-        self.held: dict[int, object] = {}  # ticket → tensors and flags of a job that may still be running
+        self.held: dict[int, object] = {}  # ticket → a job that may still be running
         self.over = (ctypes.c_int64 * _REAP)()  # the tickets last fetched
         self.counted = PoolStats()  # when last asked
         self.stopped = False
@@ -103,33 +102,16 @@ class PoolWorker(Worker):
         self._finalizer = weakref.finalize(self, self._pool.end)
         self._pool.start(threads, cores)
 
-    def _own(self) -> _Pool:
-        if os.getpid() != self._pool.pid:
-            raise LaneError(
-                f"This worker belongs to process {self._pool.pid}; its threads do not exist after the fork "
-                f"into {os.getpid()}. Open another one there."
-            )
-        return self._pool
-
-    def submit(
-        self,
-        tensors: AdamTensors,
-        step: AdamStep,
-        *,
-        priority: int = 0,
-        ready: FlagValue | None = None,
-        done: FlagValue | None = None,
-        abort: FlagValue | None = None,
-    ) -> int:
-        check_job(tensors, priority)
-        pool, update, flags = self._own(), tensors.bind(step.scalars), (ready, done, abort)
-        words = [_word(flag) for flag in flags]
+    def _submit(self, job: Job) -> int:
+        pool = self._pool
+        refuse_after_fork(pool.pid)
+        update, words = job.tensors.bind(job.scalars), [_word(flag) for flag in (job.ready, job.done, job.abort)]
         with pool.lock:
             if pool.stopped:
-                raise LaneError("Cannot submit to a worker that was closed. Open another one.")
+                raise closed()
             ticket = next(pool.tickets)
-            pool.held[ticket] = tensors, flags  # before the call: Ctrl-C may come right after it
-            status = pool.c.storm_pool_submit(pool.pointer, update, ticket, priority, *words)
+            pool.held[ticket] = job  # before the call: Ctrl-C may come right after it
+            status = pool.c.storm_pool_submit(pool.pointer, update, ticket, job.priority, *words)
             if status < 0:
                 pool.held.pop(ticket, None)
                 raise LaneError(f"The worker did not take the job: {os.strerror(-status)}.")
@@ -138,7 +120,8 @@ class PoolWorker(Worker):
         return ticket
 
     def stats(self) -> WorkerStats:
-        pool = self._own()
+        pool = self._pool
+        refuse_after_fork(pool.pid)
         with pool.lock:
             gone = pool.reap()
             stats = pool.stats()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
+import os
 import threading
 import time
 from dataclasses import dataclass, field
 
 from ...core.endings import Closing
-from ...core.errors import SettingError
+from ...core.errors import LaneError, SettingError
 from ...core.events import Sink, Span, What
 from .. import flag_words
+from ..library import Scalars
 from ..update import AdamStep, AdamTensors
 
 
@@ -53,14 +55,16 @@ class WorkerStats:
     pending: int
 
 
-def check_job(tensors: AdamTensors, priority: int) -> None:
-    """Raise for tensors that the CPU cannot reach, and for a priority that does not fit into the queue's 32 bits."""
-    if tensors.device.type != "cpu":
-        raise SettingError(
-            f"A worker cannot update tensors on {tensors.device}. Accepted: CPU tensors; adamw_ takes those of a GPU."
-        )
-    if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
-        raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
+@dataclass(slots=True, eq=False)
+class Job:
+    """One update, with what it waits for and what it signals. It keeps all memory that it needs."""
+
+    tensors: AdamTensors
+    scalars: Scalars
+    priority: int
+    ready: FlagValue | None
+    done: FlagValue | None
+    abort: FlagValue | None
 
 
 class Worker(Closing, abc.ABC):
@@ -77,7 +81,6 @@ class Worker(Closing, abc.ABC):
 
     threads: int
 
-    @abc.abstractmethod
     def submit(
         self,
         tensors: AdamTensors,
@@ -95,6 +98,17 @@ class Worker(Closing, abc.ABC):
         Raises LaneError when the worker is closed, has failed, or belongs to the process this one was forked from.
         Ctrl-C during the call leaves the job either queued or not; the worker remains usable.
         """
+        if tensors.device.type != "cpu":
+            raise SettingError(
+                f"A worker cannot update tensors on {tensors.device}. Accepted: CPU tensors; adamw_ takes those of a "
+                "GPU."
+            )
+        if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
+            raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
+        return self._submit(Job(tensors, step.scalars, priority, ready, done, abort))
+
+    @abc.abstractmethod
+    def _submit(self, job: Job) -> int: ...
 
     @abc.abstractmethod
     def stats(self) -> WorkerStats:
@@ -106,6 +120,19 @@ class Worker(Closing, abc.ABC):
 
         Jobs that have not begun are abandoned. Wait for their done flags first to keep them.
         """
+
+
+def refuse_after_fork(owner_pid: int) -> None:
+    """Raise in a forked child, which does not have the threads of its parent's worker."""
+    if os.getpid() != owner_pid:
+        raise LaneError(
+            f"This worker belongs to process {owner_pid}; its threads do not exist after the fork into {os.getpid()}. "
+            "Open another one there."
+        )
+
+
+def closed() -> LaneError:
+    return LaneError("Cannot submit to a worker that was closed. Open another one.")
 
 
 class UpdateMeter:
