@@ -107,12 +107,7 @@ class Report:
 
 
 def make_report(
-    totals: Totals,
-    *,
-    ledger: Ledger,
-    plan: Plan,
-    samples_per_step: int | None,
-    tokens_per_step: int | None,
+    totals: Totals, *, ledger: Ledger, plan: Plan, samples_per_step: int | None, tokens_per_step: int | None
 ) -> Report:
     ends = totals.step_ends_s
     spans = [b - a for a, b in itertools.pairwise(ends)]

@@ -84,12 +84,7 @@ class Tuning:
             self.meter.forget_peak()
 
     def take_adam(
-        self,
-        adam: Updater,
-        worker: Worker,
-        *,
-        can_travel: Callable[[], bool | None],
-        fixed_share: float | None,
+        self, adam: Updater, worker: Worker, *, can_travel: Callable[[], bool | None], fixed_share: float | None
     ) -> None:
         """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests.
 
@@ -151,10 +146,7 @@ class Tuning:
         """The pool as it is now."""
         there, planned = self._updater.there, self._placement
         now = replace(
-            planned,
-            pool_bytes=self._pool.capacity_bytes,
-            kept_bytes=there.kept_bytes,
-            passing_bytes=there.sets_bytes,
+            planned, pool_bytes=self._pool.capacity_bytes, kept_bytes=there.kept_bytes, passing_bytes=there.sets_bytes
         )
         if self._is_measured:
             needs = f"what activations and other programs leave; the whole needs {format_bytes(planned.whole_bytes)}"
