@@ -10,17 +10,9 @@ from .errors import SettingError
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
-_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 _ACCEPTED = (
     "Accepted: a whole number of bytes, or a number with one of B, KB, MB, GB, TB (powers of 1000) "

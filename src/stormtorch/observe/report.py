@@ -121,7 +121,7 @@ def make_report(
         "out": sum(seconds for (name, _), seconds in totals.busy_s.items() if name == "store") / steps,
         "cpu": totals.seconds.get(What.UPDATE, 0.0) / steps,
     }
-    gpu = gpu_time(totals.marks[1:])  # the first step is cold
+    gpu = gpu_time(list(totals.marks)[1:])  # the first step is cold
     if gpu is not None and step_s:
         limits["compute"] = gpu.busy * step_s
         if gpu.waits_for_host > max(_NOTABLE, gpu.waits_for_lanes):

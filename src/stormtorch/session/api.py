@@ -81,7 +81,7 @@ class Session:
         self._last_plan: Plan | None = None  # of a session that is closed
         self._parts = parts = open_parts(model, optimizer, settings, trial)
         self.device, self.ledger, self.units = parts.ground.device, parts.ground.ledger, parts.ground.units
-        self.saving = parts.saving
+        self.saving = parts.schedule.saving
         self._saver = Saver(model, parts.durable, lambda: 0 if parts.optimizer is None else parts.optimizer.steps)
         parts.ground.endings.before_others(self._saver.finish)  # before the model takes over home memory
         ready_s = time.perf_counter()
@@ -149,7 +149,7 @@ class Session:
         """Measurements since the session began, as data; ``print`` it for a table. Does not wait."""
         parts, ground = self._parts, self._parts.ground
         ground.waits.emit()
-        parts.updater.emit()
+        parts.schedule.updater.emit()
         return make_report(
             ground.recorder.snapshot(),
             ledger=ground.ledger,

@@ -26,7 +26,6 @@ from ..planner.inference import Inference
 from ..planner.online import Tuning
 from ..streams.activations.build import open_saving
 from ..streams.activations.plans.room import Surroundings
-from ..streams.activations.runner import Saving
 from ..streams.bridge.ranks import refuse_ranks, refuse_wrapped
 from ..streams.gradients.home import GradHome
 from ..streams.gradients.stream import GradientStream
@@ -40,7 +39,7 @@ from ..streams.optimizer.device_states import kept_bytes
 from ..streams.optimizer.state_home import RamHome, StateHome
 from ..streams.optimizer.stream import OptimizerStream
 from ..streams.optimizer.torch_step import TorchStep, is_whole
-from ..streams.optimizer.updater import MASTER, NoUpdater, Updater
+from ..streams.optimizer.updater import MASTER
 from ..streams.settings import Settings, Trial
 from ..streams.weights.graph_twins import GraphTwins
 from ..streams.weights.residency import Residence, Residency
@@ -58,20 +57,17 @@ class Parts:
 
     ground: Ground
     tuning: Tuning
-    parameters: ParameterStream
-    gradients: GradientStream
-    access: UserAccess
-    saving: Saving | None  # None: activations are kept
-    optimizer: OptimizerStream | None
     schedule: Schedule
-    updater: Updater
+    parameters: ParameterStream
+    access: UserAccess
+    optimizer: OptimizerStream | None
     inference: Inference | None  # None: an optimizer trains
     durable: Durable
 
     @property
     def adam(self) -> AdamStream | None:
         """The updater if it is our own Adam, for a look at its homes and at its states on the device."""
-        return self.updater if isinstance(self.updater, AdamStream) else None
+        return updater if isinstance(updater := self.schedule.updater, AdamStream) else None
 
 
 def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial) -> Parts:
@@ -163,32 +159,26 @@ def _open(
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
     schedule.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
-    taken = None
-    updater: Updater = NoUpdater()
     if optimizer is not None:
         gradients.prepare()
-        masters = settings.master_dtype is not None
-        mode = settings.step_mode.mode
+        masters, mode = settings.master_dtype is not None, settings.step_mode.mode
         if ground.homes.adam:
-            updater = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
+            schedule.updater = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
         else:
-            updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
-        schedule.updater = updater
-        taken = OptimizerStream(optimizer, access, ground.units, schedule, updater, masters=masters, mode=mode)
+            schedule.updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
+        schedule.optimizer = taken = OptimizerStream(
+            optimizer, access, ground.units, schedule, schedule.updater, masters=masters, mode=mode
+        )
         endings.before_others(taken.release)
-        schedule.optimizer = taken
         endings.after_others(schedule.forget)
     endings.before_others(schedule.settle)
     return Parts(
         ground=ground,
         tuning=tuning,
-        parameters=parameters,
-        gradients=gradients,
-        access=access,
-        saving=schedule.saving,
-        optimizer=taken,
         schedule=schedule,
-        updater=updater,
+        parameters=parameters,
+        access=access,
+        optimizer=schedule.optimizer,
         inference=inference,
         durable=Durable(access),
     )

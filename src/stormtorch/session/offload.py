@@ -168,9 +168,5 @@ def _refuse_meta(model: nn.Module | None) -> None:
 
 
 def _device_of(model: nn.Module | None, device: torch.device | str) -> torch.device:
-    if device != "auto":
-        return usable_device(device)
     first = next(model.parameters(), None) if model is not None else None
-    if first is not None:
-        return first.device
-    return usable_device("cuda" if torch.cuda.is_available() else "cpu")
+    return first.device if device == "auto" and first is not None else usable_device(device)

@@ -17,6 +17,7 @@ from ..core.plan import Placement
 from ..core.sizes import round_up
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger, open_ledger
+from ..memory.books.limits import usable_device
 from ..memory.cuda.allocator import expand_segments
 from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
 from ..memory.cuda.idle_meter import IdleMeter, idle_meter_for
@@ -102,7 +103,7 @@ def outline(
     trial: Trial = Trial(),  # noqa: B008
 ) -> Outline:
     """Raise for budgets or settings that do not allow the model. Needs sizes only, no memory."""
-    device = _device(settings.device)
+    device = usable_device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
     found = _parted(model, settings, limit)
@@ -204,15 +205,3 @@ def _enough_vram(model: nn.Module, settings: Settings, limit_bytes: int, *, trai
         limit_bytes = round_up(least, 512)
         least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
     return limit_bytes
-
-
-def _device(device: torch.device | str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        found = torch.device(device)
-        if found.type == "cuda" and found.index is None and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())  # tensors there have an index too
-        return found
-    except (RuntimeError, TypeError):
-        raise SettingError(f"device={device!r} is not valid. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ...") from None

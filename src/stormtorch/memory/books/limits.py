@@ -117,10 +117,11 @@ def check_one_device(device: object) -> None:
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """``device`` with its index, if STORM can use it; else raises SettingError with the list of usable ones."""
+    """``device`` with its index, if STORM can use it; else raises SettingError with the list of usable ones. "auto" is
+    the GPU that torch uses now, or the CPU."""
     check_one_device(device)
     accepted = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    name = str(device)
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
     if name == "cuda" and len(accepted) > 1:
         name = f"cuda:{torch.cuda.current_device()}"
     if name not in accepted:

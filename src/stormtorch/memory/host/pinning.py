@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,18 +21,18 @@ class PageLock(Protocol):
     def unlock(self, address: int) -> None: ...
 
 
+@dataclass(frozen=True)
 class CudaPageLock:
-    """Registers memory that we mapped ourselves with the CUDA driver."""
+    """Registers memory that we mapped ourselves with the CUDA driver, for all devices; ``device``: any one in use."""
 
-    def __init__(self, cuda: Driver, device: int) -> None:
-        """``device``: any device in use; the memory is locked for all of them, and any thread may call."""
-        self._cuda, self._device = cuda, device
+    cuda: Driver
+    device: int
 
     def lock(self, address: int, size: int) -> None:
-        self._cuda.register(self._device, address, size)
+        self.cuda.register(self.device, address, size)
 
     def unlock(self, address: int) -> None:
-        self._cuda.unregister(self._device, address)
+        self.cuda.unregister(self.device, address)
 
 
 def page_lock_for(device: torch.device) -> PageLock | None:

@@ -13,13 +13,13 @@ from collections import deque
 import torch
 
 from ...core.errors import SettingError
-from ...core.events import Sink
+from ...core.events import Sink, What
 from ...core.sizes import MiB, round_down
 from ...core.tags import Tag
 from ..cuda.clock import CudaClock
 from ..cuda.driver import device_index
 from ..cuda.streams import OwnStream
-from .cuda import CopyTimer, CudaEvent, need_driver, wait_for
+from .cuda import CudaEvent, EventTimer, need_driver, wait_for
 from .lane import Delay, Event, as_bytes, check_copy
 from .thread import Failure, ThreadLane, wait_interruptibly
 
@@ -75,7 +75,7 @@ class StagedCudaLane(ThreadLane):
         if piece == 0:
             raise SettingError(f"A ring of {ring.numel()} bytes is too small for a lane. Give {RING_BYTES} for both.")
         self._pieces = deque((ring[i * piece : (i + 1) * piece], torch.cuda.Event()) for i in range(_PIECES))
-        self._timer = None if sink is None else CopyTimer(name, sink, clock)
+        self._timer = None if sink is None else EventTimer(sink, clock)
 
     def _on_stream(self, delay: Delay) -> Delay:
         stream = self._stream
@@ -90,18 +90,18 @@ class StagedCudaLane(ThreadLane):
         size = check_copy(target, source)
         if size == 0:
             return
-        stream, pieces, timer = self._stream, self._pieces, self._timer
+        name, stream, pieces, timer = self.name, self._stream, self._pieces, self._timer
 
         def copy() -> None:
             target_bytes, source_bytes = as_bytes(target), as_bytes(source)
             with torch.cuda.stream(stream):
-                start = timer.start(stream) if timer is not None else None
+                start = timer.mark(stream) if timer is not None else None
                 if source.device.type == "cpu":
                     _load(target_bytes, source_bytes, pieces, stream)
                 else:
                     _store(target_bytes, source_bytes, pieces, stream)
                 if timer is not None and start is not None:
-                    timer.finish(stream, start, tag, size, unit)
+                    timer.finish(stream, start, What.COPY, name, tag, size, unit)
 
         self.enqueue(copy)
 

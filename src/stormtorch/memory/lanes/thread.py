@@ -151,28 +151,23 @@ class ThreadLane(Lane):
     def close(self) -> None:
         with self._open_lock:
             self._finalizer()
-        while self._owner_pid == os.getpid() and self._thread is not threading.current_thread():
-            self._thread.join(0.2)  # in short waits, so that Ctrl-C gets through
-            if not self._thread.is_alive():
-                break
+        if self._owner_pid == os.getpid() and self._thread is not threading.current_thread():
+            while self._thread.is_alive():
+                self._thread.join(0.2)  # in short waits, so that Ctrl-C gets through
 
 
 def _run(work_queue: WorkQueue, failure: Failure) -> None:
     # Modes are per thread. Copies are transport: never recorded, and allowed on inference tensors and ordinary ones.
     with torch.inference_mode():
-        _run_queue(work_queue, failure)
-
-
-def _run_queue(work_queue: WorkQueue, failure: Failure) -> None:
-    while (item := work_queue.get()) is not None:
-        work, always = item
-        if failure.error is None or always:
-            try:
-                work()
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # frames hold the tensors of the copy that failed
-                failure.error = failure.error or error
-        del item, work  # release the tensors before blocking on the next item
+        while (item := work_queue.get()) is not None:
+            work, always = item
+            if failure.error is None or always:
+                try:
+                    work()
+                except BaseException as error:
+                    traceback.clear_frames(error.__traceback__)  # frames hold the tensors of the copy that failed
+                    failure.error = failure.error or error
+            del item, work  # release the tensors before blocking on the next item
 
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, tuple[WorkQueue, Failure]] = weakref.WeakKeyDictionary()
