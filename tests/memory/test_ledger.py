@@ -83,8 +83,7 @@ def test_reservations_from_many_threads_are_conserved() -> None:
 
     def churn() -> None:
         for _ in range(2000):
-            with ledger.reserve(Tier.HOST, Tag.DATA, 1):
-                pass
+            ledger.reserve(Tier.HOST, Tag.DATA, 1).release()
 
     threads = [threading.Thread(target=churn) for _ in range(8)]
     for thread in threads:

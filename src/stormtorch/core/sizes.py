@@ -24,8 +24,7 @@ def parse_bytes(value: object, *, setting: str = "size") -> int:
     """The number of bytes that ``value`` means; fractions of a byte are dropped.
 
     ``setting`` is the name of the value in the user's code; the error message begins with it.
-    A bare suffix such as "8G" is refused, because half of all users read it as 10^9 and the other half as 2^30.
-    """
+    A bare suffix such as "8G" is refused, because half of all users read it as 10^9 and the other half as 2^30."""
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         unit = _UNITS.get((match[2] or "b").lower()) if match else None

@@ -31,8 +31,7 @@ def adamw_(tensors: AdamTensors, step: AdamStep, *, threads: int | None = None, 
     ``library().isas`` instead of the fastest; every one of them gives the same bits.
 
     On a GPU: launches on the current stream of the tensors' device, does not wait, and gives the CPU's bits.
-    ``threads`` and ``isa`` have no effect there.
-    """
+    ``threads`` and ``isa`` have no effect there."""
     if threads is not None and threads < 1:
         raise SettingError(f"threads={threads!r} is not valid. Accepted: a whole number of at least 1, or None.")
     if tensors.device.type != "cpu":

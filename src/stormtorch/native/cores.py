@@ -44,8 +44,7 @@ def worker_share() -> tuple[int, list[int]]:
 
     One core of two to four is spared, two of more: for the thread that launches GPU work, which must never wait for a
     core. If a quota limits the process, rather than the number of cores, no core can be spared and threads may run on
-    any.
-    """
+    any."""
     allowed = sorted(os.sched_getaffinity(0))
     usable = usable_count()
     spared = 0 if usable == 1 else 1 if usable <= 4 else 2

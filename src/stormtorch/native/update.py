@@ -49,8 +49,7 @@ class AdamStep:
     ``grad_scale`` multiplies every gradient first: a clip factor, or one over a loss scale. ``decoupled`` is AdamW;
     without it weight decay is added to the gradient, as Adam does. ``fused`` chooses the bits of fp32 results: those of
     ``torch.optim`` on CPU tensors with ``fused=True``, or without it (``fused=False``, torch's own default).
-    csrc/adamw.h says where they differ, and where equality ends.
-    """
+    csrc/adamw.h says where they differ, and where equality ends."""
 
     lr: float
     step: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from ..core.errors import OutOfBudget
@@ -13,8 +12,7 @@ from ..core.plan import Choice, OptimizerShare, Origin, Placement
 from ..core.sizes import format_bytes, round_up
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger
-from ..memory.cuda.device_meter import DeviceMeter
-from ..memory.cuda.peak_meter import peak_meter_on
+from ..memory.cuda.device_meter import DeviceMeter, PeakMeter
 from ..memory.pools.pool import GRAIN, DevicePool
 from ..native.worker.jobs import Worker
 from ..observe.recorder import Recorder, Totals, lane_rate, link_rates
@@ -36,7 +34,6 @@ class Tuning:
 
     def __init__(
         self,
-        device: torch.device,
         meter: DeviceMeter | None,
         *,
         ledger: Ledger,
@@ -48,7 +45,7 @@ class Tuning:
         look: Callable[[], None] = lambda: None,
     ) -> None:
         """``mode``: of the step. ``look`` brings the recorder up to date."""
-        self.device, self._ledger, self._pool, self._placement = device, ledger, pool, placement
+        self._ledger, self.pool, self._placement = ledger, pool, placement
         self._partition, self._recorder, self._mode, self._look = partition, recorder, mode, look
         self._updater: Updater = NoUpdater()
         self._worker: Worker | None = None  # None: there is no work to divide
@@ -62,7 +59,7 @@ class Tuning:
         self._accumulates = True  # as far as is known
         self.steps = 0
         self.meter = meter
-        self.peak = peak_meter_on(self.meter)
+        self.peak = PeakMeter(int if meter is None else meter.peak)
         self.foreign_bytes = 0  # other memory of the process on the device, not part of the session's budget
         self._is_measured = False  # the pool has been given what activations leave, or refused it
         self._share_choice = Choice(reason="on the CPU", origin=Origin.PLANNED)
@@ -79,16 +76,15 @@ class Tuning:
     def note_foreign_memory(self, model: nn.Module) -> None:
         """Note which memory is on the device before the first step."""
         if self.meter is not None:
-            mine = self._pool.capacity_bytes + sum(b.nbytes for b in model.buffers() if b.device == self.device)
+            mine = self.pool.capacity_bytes + sum(b.nbytes for b in model.buffers() if b.device == self.pool.device)
             self.foreign_bytes = max(0, self.meter.allocated() - mine)
             self.meter.forget_peak()
 
     def take_adam(
         self, adam: Updater, worker: Worker, *, can_travel: Callable[[], bool | None], fixed_share: float | None
     ) -> None:
-        """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests.
-
-        ``can_travel``: whether lanes can copy the states; None until that is known."""
+        """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests. ``can_travel``:
+        whether lanes can copy the states; None until that is known."""
         self._updater, self._worker, self._share_is_fixed = adam, worker, fixed_share is not None
         self._can_travel = can_travel
         if fixed_share is not None:
@@ -146,7 +142,7 @@ class Tuning:
         """The pool as it is now."""
         there, planned = self._updater.there, self._placement
         now = replace(
-            planned, pool_bytes=self._pool.capacity_bytes, kept_bytes=there.kept_bytes, passing_bytes=there.sets_bytes
+            planned, pool_bytes=self.pool.capacity_bytes, kept_bytes=there.kept_bytes, passing_bytes=there.sets_bytes
         )
         if self._is_measured:
             needs = f"what activations and other programs leave; the whole needs {format_bytes(planned.whole_bytes)}"
@@ -161,7 +157,7 @@ class Tuning:
         wide = any(home.wide is not None for home in gradients.homes)
         grown = growth(
             self._placement,
-            pool_bytes=self._pool.capacity_bytes - self._state_bytes,
+            pool_bytes=self.pool.capacity_bytes - self._state_bytes,
             limit_bytes=self.limit_bytes,
             peak_bytes=self.peak.bytes() - self.foreign_bytes + _wish_bytes(activations),
             free_bytes=meter.free(),
@@ -172,7 +168,7 @@ class Tuning:
         if grown.pool_bytes:
             try:
                 with self.peak.growing(grown.pool_bytes):
-                    self._pool.grow(grown.pool_bytes)
+                    self.pool.grow(grown.pool_bytes)
             except OutOfBudget:  # other programs have taken the memory meanwhile; training goes on without it
                 return
         self._updater.there.keep(grown.keep, wide=wide)
@@ -192,7 +188,7 @@ class Tuning:
         if size > left:
             return False
         try:
-            self._pool.grow(size)
+            self.pool.grow(size)
         except OutOfBudget:
             return False
         return True
@@ -256,7 +252,7 @@ class Tuning:
     def _share(self, share: float) -> None:
         there = self._updater.there
         least = self._placement.least_bytes - self._idle_bytes
-        there.share(share, self._pool.capacity_bytes - there.kept_bytes - least, early=self._mode != "backward")
+        there.share(share, self.pool.capacity_bytes - there.kept_bytes - least, early=self._mode != "backward")
 
     @property
     def _idle_bytes(self) -> int:
@@ -295,7 +291,7 @@ class Tuning:
         units = {unit for entry in self._partition.entries if id(entry.module) in inside for unit in entry.units}
         largest = max(unit.image_bytes for unit in self._partition.units)
         states = max(0, self._state_bytes - self._idle_bytes)  # in idle memory they are not in the way
-        room = self._pool.capacity_bytes - self._placement.fixed_bytes - states
+        room = self.pool.capacity_bytes - self._placement.fixed_bytes - states
         return sum(unit.image_bytes + GRAIN for unit in units) + largest <= room
 
 

@@ -45,8 +45,7 @@ def stream(
     None in their own dtype. ``only`` and ``leave`` name modules to stream or to leave on the device unchanged.
 
     Works without an optimizer, for inference or for an optimizer of your own. ``close()`` makes the model ordinary
-    again.
-    """
+    again."""
     if isinstance(optimizer, str):
         raise SettingError(
             f"optimizer={optimizer!r} is a name. Accepted: an optimizer, such as "
@@ -94,8 +93,7 @@ class Session:
         """Clip all gradients of the model by their total norm, which is returned; does not wait where it need not.
 
         The gradients are scaled when the optimizer uses them or user code reads them. Parameters that the optimizer has
-        beside the model's are not clipped, and not part of the norm.
-        """
+        beside the model's are not clipped, and not part of the norm."""
         self._check_open()
         parameters = list(self._model.parameters())
         if norm_type == 2.0 and self._parts.optimizer is not None and not error_if_nonfinite:
@@ -125,14 +123,12 @@ class Session:
         with a ``state_dict`` (scheduler, loader, scaler), or plain data. ``files`` is called with the folder, to add
         files beside the weights. With ``wait=False`` training may go on during the write; an error is then raised by
         the next ``save``, ``load``, ``synchronize`` or ``close``. ``optimizer=False`` leaves its states out, for a disk
-        that is too small for them: a resume is then not exact. See docs/checkpoints.md.
-        """
+        that is too small for them: a resume is then not exact. See docs/checkpoints.md."""
         self._check_open()
         self._saver.save(directory, also=also, files=files, wait=wait, optimizer=optimizer)
 
     def load(self, directory: Path | str, *, also: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Restore a checkpoint of ``save``, random numbers included; ``also`` gives the objects to fill, by name.
-
         Returns the saved ``also`` entries that were not asked for here: plain data."""
         self._check_open()
         return self._saver.load(directory, also=also)

@@ -115,7 +115,6 @@ def _open(
     ground, images = open_ground(model, optimizer, settings, trial, endings)
     flags = (ground.board[index] for index in range(len(ground.board)))
     tuning = Tuning(
-        ground.device,
         ground.meter,
         ledger=ground.ledger,
         pool=ground.pool,
@@ -126,19 +125,7 @@ def _open(
         look=ground.look,
     )
     parameters, gradients = _open_streams(ground, images, flags, tuning, serial=settings.step == "serial")
-    inference = None
-    if optimizer is None:
-        inference = Inference(
-            ground.device,
-            ground.meter,
-            ledger=ground.ledger,
-            pool=ground.pool,
-            placement=ground.placement,
-            partition=ground.partition,
-            parameters=parameters,
-            gradients=gradients,
-            foreign_bytes=lambda: tuning.foreign_bytes,
-        )
+    inference = None if optimizer is not None else Inference(tuning, ground.partition, parameters, gradients)
     schedule = Schedule(
         parameters,
         gradients,

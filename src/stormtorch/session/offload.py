@@ -16,8 +16,7 @@ from ..core.tags import Tier
 from ..memory.books.ledger import Ledger, open_ledger
 from ..memory.books.limits import usable_device
 from ..memory.cuda.allocator import expand_segments
-from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
-from ..memory.cuda.peak_meter import peak_meter_on
+from ..memory.cuda.device_meter import DeviceMeter, PeakMeter, device_meter_for
 from ..memory.host.pinning import page_lock_for
 from ..memory.lanes.build import open_lanes
 from ..memory.lanes.waits import WaitMeter
@@ -106,7 +105,7 @@ class OffloadedActivations:
             lock=threading.RLock(),
             rates=lambda _forward_s: link_rates(self.recorder.snapshot()),
             meter=meter,
-            peak=peak_meter_on(meter),
+            peak=PeakMeter(int if meter is None else meter.peak),
             limit_bytes=limit_bytes,
         )
 

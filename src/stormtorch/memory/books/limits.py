@@ -51,10 +51,8 @@ def _cgroup_room_bytes() -> int | None:
 def _cgroup_levels(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """(limit, in use) of every limited cgroup above this process.
-
-    File cache counts as free: the kernel drops it first.
-    """
+    """(limit, in use) of every limited cgroup above this process. File cache counts as free: the kernel drops it
+    first."""
     levels: list[tuple[int, int]] = []
     for line in _read_text(membership).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -59,18 +59,15 @@ class Driver:
     """Typed access to libcuda.
 
     Calls that belong to a device name it, and run in its primary context, which is torch's: the default stream has the
-    same handle on every device, and a call in the wrong context would go to another device's without an error.
-    """
+    same handle on every device, and a call in the wrong context would go to another device's without an error."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._contexts: dict[int, int] = {}
 
     def register(self, device: int, address: int, size: int) -> None:
-        """Page-lock ``[address, address + size)`` for copies by any device.
-
-        Blocks; raises DriverError, and leaves no error behind.
-        """
+        """Page-lock ``[address, address + size)`` for copies by any device. Blocks; raises DriverError, and leaves no
+        error behind."""
         with self._on(device):
             self._call("cuMemHostRegister_v2", _pointer(address), ctypes.c_size_t(size), ctypes.c_uint(_REGISTER_FLAGS))
 
@@ -112,8 +109,7 @@ class Driver:
         """Create a stream that no other code has, and that does not wait for the default one.
 
         torch hands out its 32 streams in turn: a lane could then get the stream that the user computes on, and a wait
-        for a flag would hold up the very work that leads to it.
-        """
+        for a flag would hold up the very work that leads to it."""
         stream = ctypes.c_void_p()
         with self._on(device):
             self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
@@ -132,8 +128,7 @@ class Driver:
         Costs the host a fraction of ``Tensor.copy_`` on another stream: about 3 µs instead of 22.
 
         Large copies go in parts. A copy engine serves other streams between two copies, not within one: user code's
-        ``loss.item()`` stood still for the 4.5 ms of an embedding that was on its way.
-        """
+        ``loss.item()`` stood still for the 4.5 ms of an embedding that was on its way."""
         with self._on(device):
             if not all(map(self._is_page_locked, host)):
                 return False

@@ -93,8 +93,7 @@ class HostArena:
         If ``page_lock`` is refused, the arena remains pageable and tells the user. ``lock_behind`` leaves touching and
         locking, nearly all of the time that this takes, to a thread: the CPU may use the memory at once, and lanes once
         it is ``settled``. ``fill_later`` maps only: ``fill`` does the rest. ``returning_bytes`` are in use now, and
-        will be freed as the arena is filled.
-        """
+        will be freed as the arena is filled."""
         sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
         self.capacity_bytes = sum(sizes)
         self.tag = tag
@@ -118,10 +117,8 @@ class HostArena:
 
     @classmethod
     def attach(cls, shared: SharedArena, *, page_lock: PageLock | None = None) -> HostArena:
-        """Map an arena that another process made with ``shared=True``.
-
-        The owner carries the charge; nothing can be allocated here.
-        """
+        """Map an arena that another process made with ``shared=True``. The owner carries the charge; nothing can be
+        allocated here."""
         arena = cls.__new__(cls)
         arena.capacity_bytes = sum(shared.region_bytes)
         arena.tag = Tag.STAGING
@@ -223,10 +220,8 @@ class HostArena:
         return flat if shape is None else flat.view(torch.Size(shape))
 
     def share(self) -> SharedArena:
-        """The name by which another process of this user can attach the arena.
-
-        Only for arenas made with ``shared=True``.
-        """
+        """The name by which another process of this user can attach the arena. Only for arenas made with
+        ``shared=True``."""
         descriptors = tuple(region.descriptor for region in self._regions if region.descriptor is not None)
         if len(descriptors) != len(self._regions):
             raise SettingError("Only a host arena made with shared=True can be shared.")
@@ -234,9 +229,7 @@ class HostArena:
 
     def close(self) -> None:
         """Unlock the pages and return the charge. All copies from and to the arena must have ended. Safe to call twice.
-
-        The memory itself goes when the last tensor made from it does.
-        """
+        The memory itself goes when the last tensor made from it does."""
         self._closed = True
         try:
             self._hold.end_all()

@@ -28,10 +28,8 @@ _PAUSE_S = 0.002  # between two regions that are locked in the background: other
 
 
 class Hold:
-    """An arena's page-locks, descriptors and charge. Each region's end is tied to its last tensor.
-
-    The ties are made before anything is locked, so that an interrupt at any moment leaves nothing locked.
-    """
+    """An arena's page-locks, descriptors and charge. Each region's end is tied to its last tensor. The ties are made
+    before anything is locked, so that an interrupt at any moment leaves nothing locked."""
 
     def __init__(self, reservation: Reservation | None, page_lock: PageLock | None, *, behind: bool = False) -> None:
         self.reservation, self.page_lock, self.behind = reservation, page_lock, behind

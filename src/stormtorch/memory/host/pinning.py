@@ -11,10 +11,8 @@ from ..cuda.driver import Driver, device_index, driver
 
 
 class PageLock(Protocol):
-    """Locks ranges for one kind of device.
-
-    ``lock`` raises StormError if the range is refused, and then has changed nothing.
-    """
+    """Locks ranges for one kind of device. ``lock`` raises StormError if the range is refused, and then has changed
+    nothing."""
 
     def lock(self, address: int, size: int) -> None: ...
 

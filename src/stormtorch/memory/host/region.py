@@ -34,10 +34,8 @@ class Region:
 
 
 def map_private(index: int, size: int, *, fork: bool) -> Region:
-    """Anonymous memory aligned to huge pages.
-
-    The slack for the alignment is never touched, so it costs addresses only.
-    """
+    """Anonymous memory aligned to huge pages. The slack for the alignment is never touched, so it costs addresses
+    only."""
     try:
         mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

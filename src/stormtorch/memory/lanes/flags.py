@@ -65,10 +65,8 @@ class Flag:
             self.board.awaited[self.address] = value if flag_words.has_reached(value, awaited) else awaited
 
     def wait(self, value: int, timeout_s: float | None = None) -> bool:
-        """Block until the flag has reached ``value``; False if ``timeout_s`` passed first.
-
-        Raises if the board is aborted meanwhile. Ctrl-C gets through.
-        """
+        """Block until the flag has reached ``value``; False if ``timeout_s`` passed first. Raises if the board is
+        aborted meanwhile. Ctrl-C gets through."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = 0.1 if deadline is None else min(0.1, deadline - time.monotonic())
@@ -82,9 +80,7 @@ class Flag:
 
 class Flags:
     """A board of flags, all zero at first. ``on_stream``: whether CUDA streams can write them and wait for them.
-
-    ``aborted`` is one more word, 0 until ``abort``: jobs of the CPU worker that name it are dropped instead of run.
-    """
+    ``aborted`` is one more word, 0 until ``abort``: jobs of the CPU worker that name it are dropped instead of run."""
 
     def __init__(self, count: int, *, ledger: Ledger, device: torch.device, page_lock: PageLock | None = None) -> None:
         self.lock = threading.RLock()
@@ -109,10 +105,8 @@ class Flags:
         return len(self._flags)
 
     def abort(self, error: BaseException) -> None:
-        """Let every wait of a stream pass and make later uses raise LaneError from ``error``, the first one.
-
-        The streams then work on stale data: jobs that name ``aborted`` are dropped, so that none of it reaches home.
-        """
+        """Let every wait of a stream pass and make later uses raise LaneError from ``error``, the first one. The
+        streams then work on stale data: jobs that name ``aborted`` are dropped, so that none of it reaches home."""
         with self.lock:
             self._error = self._error or error
             _let_go(self.awaited, self.aborted.address)
@@ -122,20 +116,16 @@ class Flags:
             raise LaneError(f"A writer of this flag ended early: {self._error}") from self._error
 
     def close(self) -> None:
-        """Release every wait, the page-lock and the charge. The lanes that used the flags must be empty.
-
-        Safe to call twice.
-        """
+        """Release every wait, the page-lock and the charge. The lanes that used the flags must be empty. Safe to call
+        twice."""
         self.abort(LaneError("the flags were closed"))
         self._finalizer.detach()
         self._arena.close()
 
 
 def _let_go(awaited: dict[int, int], aborted: int, words: torch.Tensor | None = None) -> None:  # noqa: ARG001
-    """Mark the board as aborted, then raise every flag to the value that a stream waits for.
-
-    ``words`` keeps the memory until then.
-    """
+    """Mark the board as aborted, then raise every flag to the value that a stream waits for. ``words`` keeps the memory
+    until then."""
     flag_words.store(aborted, 1)
     for address, value in list(awaited.items()):
         flag_words.store(address, value)

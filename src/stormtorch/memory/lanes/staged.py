@@ -54,10 +54,8 @@ class StagedEvent(CudaEvent):
 
 
 class StagedCudaLane(ThreadLane):
-    """One direction between pageable host memory and the GPU.
-
-    ``ring`` is page-locked memory that this lane alone uses.
-    """
+    """One direction between pageable host memory and the GPU. ``ring`` is page-locked memory that this lane alone
+    uses."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class StagedCudaLane(ThreadLane):
     ) -> None:
         self._own = OwnStream(need_driver(), device_index(device))
         self._stream = self._own.stream
-        super().__init__(name, self._on_stream(delay) if delay is not None else None)
+        super().__init__(name, delay=None if delay is None else self._on_stream(delay))
         piece = round_down(ring.numel() // _PIECES, 64)
         if piece == 0:
             raise SettingError(f"A ring of {ring.numel()} bytes is too small for a lane. Give {RING_BYTES} for both.")

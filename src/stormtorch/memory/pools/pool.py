@@ -257,10 +257,8 @@ class DevicePool(Pool):
         return given
 
     def lend(self, piece: Piece, uses: list[Event], places: set[Hashable]) -> torch.Tensor:
-        """The piece under a storage of its own; it returns by itself when no tensor over that storage is left.
-
-        It is then free after ``uses``, and after the work queued at ``places`` of compute; both may grow until then.
-        """
+        """The piece under a storage of its own; it returns by itself when no tensor over that storage is left. It is
+        then free after ``uses``, and after the work queued at ``places`` of compute; both may grow until then."""
         tensor, reference = alias(piece.bytes, self._gone)
         self._lent[id(reference)] = (reference, piece, uses, places)
         return tensor

@@ -29,8 +29,7 @@ class _Pool:
     that may call the worker. The lock is re-entrant, because the garbage collector or a signal handler may interrupt a
     call.
 
-    Made without threads: the finalizer that ends them must exist before they start, as Ctrl-C may come right after.
-    """
+    Made without threads: the finalizer that ends them must exist before they start, as Ctrl-C may come right after."""
 
     def __init__(self, library: Library) -> None:
         self.library, self.c = library, library.c

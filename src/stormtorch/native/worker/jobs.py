@@ -23,8 +23,7 @@ class FlagValue:
     Reached means ``(int32)(word - value) >= 0``, the cyclic rule of ``cuStreamWaitValue32`` with GEQ: counters may
     wrap, as long as they are never 2^31 apart.
 
-    ``owner`` keeps the word's memory; a worker holds it until the job is over. Without one, the caller must keep it.
-    """
+    ``owner`` keeps the word's memory; a worker holds it until the job is over. Without one, the caller must keep it."""
 
     address: int
     value: int
@@ -76,8 +75,7 @@ class Worker(Closing, abc.ABC):
 
     A job that has begun is always finished. One that has not begun is abandoned by ``close``, and when its abort flag
     is reached, whether or not its ready flag ever is. Code that aborts must write the abort flag before it lets ready
-    flags be reached without gradients; then no such gradient is ever used.
-    """
+    flags be reached without gradients; then no such gradient is ever used."""
 
     threads: int
 
@@ -96,8 +94,7 @@ class Worker(Closing, abc.ABC):
         The memory of the tensors, ``grad_factor`` included, is read only after the ready flag was reached. The tensors
         and the owners of the flags are kept alive until the job is over and a later call on the worker notices it.
         Raises LaneError when the worker is closed, has failed, or belongs to the process this one was forked from.
-        Ctrl-C during the call leaves the job either queued or not; the worker remains usable.
-        """
+        Ctrl-C during the call leaves the job either queued or not; the worker remains usable."""
         if tensors.device.type != "cpu":
             raise SettingError(
                 f"A worker cannot update tensors on {tensors.device}. Accepted: CPU tensors; adamw_ takes those of a "
@@ -116,10 +113,8 @@ class Worker(Closing, abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> int:
-        """End the threads and return how many jobs were abandoned in all. May be called again.
-
-        Jobs that have not begun are abandoned. Wait for their done flags first to keep them.
-        """
+        """End the threads and return how many jobs were abandoned in all. May be called again. Jobs that have not begun
+        are abandoned. Wait for their done flags first to keep them."""
 
 
 def refuse_after_fork(owner_pid: int) -> None:

@@ -12,11 +12,8 @@ from .python_worker import ThreadWorker
 
 
 def open_worker(threads: int | None = None) -> Worker:
-    """Start a worker; close it, or use it in a ``with`` statement.
-
-    Its threads run on all cores of this process, less one or two for the thread that launches work (see cores.py).
-    ``threads``: by default one per core.
-    """
+    """Start a worker; close it, or use it in a ``with`` statement. Its threads run on all cores of this process, less
+    one or two for the thread that launches work (see cores.py). ``threads``: by default one per core."""
     share, cores = worker_share()
     if threads is not None and threads < 1:
         raise SettingError(f"threads={threads!r} is not valid. Accepted: a whole number of at least 1, or None.")

@@ -28,10 +28,8 @@ _IDLE_S = 1.0  # between two checks without jobs: Ctrl-C may come between a job'
 
 
 class _Queue:
-    """The jobs and the loop that runs them. Separate from the worker, which the thread must not keep alive.
-
-    Made without its thread: the finalizer that ends it must exist before it starts, as Ctrl-C may come right after.
-    """
+    """The jobs and the loop that runs them. Separate from the worker, which the thread must not keep alive. Made
+    without its thread: the finalizer that ends it must exist before it starts, as Ctrl-C may come right after."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
