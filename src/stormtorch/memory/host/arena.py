@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...core.budget import Budget
 from ...core.errors import OutOfBudget, SettingError, StormError
 from ...core.sizes import GiB, MiB, format_bytes, parse_bytes, round_up
 from ...core.tags import Tag, Tier
@@ -95,16 +96,13 @@ class HostArena:
         it is ``settled``. ``fill_later`` maps only: ``fill`` does the rest. ``returning_bytes`` are in use now, and
         will be freed as the arena is filled."""
         sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
-        self.capacity_bytes = sum(sizes)
-        self.tag = tag
-        reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes, returning_bytes=returning_bytes)
+        reservation = ledger.reserve(Tier.HOST, tag, sum(sizes), returning_bytes=returning_bytes)
         self._begin(Hold(reservation, page_lock, behind=lock_behind))
 
         def made() -> Iterator[Region]:
             for index, size in enumerate(size for size in sizes if size):
                 region = map_shared(index, size) if shared else map_private(index, size, fork=page_lock is None)
-                self._hold.add(region)
-                self._regions.append(region)
+                self._add(region)
                 if not self._hold.touches and not fill_later:
                     first_touch(region.address, size)
                 yield region
@@ -120,20 +118,23 @@ class HostArena:
         """Map an arena that another process made with ``shared=True``. The owner carries the charge; nothing can be
         allocated here."""
         arena = cls.__new__(cls)
-        arena.capacity_bytes = sum(shared.region_bytes)
-        arena.tag = Tag.STAGING
-        arena._begin(Hold(None, page_lock))
+        nothing = Budget(tier=Tier.HOST, limit_bytes=0, given="no memory of its own")
+        arena._begin(Hold(Ledger(nothing).reserve(Tier.HOST, Tag.STAGING, 0), page_lock))
         with arena._ending_on_error():
             for index, (descriptor, size) in enumerate(zip(shared.descriptors, shared.region_bytes, strict=True)):
-                arena._regions.append(attach_region(index, shared.pid, descriptor, size))
-                arena._hold.add(arena._regions[-1])
+                arena._add(attach_region(index, shared.pid, descriptor, size))
             arena._finish(arena._regions)
         return arena
 
     def _begin(self, hold: Hold) -> None:
         self._hold, self._regions, self._closed = hold, list[Region](), False
-        self.taken_bytes = 0  # in tensors and places
+        self.capacity_bytes = self.taken_bytes = 0
         self._lock = threading.Lock()
+
+    def _add(self, region: Region) -> None:
+        self._hold.add(region)
+        self._regions.append(region)
+        self.capacity_bytes += region.size
 
     def fill(self, write: Callable[[int], None]) -> None:
         """Let ``write`` touch and write each region, by index; each is page-locked while the next is written."""
@@ -158,25 +159,26 @@ class HostArena:
     def _finish(self, regions: Iterable[Region]) -> None:
         self._hold.lock(regions)
         if not self._hold.behind:
-            self._hold.settle()
+            self.settle()
             if self._hold.refusal is not None and settle_others(self._hold):
                 self._hold.lock(self._regions)  # other arenas may have returned locked memory since
-                self._hold.settle()
+                self.settle()
             self._hold.say_if_refused()
 
     @property
     def settled(self) -> bool:
         """Whether page-locking has ended, with or without success."""
-        return self._hold.settled
+        return self._hold.outcome.done()
 
     @property
     def pinned(self) -> bool:
         """Whether all of it is page-locked by now."""
-        return not self._closed and self._hold.locked_all
+        outcome = self._hold.outcome
+        return not self._closed and outcome.done() and outcome.exception() is None and outcome.result()
 
     def settle(self) -> None:
         """Block until it is ``settled``."""
-        self._hold.settle()
+        self._hold.outcome.result()
 
     def say_if_refused(self) -> None:
         """Tell the user, once, if it could not be page-locked."""
@@ -202,7 +204,7 @@ class HostArena:
                 f"{format_bytes(_REGION_LIMIT)}. Use several smaller pieces."
             )
         raise OutOfBudget(
-            f"Cannot allocate {format_bytes(size)} for {self.tag.name} from a host arena",
+            f"Cannot allocate {format_bytes(size)} for {self._hold.reservation.tag.name} from a host arena",
             f"{format_bytes(self.taken_bytes)} of {format_bytes(self.capacity_bytes)} taken, no region has room",
             "The limit is the size with which the arena was planned.",
             "Plan it with regions_for() of the sizes that it must hold.",
