@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.events import What
@@ -32,7 +33,7 @@ class GpuTime:
         )
 
 
-def gpu_time(marks: list[Mark]) -> GpuTime | None:
+def gpu_time(marks: Sequence[Mark]) -> GpuTime | None:
     """How the GPU has spent the time between the first mark and the last."""
     if len(marks) < 2 or marks[-1].asked == marks[0].asked:
         return None

@@ -113,9 +113,10 @@ class Tuning:
         # Not before ``can_travel`` is known: weights would take the room of states, which are copied more often. And
         # before the share is chosen, which needs that room.
         if self.meter is not None and (age in _GROW_AT or self._is_growth_due):
-            self._grow(gradients, activations, self.meter)
+            wished = 0 if activations is None else activations.wish_bytes  # by activations that would like to stay
+            self._grow(gradients, wished, self.meter)
             # The host may be steps ahead of a device that has not reported yet how much activations take.
-            self._is_growth_due = age >= _GROW_AT[-1] and _wish_bytes(activations) > 0
+            self._is_growth_due = age >= _GROW_AT[-1] and wished > 0
         if age == _GROW_AT[-1]:
             self._grown_at = self.steps
         if self._mode == "backward":
@@ -151,7 +152,7 @@ class Tuning:
             return replace(now, reason="enlarged for weights in use at once", origin=Origin.MEASURED)
         return now
 
-    def _grow(self, gradients: GradientStream, activations: Saving | None, meter: DeviceMeter) -> None:
+    def _grow(self, gradients: GradientStream, wished_bytes: int, meter: DeviceMeter) -> None:
         """Give the pool the part of the budget that activations have left."""
         self._is_measured = True
         wide = any(home.wide is not None for home in gradients.homes)
@@ -159,7 +160,7 @@ class Tuning:
             self._placement,
             pool_bytes=self.pool.capacity_bytes - self._state_bytes,
             limit_bytes=self.limit_bytes,
-            peak_bytes=self.peak.bytes() - self.foreign_bytes + _wish_bytes(activations),
+            peak_bytes=self.peak.bytes() - self.foreign_bytes + wished_bytes,
             free_bytes=meter.free(),
             lost_bytes=meter.lost(self.limit_bytes + self.foreign_bytes),
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
@@ -293,8 +294,3 @@ class Tuning:
         states = max(0, self._state_bytes - self._idle_bytes)  # in idle memory they are not in the way
         room = self.pool.capacity_bytes - self._placement.fixed_bytes - states
         return sum(unit.image_bytes + GRAIN for unit in units) + largest <= room
-
-
-def _wish_bytes(activations: Saving | None) -> int:
-    """Bytes of activations that want to remain on the device."""
-    return 0 if activations is None else activations.wish_bytes

@@ -18,6 +18,7 @@ from ..checkpoint.state.snapshot import Still
 from ..core.endings import Endings
 from ..core.errors import SettingError
 from ..core.tags import Tag
+from ..memory.host.arena import HostArena
 from ..memory.lanes.flags import Flag
 from ..memory.pools.device import bytes_for_graph
 from ..native.worker.jobs import UpdateMeter
@@ -273,7 +274,9 @@ def _open_adam(
     mode: str,
 ) -> AdamStream:
     units, endings = ground.units, ground.endings
-    states = ground.arena_locked_behind(ground.homes.states, Tag.OPTIMIZER)  # no lane needs them in the first steps
+    lock, sizes = ground.page_lock, ground.homes.states
+    # Locked in the background: no lane needs states in the first steps.
+    states = HostArena(sizes, ledger=ground.ledger, tag=Tag.OPTIMIZER, page_lock=lock, lock_behind=True)
     endings.before_others(states.close)
     factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)

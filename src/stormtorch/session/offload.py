@@ -73,7 +73,8 @@ class OffloadedActivations:
         self._closed = False
         self._context: contextlib.ExitStack | None = None
         self._endings = Endings()
-        self.device = _device_of(model, device)
+        first = next(model.parameters(), None) if model is not None else None
+        self.device = first.device if device == "auto" and first is not None else usable_device(device)
         self.ledger: Ledger = open_ledger(self.device, vram=vram, ram=ram)
         limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
         meter = trial.meter or device_meter_for(self.device)
@@ -164,8 +165,3 @@ def _refuse_meta(model: nn.Module | None) -> None:
             "first: build it on the CPU or the GPU, or model.to_empty(device=...) and then load parameters and "
             "buffers. To fill it while it is streamed, call storm.stream instead."
         )
-
-
-def _device_of(model: nn.Module | None, device: torch.device | str) -> torch.device:
-    first = next(model.parameters(), None) if model is not None else None
-    return first.device if device == "auto" and first is not None else usable_device(device)

@@ -87,10 +87,6 @@ class Ground(Outline):
             raise cannot_lock(arena.capacity_bytes, tag, self.ledger, "stream less with only= or leave=")
         return arena
 
-    def arena_locked_behind(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
-        """Home memory that is page-locked in the background: only the CPU may use it until that has settled."""
-        return HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock, lock_behind=True)
-
     def can_copy(self, arena: HostArena) -> bool:
         """Whether lanes can copy that memory: it is page-locked, or there is a page-locked ring."""
         return arena.pinned or self.page_lock is None or self.lanes.ring is not None

@@ -134,7 +134,8 @@ class Ledger:
         assert self.pinned_bytes <= self.used_bytes(Tier.HOST)
 
     def _live(self) -> list[Reservation]:
-        return list(self._book.values())
+        # Not values(), which fails where another thread releases a reservation meanwhile.
+        return [live for reference in self._book.valuerefs() if (live := reference()) is not None]
 
 
 _THE = {Tier.DEVICE: "the device", Tier.HOST: "the host", Tier.DISK: "the disk"}

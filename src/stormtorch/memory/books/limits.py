@@ -26,26 +26,18 @@ _CGROUP_UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a number near 2^6
 
 def host_available_bytes() -> int:
     """RAM that can be taken without swapping or exceeding the cgroup's limit."""
-    available = int(psutil.virtual_memory().available)
-    room = _cgroup_room_bytes()
-    return available if room is None else min(available, room)
+    rooms = (max(0, limit - used) for limit, used in _cgroup_levels())
+    return min([int(psutil.virtual_memory().available), *rooms])
 
 
 def host_total_bytes() -> int:
     """RAM of the machine, or of the cgroup if that is less."""
-    total = int(psutil.virtual_memory().total)
-    limit = cgroup_limit_bytes()
-    return total if limit is None else min(total, limit)
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_levels())])
 
 
 def cgroup_limit_bytes() -> int | None:
     """The tightest memory limit on the way from this process's cgroup to the root; None without one."""
-    limits = [limit for limit, _ in _cgroup_levels()]
-    return min(limits, default=None)
-
-
-def _cgroup_room_bytes() -> int | None:
-    return min((max(0, limit - used) for limit, used in _cgroup_levels()), default=None)
+    return min((limit for limit, _ in _cgroup_levels()), default=None)
 
 
 def _cgroup_levels(

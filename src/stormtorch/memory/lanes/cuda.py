@@ -193,8 +193,8 @@ class EventTimer:
         """Send the spans of what has ended."""
         with self._lock:
             while self._pending and self._pending[0][1].query():
-                start, end, what, *rest = self._pending.popleft()
-                self._sink(Span(what, *self._clock.span(start, end), *rest))
+                start, end, what, name, tag, size, unit = self._pending.popleft()
+                self._sink(Span(what, *self._clock.span(start, end), name, tag, size, unit))
 
 
 def need_driver() -> Driver:

@@ -66,7 +66,7 @@ class _Pool:
         """Statistics so far. Needs the lock."""
         if self.pointer:
             self.c.storm_pool_read_stats(self.pointer, ctypes.byref(self.counted))
-        return WorkerStats(**{name: getattr(self.counted, name) for name, _ in PoolStats._fields_})
+        return WorkerStats(**{name: getattr(self.counted, name) for name, *_ in PoolStats._fields_})
 
     def stop(self) -> int:
         if os.getpid() != self.pid:  # threads and jobs remained in the parent
