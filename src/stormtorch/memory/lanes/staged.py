@@ -68,21 +68,12 @@ class StagedCudaLane(ThreadLane):
     ) -> None:
         self._own = OwnStream(need_driver(), device_index(device))
         self._stream = self._own.stream
-        super().__init__(name, delay=None if delay is None else self._on_stream(delay))
+        super().__init__(name, sink, delay, inside=torch.cuda.stream(self._stream))
         piece = round_down(ring.numel() // _PIECES, 64)
         if piece == 0:
             raise SettingError(f"A ring of {ring.numel()} bytes is too small for a lane. Give {RING_BYTES} for both.")
         self._pieces = deque((ring[i * piece : (i + 1) * piece], torch.cuda.Event()) for i in range(_PIECES))
         self._timer = None if sink is None else EventTimer(sink, clock)
-
-    def _on_stream(self, delay: Delay) -> Delay:
-        stream = self._stream
-
-        def delayed() -> None:
-            with torch.cuda.stream(stream):
-                delay()
-
-        return delayed
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
         size = check_copy(target, source)
@@ -91,26 +82,13 @@ class StagedCudaLane(ThreadLane):
         name, stream, pieces, timer = self.name, self._stream, self._pieces, self._timer
 
         def copy() -> None:
-            target_bytes, source_bytes = as_bytes(target), as_bytes(source)
-            with torch.cuda.stream(stream):
-                start = timer.mark(stream) if timer is not None else None
-                if source.device.type == "cpu":
-                    _load(target_bytes, source_bytes, pieces, stream)
-                else:
-                    _store(target_bytes, source_bytes, pieces, stream)
-                if timer is not None and start is not None:
-                    timer.finish(stream, start, What.COPY, name, tag, size, unit)
+            move = _load if source.device.type == "cpu" else _store
+            start = timer.mark(stream) if timer is not None else None
+            move(as_bytes(target), as_bytes(source), pieces, stream)
+            if timer is not None and start is not None:
+                timer.finish(stream, start, What.COPY, name, tag, size, unit)
 
         self.enqueue(copy)
-
-    def fill(self, target: torch.Tensor, byte: int) -> None:
-        stream = self._stream
-
-        def fill() -> None:
-            with torch.cuda.stream(stream):
-                as_bytes(target).fill_(byte)
-
-        self.enqueue(fill)
 
     def record(self) -> Event:
         event, stream = StagedEvent(self._failure), self._stream

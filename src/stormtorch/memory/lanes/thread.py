@@ -5,6 +5,7 @@ Staged CUDA lanes have such a thread too."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
@@ -12,6 +13,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -109,7 +111,14 @@ class ThreadLane(Lane):
     After a failure the thread goes on: it skips work, reaches events (whose waiters then raise) and aborts flags, so
     that no thread or stream hangs."""
 
-    def __init__(self, name: str, sink: Sink | None = None, delay: Delay | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        sink: Sink | None = None,
+        delay: Delay | None = None,
+        inside: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
+    ) -> None:
+        """``inside``: the context in which the thread does all work."""
         self.name, self._sink = name, sink
         self._failure = Failure(name)
         self._queue: WorkQueue = queue.SimpleQueue()
@@ -117,7 +126,7 @@ class ThreadLane(Lane):
         self._owner_pid = os.getpid()
         self._open_lock = threading.RLock()  # nothing may be queued behind the end; a signal handler may queue, too
         self._thread = threading.Thread(
-            target=_run, args=(self._queue, self._failure), name=f"storm-{name}", daemon=True
+            target=_run, args=(self._queue, self._failure, inside), name=f"storm-{name}", daemon=True
         )
         # The thread knows the queue, not the lane: a lane that is dropped without close() still ends its thread. So
         # does one whose start was interrupted by Ctrl-C.
@@ -199,9 +208,9 @@ class ThreadLane(Lane):
                 self._thread.join(0.2)  # in short waits, so that Ctrl-C gets through
 
 
-def _run(work_queue: WorkQueue, failure: Failure) -> None:
+def _run(work_queue: WorkQueue, failure: Failure, inside: AbstractContextManager[object]) -> None:
     # Modes are per thread. Copies are transport: never recorded, and allowed on inference tensors and ordinary ones.
-    with torch.inference_mode():
+    with torch.inference_mode(), inside:
         while (item := work_queue.get()) is not None:
             work, always = item
             if failure.error is None or always:
