@@ -122,16 +122,15 @@ class Inference:
         """Provide the memory that a call with inputs of ``size`` elements needs, before it takes it."""
         self._rest = max(0, self._rest - 1)
         extra = self._need_bytes(size)
-        if extra is None:
-            self._be_small()
-        else:
-            spare = self._spare_bytes(extra)
-            if spare < 0 and self._window_bytes is not None:
-                if self._shrink(-spare) < -spare:
-                    self._be_small()
-            else:
-                self._grow(self._spare_bytes(max([extra, *(seen.extra_bytes for seen in self._recent)])))
-        seen = self._seen.setdefault(_class_of(size), _Seen(size))
+        missing = 0 if extra is None else -self._spare_bytes(extra)
+        is_short = missing > 0 and self._window_bytes is not None
+        if extra is None or (is_short and self._shrink(missing) < missing):
+            if self._pool.capacity_bytes > self._initial_bytes:
+                self._restore()  # activations need at least as much as the initial pool leaves them
+        elif not is_short:
+            self._grow(self._spare_bytes(max([extra, *(seen.extra_bytes for seen in self._recent)])))
+        step = 1 << max(0, size.bit_length() - 3)  # sizes of one class differ by less than a quarter
+        seen = self._seen.setdefault(round_up(size, step), _Seen(size))
         if extra is not None and size > seen.size:
             seen.size, seen.extra_bytes = size, max(seen.extra_bytes, extra)
         self._recent.append(seen)
@@ -189,16 +188,6 @@ class Inference:
         gaps = largest if len(set(sizes)) > 1 else 0  # units of several sizes leave gaps between them
         return max((sum(entry) for entry in passing), default=0) + largest + gaps
 
-    def _chosen(self, capacity: int) -> tuple[list[int], int]:
-        """The units that can be resident in ``capacity`` bytes, and the window that the others then need."""
-        kept, taken = list[int](), 0
-        for index in self._wanted:
-            window = self._window_for([*kept, index])
-            if taken + self._sizes[index] + window <= capacity:
-                kept.append(index)
-                taken += self._sizes[index]
-        return kept, self._window_for(kept)
-
     def _grow(self, spare: int) -> None:
         """Make more units resident, in ``spare`` bytes."""
         if self._meter is not None:
@@ -217,8 +206,12 @@ class Inference:
 
     def _arrange(self, capacity: int) -> None:
         """Divide the pool into a window and a block for each resident unit."""
-        kept, window = self._chosen(capacity)
-        self._rest = _REST
+        kept, taken = list[int](), 0
+        for index in self._wanted:
+            if taken + self._sizes[index] + self._window_for([*kept, index]) <= capacity:
+                kept.append(index)
+                taken += self._sizes[index]
+        window, self._rest = self._window_for(kept), _REST
         if not kept:
             return
         self._residency.drop_all()
@@ -268,11 +261,6 @@ class Inference:
                 given += gone
         return given
 
-    def _be_small(self) -> None:
-        """Leave activations at least as much as with the initial pool."""
-        if self._pool.capacity_bytes > self._initial_bytes:
-            self._restore()
-
     def _restore(self) -> None:
         """Restore the initial pool."""
         if self._window_bytes is None:
@@ -312,11 +300,6 @@ def _by_worth(sizes: Sequence[int]) -> list[int]:
     alike = [index for index, size in enumerate(sizes) if size == usual]
     spread = sorted(range(len(alike)), key=lambda number: number * _GOLDEN % 1)
     return [*unusual, *(alike[number] for number in spread)]
-
-
-def _class_of(size: int) -> int:
-    """One number for sizes that differ by less than a quarter."""
-    return round_up(size, 1 << max(0, size.bit_length() - 3))
 
 
 def _count(given: Any) -> int:

@@ -123,8 +123,9 @@ class Hold:
             with self.locking:  # another thread may still be locking, which can be undone only afterwards
                 pass
         endings = Endings()
-        for call in (*self.finalizers, self.reservation.release):
-            endings.after_others(call)
+        for finalizer in self.finalizers:
+            endings.after_others(finalizer)
+        endings.last(self.reservation.release)
         endings.run()
 
     def _end(self, address: int, descriptor: int | None) -> None:
