@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 
 from ...core.endings import Closing
@@ -66,18 +68,61 @@ class Job:
     abort: FlagValue | None
 
 
-class Worker(Closing, abc.ABC):
+class Engine(abc.ABC):
+    """Runs the jobs of a worker. Separate from the worker, which the engine's threads must not keep alive.
+
+    Made without threads: the finalizer that ends them must exist before they start, as Ctrl-C may come right after."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self.pid = threads, os.getpid()
+        self.tickets = itertools.count(1)
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Start the threads."""
+
+    @abc.abstractmethod
+    def add(self, job: Job) -> int:
+        """Queue the job and return its ticket."""
+
+    @abc.abstractmethod
+    def stats(self) -> WorkerStats:
+        """Statistics so far, also after ``stop``."""
+
+    @abc.abstractmethod
+    def stop(self) -> int:
+        """End the threads and return how many jobs were abandoned; may raise an error that no caller has seen."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """End the threads when the worker was collected, or the interpreter exits."""
+
+
+class Worker(Closing):
     """Updates tensors off the caller's thread, most urgent first.
 
     A job is *waiting* until its ready flag is reached, then *ready*: it competes by (priority, order of submission),
-    lowest first, and one that becomes ready overtakes a less urgent one between two chunks. It is *over* when its done
-    flag is written, which happens for every accepted job: after it was finished, or when it was abandoned.
+    lowest first. In the C library one that becomes ready overtakes a less urgent one between two chunks. It is *over*
+    when its done flag is written, which happens for every accepted job: after it was finished, or when it was
+    abandoned.
 
     A job that has begun is always finished. One that has not begun is abandoned by ``close``, and when its abort flag
     is reached, whether or not its ready flag ever is. Code that aborts must write the abort flag before it lets ready
     flags be reached without gradients; then no such gradient is ever used."""
 
-    threads: int
+    def __init__(self, engine: Engine) -> None:
+        self.threads, self._engine = engine.threads, engine
+        self._finalizer = weakref.finalize(self, engine.end)
+        engine.start()
+
+    def _own(self) -> Engine:
+        """The engine. Raises in a forked child, which does not have the threads of its parent's worker."""
+        if os.getpid() != self._engine.pid:
+            raise LaneError(
+                f"This worker belongs to process {self._engine.pid}; its threads do not exist after the fork into "
+                f"{os.getpid()}. Open another one there."
+            )
+        return self._engine
 
     def submit(
         self,
@@ -102,28 +147,16 @@ class Worker(Closing, abc.ABC):
             )
         if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
             raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
-        return self._submit(Job(tensors, step.scalars, priority, ready, done, abort))
+        return self._own().add(Job(tensors, step.scalars, priority, ready, done, abort))
 
-    @abc.abstractmethod
-    def _submit(self, job: Job) -> int: ...
-
-    @abc.abstractmethod
     def stats(self) -> WorkerStats:
         """Statistics so far. Readable after ``close`` too."""
+        return self._own().stats()
 
-    @abc.abstractmethod
     def close(self) -> int:
         """End the threads and return how many jobs were abandoned in all. May be called again. Jobs that have not begun
         are abandoned. Wait for their done flags first to keep them."""
-
-
-def refuse_after_fork(owner_pid: int) -> None:
-    """Raise in a forked child, which does not have the threads of its parent's worker."""
-    if os.getpid() != owner_pid:
-        raise LaneError(
-            f"This worker belongs to process {owner_pid}; its threads do not exist after the fork into {os.getpid()}. "
-            "Open another one there."
-        )
+        return self._engine.stop()
 
 
 def closed() -> LaneError:

@@ -6,9 +6,9 @@ from ...core.errors import SettingError
 from ...core.notices import say_once
 from ..cores import worker_share
 from ..library import describe, library
-from .c_worker import PoolWorker
+from .c_worker import CPool
 from .jobs import Worker
-from .python_worker import ThreadWorker
+from .python_worker import PythonThread
 
 
 def open_worker(threads: int | None = None) -> Worker:
@@ -20,5 +20,5 @@ def open_worker(threads: int | None = None) -> Worker:
     native = library()
     if native is None:
         say_once(describe())
-        return ThreadWorker(threads=threads or share)
-    return PoolWorker(native, threads=threads or share, cores=cores)
+        return Worker(PythonThread(threads=threads or share))
+    return Worker(CPool(native, threads=threads or share, cores=cores))

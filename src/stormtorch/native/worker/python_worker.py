@@ -12,29 +12,25 @@ on a ``put`` from anywhere, and takes no lock that Ctrl-C could leave behind.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
 import threading
 import time
-import weakref
 
 from ...core.errors import LaneError
 from .. import fallback
-from .jobs import Job, Worker, WorkerStats, closed, refuse_after_fork
+from .jobs import Engine, Job, WorkerStats, closed
 
 _POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the thread that launches
 _IDLE_S = 1.0  # between two checks without jobs: Ctrl-C may come between a job's arrival and the call that wakes
 
 
-class _Queue:
-    """The jobs and the loop that runs them. Separate from the worker, which the thread must not keep alive. Made
-    without its thread: the finalizer that ends it must exist before it starts, as Ctrl-C may come right after."""
+class PythonThread(Engine):
+    """The jobs and the loop that runs them."""
 
-    def __init__(self) -> None:
-        self.pid = os.getpid()
+    def __init__(self, *, threads: int) -> None:
+        super().__init__(threads)
         self.jobs: dict[int, Job] = {}  # by ticket; a job remains here until it is over
-        self.tickets = itertools.count(1)
         self.finished = self.abandoned = self.elements = 0
         self.busy_s = 0.0
         self.lock, self.stopping = threading.RLock(), False  # nothing is added once it is stopping
@@ -42,6 +38,9 @@ class _Queue:
         self.error_was_raised = False
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._loop, name="storm-adam-0", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
 
     def _loop(self) -> None:
         try:
@@ -83,7 +82,36 @@ class _Queue:
         self.abandoned += not finished
         del self.jobs[ticket]
 
-    def stop(self) -> None:
+    def add(self, job: Job) -> int:
+        with self.lock:
+            self._raise_error()
+            if self.stopping:
+                raise closed()
+            ticket = next(self.tickets)
+            self.jobs[ticket] = job
+        self.wake.put(None)
+        return ticket
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            self.error_was_raised = True
+            raise LaneError(
+                f"The optimizer's worker failed: {self.error!r}. {self.abandoned} jobs were abandoned; "
+                "the tensors of the one that failed are partly updated."
+            ) from self.error
+
+    def stats(self) -> WorkerStats:
+        pending = len(self.jobs)  # first: a job is counted before it leaves the table
+        counts = {name: getattr(self, name) for name in ("busy_s", "elements", "finished", "abandoned")}
+        return WorkerStats(pending=pending, **counts)
+
+    def stop(self) -> int:
+        self.end()
+        if not self.error_was_raised:
+            self._raise_error()
+        return self.abandoned
+
+    def end(self) -> None:
         if os.getpid() != self.pid:  # the thread remained in the parent
             return
         with self.lock:
@@ -91,52 +119,3 @@ class _Queue:
         self.wake.put(None)
         if threading.current_thread() is not self.thread and self.thread.is_alive():
             self.thread.join()  # not if the worker was collected on the thread itself: it then ends by itself
-
-
-class ThreadWorker(Worker):
-    """A Python thread instead of the native ones."""
-
-    def __init__(self, *, threads: int) -> None:
-        self.threads = threads
-        self._queue = _Queue()
-        self._finalizer = weakref.finalize(self, self._queue.stop)
-        self._queue.thread.start()
-
-    def _submit(self, job: Job) -> int:
-        work = self._queue
-        refuse_after_fork(work.pid)
-        with work.lock:
-            self._raise_error()
-            if work.stopping:
-                raise closed()
-            ticket = next(work.tickets)
-            work.jobs[ticket] = job
-        work.wake.put(None)
-        return ticket
-
-    def _raise_error(self) -> None:
-        work = self._queue
-        if work.error is not None:
-            work.error_was_raised = True
-            raise LaneError(
-                f"The optimizer's worker failed: {work.error!r}. {work.abandoned} jobs were abandoned; "
-                "the tensors of the one that failed are partly updated."
-            ) from work.error
-
-    def stats(self) -> WorkerStats:
-        work = self._queue
-        refuse_after_fork(work.pid)
-        pending = len(work.jobs)  # first: a job is counted before it leaves the table
-        return WorkerStats(
-            busy_s=work.busy_s,
-            elements=work.elements,
-            finished=work.finished,
-            abandoned=work.abandoned,
-            pending=pending,
-        )
-
-    def close(self) -> int:
-        self._queue.stop()
-        if not self._queue.error_was_raised:
-            self._raise_error()
-        return self._queue.abandoned
