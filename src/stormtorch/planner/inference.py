@@ -225,7 +225,7 @@ class Inference:
             if window:
                 self._pool.grow(window)
             for index in kept:
-                self._pool.add_single(self._sizes[index])
+                self._pool.grow(self._sizes[index], single=True)
         except OutOfBudget:  # other programs have taken the memory meanwhile
             self._restore()
             return
@@ -238,7 +238,7 @@ class Inference:
         for index in self._wanted:
             if index not in kept and self._sizes[index] <= spare:
                 try:
-                    self._pool.add_single(self._sizes[index])
+                    self._pool.grow(self._sizes[index], single=True)
                 except OutOfBudget:
                     return
                 spare -= self._sizes[index]

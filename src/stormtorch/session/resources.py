@@ -185,19 +185,13 @@ def open_ground(
 
 
 def _parted(model: nn.Module, settings: Settings, limit_bytes: int) -> Partition:
-    return partition(
-        model,
-        unit_limit_bytes=division(limit_bytes).unit_bytes,
-        only=None if settings.only is None else list(settings.only),
-        leave=list(settings.leave),
-    )
+    unit_bytes = division(limit_bytes).unit_bytes
+    return partition(model, unit_limit_bytes=unit_bytes, only=settings.only, leave=settings.leave)
 
 
 def _enough_vram(model: nn.Module, settings: Settings, limit_bytes: int, *, training: bool) -> int:
     """A limit through which the model can be streamed, if ``limit_bytes`` is too small. A larger limit makes larger
     units, which need more."""
-    least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
-    while least > limit_bytes:
+    while (least := least_pool_bytes(_parted(model, settings, limit_bytes), training=training)) > limit_bytes:
         limit_bytes = round_up(least, 512)
-        least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
     return limit_bytes

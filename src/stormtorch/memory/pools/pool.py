@@ -208,15 +208,9 @@ class DevicePool(Pool):
         """Changes when a piece comes back: a `take` that found no room may find some then."""
         return self._freed + len(self._gone) + len(self._returned)
 
-    def grow(self, size: int) -> None:
-        self._add(round_down(size, GRAIN), single=False)
-
-    def add_single(self, size: int) -> None:
-        """Take a block for one piece of exactly ``size`` bytes, which no other piece can fragment."""
-        self._add(round_up(size, GRAIN), single=True)
-
-    def _add(self, size: int, *, single: bool) -> None:
-        start_s = time.perf_counter()
+    def grow(self, size: int, *, single: bool = False) -> None:
+        """``single``: for one piece of exactly that size, which no other piece can fragment."""
+        start_s, size = time.perf_counter(), round_up(size, GRAIN) if single else round_down(size, GRAIN)
         memory, charge = charged_bytes(self.device, size, ledger=self._ledger, tag=self._tag)
         # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
         fresh, place = self._compute.record(), self._compute.place()
@@ -231,7 +225,7 @@ class DevicePool(Pool):
             self._sink(Span(What.POOL, start_s, time.perf_counter(), tag=self._tag, bytes=self.capacity_bytes))
 
     def singles(self) -> list[tuple[int, int]]:
-        """Address and size of each block of ``add_single``, the latest first."""
+        """Address and size of each block for a single piece, the latest first."""
         return [(b.address, b.size) for b in reversed(self._blocks) if b.single]
 
     def give_back(self, address: int | None = None) -> int:
