@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -135,11 +135,9 @@ class OffloadedActivations:
             raise StormError("This context is in use; it cannot be entered again inside of itself.")
         with contextlib.ExitStack() as stack:
             if torch.is_grad_enabled():
-                saving: Any = self.saving
-                hooks = saving.pack, saving.unpack
-                self._pack = hooks[0]
+                hooks = self.saving.pack, self.saving.unpack
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
-                stack.enter_context(saving.passing(*hooks))
+                stack.enter_context(self.saving.passing(*hooks))
             self._context = stack.pop_all()
         return self
 

@@ -163,23 +163,13 @@ def open_ledger(
     ``returning_bytes`` of RAM are in use now and become free as the budget is used."""
     device = limits.usable_device(device)
     free, total = limits.device_memory_bytes(device)
+    host_free, host_total = limits.host_available_bytes() + returning_bytes, limits.host_total_bytes()
+    others = "the driver, cuBLAS and fragmentation" if device.type == "cuda" else "fragmentation"
+    system = "the system, the page cache and your own program"
+    room, host_room = max(512 * MiB, total // 50), max(2 * GiB, host_total // 20)
     budgets = [
-        _budget(
-            Tier.DEVICE,
-            vram,
-            free=free,
-            total=total,
-            headroom=max(512 * MiB, total // 50),
-            kept_for="the driver, cuBLAS and fragmentation" if device.type == "cuda" else "fragmentation",
-        ),
-        _budget(
-            Tier.HOST,
-            ram,
-            free=limits.host_available_bytes() + returning_bytes,
-            total=limits.host_total_bytes(),
-            headroom=max(2 * GiB, limits.host_total_bytes() // 20),
-            kept_for="the system, the page cache and your own program",
-        ),
+        _budget(Tier.DEVICE, vram, free=free, total=total, headroom=room, kept_for=others),
+        _budget(Tier.HOST, ram, free=host_free, total=host_total, headroom=host_room, kept_for=system),
     ]
     available: dict[Tier, Available] = {Tier.HOST: limits.host_available_bytes}
     if device.type == "cuda":
