@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,16 +43,15 @@ class DriverError(StormError, RuntimeError):
         return type(self), (self.call, self.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamQuery:
+class StreamQuery(NamedTuple):
     """Addresses of the driver's functions: ``ask(stream)`` is 0 or ``no``, on a thread that has called
-    ``enter(context)`` and ``relax``."""
+    ``enter(context)`` and ``relax``. In the order of ``storm_sampler_open``."""
 
     ask: int
+    no: int
     enter: int
     relax: int
     context: int
-    no: int
 
 
 class Driver:

@@ -11,6 +11,7 @@ pass, and makes every later use raise, because the data that the flag announces 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 import weakref
@@ -67,15 +68,13 @@ class Flag:
     def wait(self, value: int, timeout_s: float | None = None) -> bool:
         """Block until the flag has reached ``value``; False if ``timeout_s`` passed first. Raises if the board is
         aborted meanwhile. Ctrl-C gets through."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         while True:
-            left = 0.1 if deadline is None else min(0.1, deadline - time.monotonic())
-            arrived = flag_words.wait(self.address, value, max(0.0, left))
+            left = deadline - time.monotonic()
+            arrived = flag_words.wait(self.address, value, max(0.0, min(0.1, left)))
             self.board.raise_if_aborted()
-            if arrived:
-                return True
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
+            if arrived or left <= 0:
+                return arrived
 
 
 class Flags:

@@ -29,9 +29,6 @@ def charged_bytes(device: torch.device, size: int, *, ledger: Ledger, tag: Tag) 
             f"The limit is the device's memory, not {budget.given}.",
             "Lower vram, or end other programs on the GPU.",
         ) from error
-    except BaseException:
-        reservation.release()
-        raise
 
 
 def bytes_for_graph(size: int, device: torch.device) -> torch.Tensor:
