@@ -39,7 +39,7 @@ class Piece:
     __slots__ = ("block", "bytes", "is_out", "offset", "size")
 
     def __init__(self, block: Block, offset: int, size: int) -> None:
-        self.block, self.offset, self.size = block, offset, size
+        self.block, self.offset, self.size, self.is_out = block, offset, size, False
         assert block.bytes is not None, "the block was closed"
         self.bytes = block.bytes[offset : offset + size]
         self.is_out = size > 0  # an empty piece has no place
