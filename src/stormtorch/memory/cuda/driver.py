@@ -115,11 +115,6 @@ class Driver:
         assert stream.value is not None
         return stream.value
 
-    def destroy_stream(self, device: int, stream: int) -> None:
-        """Release the stream without blocking; the driver still finishes its work."""
-        with self._on(device):
-            self._call("cuStreamDestroy_v2", _pointer(stream))
-
     def copy(self, device: int, stream: int, target: int, source: int, size: int, *, host: Sequence[int] = ()) -> bool:
         """Enqueue a copy of ``size`` bytes between device and page-locked memory, in either direction. Returns False
         and does nothing if an address in ``host`` is not page-locked.

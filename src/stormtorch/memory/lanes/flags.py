@@ -25,6 +25,7 @@ from ...native import flag_words
 from ...native.worker.jobs import FlagValue
 from ..books.ledger import Ledger
 from ..cuda.driver import Driver, DriverError, device_index, driver
+from ..cuda.streams import OwnStream
 from ..host.arena import PAGE, HostArena
 from ..host.pinning import PageLock
 
@@ -132,23 +133,18 @@ def _let_go(awaited: dict[int, int], aborted: int, words: torch.Tensor | None = 
 
 def _stream_offset(cuda: Driver, start: int, device: torch.device) -> int | None:
     """Device address minus host address of the words, or None if streams of ``device`` cannot write or await them."""
-    word = ctypes.c_uint32.from_address(start)
-    index = device_index(device)
+    word, index = ctypes.c_uint32.from_address(start), device_index(device)
     try:
-        address = cuda.device_address(index, start)
-        stream = cuda.create_stream(index)
-        try:
-            cuda.write_value(index, stream, address, 1)
-            cuda.wait_value(index, stream, address, 1)
-            deadline = time.monotonic() + 2
-            event = torch.cuda.Event()
-            event.record(torch.cuda.ExternalStream(stream, device=index))
-            while not event.query() and time.monotonic() < deadline:
-                time.sleep(1e-4)
-            worked = bool(event.query())
-            word.value = 1  # in any case, let the stream get past its wait
-        finally:
-            cuda.destroy_stream(index, stream)
+        address, own = cuda.device_address(index, start), OwnStream(cuda, index)  # which comes back when it is dropped
+        cuda.write_value(index, own.stream.cuda_stream, address, 1)
+        cuda.wait_value(index, own.stream.cuda_stream, address, 1)
+        deadline = time.monotonic() + 2
+        event = torch.cuda.Event()
+        event.record(own.stream)
+        while not event.query() and time.monotonic() < deadline:
+            time.sleep(1e-4)
+        worked = bool(event.query())
+        word.value = 1  # in any case, let the stream get past its wait
     except DriverError:
         return None
     word.value = 0
