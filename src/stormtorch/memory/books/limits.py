@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from ...core.errors import SettingError, StorageError
+from ...native.cores import read_text as _read_text
 from ..cuda.allocator import allowed_bytes, untaken_bytes
 
 _OCTAL = re.compile(r"\\([0-7]{3})")  # the kernel's escapes for blanks in a path
@@ -158,10 +159,3 @@ def filesystem_type(path: Path) -> str:
         if (target == mount or mount in target.parents) and len(mount.parts) >= best:
             best, kind = len(mount.parts), fields[fields.index("-") + 1]
     return kind
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(errors="surrogateescape")
-    except OSError:
-        return ""
