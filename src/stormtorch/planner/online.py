@@ -203,10 +203,8 @@ class Tuning:
             return None
         there, choice = self._updater.there, self._share_choice
         if there.gave_way:
-            choice = Choice(
-                reason="on the CPU: states in flight to the device had no room beside the weights",
-                origin=Origin.MEASURED,
-            )
+            why = "on the CPU: states in flight to the device had no room beside the weights"
+            choice = Choice(reason=why, origin=Origin.MEASURED)
         kept = f"{len(there.kept_units)} of {len(self._partition.units)} units kept on the device; of the rest "
         return OptimizerShare(
             device_share=there.share_now,
