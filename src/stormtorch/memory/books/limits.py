@@ -6,7 +6,6 @@ host's RAM, and a process that believes it is killed without a message.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import re
@@ -75,12 +74,10 @@ def memlock_limit_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-@functools.cache
 def is_wsl() -> bool:
     return "microsoft" in platform.release().lower()
 
 
-@functools.cache
 def in_container() -> bool:
     return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() or "container" in os.environ
 
