@@ -201,8 +201,15 @@ class Inference:
         if self._late > _LATE:  # memory that user code held was in the way
             self._restore()
             self._rest = _REST
-        elif spare > 0:
-            self._extend(spare)
+            return
+        for index in self._wanted:  # activations take less than before
+            if index not in kept and self._sizes[index] <= spare:
+                try:
+                    self._pool.grow(self._sizes[index], single=True)
+                except OutOfBudget:
+                    return
+                spare -= self._sizes[index]
+                self._residency.kept |= {index}
 
     def _arrange(self, capacity: int) -> None:
         """Divide the pool into a window and a block for each resident unit."""
@@ -231,18 +238,6 @@ class Inference:
             return
         self._residency.kept = frozenset(kept)
         self._parameters.load_kept()
-
-    def _extend(self, spare: int) -> None:
-        """Add blocks: activations take less than before."""
-        kept = self._residency.kept
-        for index in self._wanted:
-            if index not in kept and self._sizes[index] <= spare:
-                try:
-                    self._pool.grow(self._sizes[index], single=True)
-                except OutOfBudget:
-                    return
-                spare -= self._sizes[index]
-                self._residency.kept |= {index}
 
     def _shrink(self, size: int) -> int:
         """Give back blocks of resident units, at least ``size`` bytes if possible; returns the bytes given back."""

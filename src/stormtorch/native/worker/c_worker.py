@@ -14,10 +14,7 @@ _REAP = 16  # tickets fetched at once
 
 
 def _word(flag: FlagValue | None) -> FlagWord:
-    if flag is None:
-        return FlagWord(None, 0)
-    assert flag.address > 0, "a flag without an address would never gate anything"
-    return FlagWord(flag.address, flag.value & 0xFFFFFFFF)
+    return FlagWord(None, 0) if flag is None else FlagWord(flag.address, flag.value & 0xFFFFFFFF)
 
 
 class CPool(Engine):
