@@ -65,7 +65,7 @@ class Ways(TrainerCallback):
             control.should_training_stop = True
 
     def _planning(self) -> Any:
-        saving = self.trainer.session._parts.saving
+        saving = self.trainer.session.saving
         return None if saving is None else saving.planning  # None: the device does not count
 
     def _is_settled(self) -> bool:

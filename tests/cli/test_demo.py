@@ -33,7 +33,7 @@ def test_it_trains_within_its_budget_and_compares(capsys: pytest.CaptureFixture[
 def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     # A link that moves zeros.
-    monkeypatch.setattr("stormtorch.memory.lanes.cpu.CpuLane.copy", lambda _lane, target, *_: target.zero_())
+    monkeypatch.setattr("stormtorch.memory.lanes.thread.ThreadLane.copy", lambda _lane, target, *_: target.zero_())
     assert main(["demo", "--device", "cpu", "--steps", "2"]) != 0
     shown = capsys.readouterr()
     assert "This is a defect" in shown.out

@@ -6,10 +6,8 @@ import pickle
 
 import pytest
 
-from stormtorch.core.budget import Budget
 from stormtorch.core.errors import OutOfBudget, StorageError, StormError
 from stormtorch.core.notices import say_once
-from stormtorch.core.tags import Tier
 
 
 def test_an_out_of_budget_error_has_four_parts_in_one_line_and_survives_pickling() -> None:
@@ -33,9 +31,3 @@ def test_a_notice_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         assert say_once("the disk is slow", key="disk")
         assert not say_once("the disk is slow again", key="disk")
     assert caplog.messages == ["the disk is slow"]
-
-
-def test_a_budget_reads_as_the_user_gave_it() -> None:
-    assert str(Budget(tier=Tier.DEVICE, limit_bytes=8 << 30, given="vram='8GiB'")) == "device 8.0 GiB (vram='8GiB')"
-    auto = Budget(tier=Tier.HOST, limit_bytes=1 << 30, given="ram='auto'", reason="2.0 GiB free, half kept")
-    assert str(auto) == "host 1.0 GiB (ram='auto': 2.0 GiB free, half kept)"

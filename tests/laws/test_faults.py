@@ -19,7 +19,6 @@ from torch import nn
 import stormtorch as storm
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tag, Tier
-from stormtorch.memory.pools import pool
 
 from ..resident import resident_bytes
 from .models import (
@@ -231,43 +230,6 @@ def test_a_model_of_which_nothing_is_streamed_is_refused_in_words() -> None:
             storm.stream(model, device="cpu", leave=leave)
     with pytest.raises(storm.SettingError, match=r"no parameters to stream\.$"):
         storm.stream(nn.ReLU(), device="cpu")
-
-
-@torch.no_grad()
-def evaluate_for_ever(side: Side) -> None:
-    while True:
-        side.loss(0)
-
-
-PLACES_IN_THE_POOL = ["give", "_is_out", "_melt", "_find", "_hand_out", "alias", "Piece"]
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("where", PLACES_IN_THE_POOL)
-def test_ctrl_c_between_two_lines_of_the_pool(where: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as it comes: nothing is lost, and nothing is free twice."""
-    owner: Any = pool if hasattr(pool, where) else pool.DevicePool
-    real, left = getattr(owner, where), [0]
-
-    def interrupting(*args: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            if after:
-                real(*args)
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(owner, where, interrupting)
-    with Pair(CHAIN, step="forward") as pair:
-        pair.steps(2)
-        for number in range(2, 22):
-            pair.both(lambda side: side.optimizer.zero_grad())
-            left[0] = number  # somewhere else every time
-            with pytest.raises(KeyboardInterrupt):
-                evaluate_for_ever(pair.streamed)
-            left[0] = 0
-            pair.steps(1, start=number)
-        pair.check()
 
 
 def test_an_exception_passes_through_the_session(device: torch.device) -> None:

@@ -255,7 +255,7 @@ def test_reentrant_checkpoints_train_alike() -> None:
                 torch.manual_seed(step)
                 answers.append(frozen(reentrant(side, torch.randn(2, 4, W)[:, :1])))
                 if side is model:
-                    homes = session._parts.gradients.homes
+                    homes = session._parts.schedule.gradients.homes
                     assert all(home.consumed for home in homes), "a unit was left for step()"
                 optimizer.step()
                 optimizer.zero_grad()

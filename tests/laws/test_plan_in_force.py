@@ -117,11 +117,11 @@ def check(session: Session) -> None:
     }.items():
         assert sum(sizes) <= ledger.used_bytes(Tier.HOST, tag) < sum(sizes) + PAGE * (1 + len(sizes)), tag
     resident = {number for number, unit in enumerate(plan.units) if unit.weights.resident}
-    if parts.inference is not None and resident:
+    if parts.schedule.witness is not None and resident:
         assert resident == parts.parameters.residency.kept or len(resident) == len(plan.units)
-    if parts.saving is not None and parts.saving.plan is not None:
+    if (saving := parts.schedule.saving) is not None and saving.plan is not None:
         assert [(block.kind, block.inputs_away) for block in plan.activations.blocks] == [
-            (block.kind, block.inputs_away) for block in parts.saving.plan.blocks
+            (block.kind, block.inputs_away) for block in saving.plan.blocks
         ]
 
 

@@ -23,7 +23,7 @@ from stormtorch.core.errors import OutOfBudget, SettingError, StormError
 from stormtorch.core.sizes import GiB, MiB, round_up
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.books.ledger import Ledger
-from stormtorch.memory.host.arena import PAGE, HostArena, HostBlock, SharedArena, regions_for
+from stormtorch.memory.host.arena import PAGE, HostArena, Place, SharedArena, regions_for
 from stormtorch.memory.host.pinning import page_lock_for
 from stormtorch.memory.host.region import Region, map_private
 
@@ -48,32 +48,24 @@ def roomy() -> Ledger:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 40_000), st.sampled_from([None, 1, 512, 4096]), st.booleans()), max_size=60))
-def test_blocks_never_overlap_keep_their_bytes_and_return_them(steps: list[tuple[int, int | None, bool]]) -> None:
-    ledger, chance = roomy(), random.Random(len(steps))
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.sampled_from([None, 1, 512, 4096])), max_size=60))
+def test_tensors_never_overlap_and_keep_their_bytes(sizes: list[tuple[int, int | None]]) -> None:
+    ledger = roomy()
     arena = HostArena(256 * 1024, ledger=ledger, tag=Tag.PARAMETERS)
-    live: list[tuple[HostBlock, int]] = []
-    for number, (size, alignment, release) in enumerate(steps):
+    made: list[tuple[torch.Tensor, int]] = []
+    for number, (size, alignment) in enumerate(sizes):
         try:
-            block = arena.allocate(size, alignment=alignment)
+            tensor = arena.tensor((size,), torch.uint8, alignment=alignment)
         except OutOfBudget:
             assert arena.taken_bytes + size > 64 * 1024, "refused although the arena is almost empty"
             continue
-        assert block.tensor().numel() == size
+        assert tensor.numel() == size
         if size:
-            assert block.tensor().data_ptr() % (alignment or 16) == 0
-        block.tensor().fill_(number % 251)
-        live.append((block, number % 251))
-        if release and live:
-            live.pop(chance.randrange(len(live)))[0].release()
-        arena.check()
-        assert arena.taken_bytes == sum(block.size for block, _ in live)
-        for block, value in live:
-            assert bool((block.tensor() == value).all()), "a neighbour wrote into this block"
-    for block, _ in live:
-        block.release()
-        block.release()
-    assert arena.taken_bytes == 0
+            assert tensor.data_ptr() % (alignment or 16) == 0
+        made.append((tensor.fill_(number % 251), number % 251))
+        assert arena.taken_bytes == sum(tensor.numel() for tensor, _ in made)
+        for tensor, value in made:
+            assert bool((tensor == value).all()), "a neighbour wrote into this tensor"
     arena.close()
     assert ledger.used_bytes(Tier.HOST) == 0
 
@@ -84,14 +76,14 @@ def test_overhead_for_65536_tensors_of_mixed_sizes_is_at_most_one_per_cent(ledge
     capacity = regions_for(sizes)
     before = psutil.Process().memory_info().rss
     arena = HostArena(capacity, ledger=ledger, tag=Tag.PARAMETERS)
-    blocks = [arena.allocate(size) for size in sizes]
+    places = [arena.allocate(size) for size in sizes]
     assert arena.taken_bytes == sum(sizes)
     assert ledger.used_bytes(Tier.HOST) == arena.capacity_bytes <= 1.01 * sum(sizes)
     grown = psutil.Process().memory_info().rss - before
     assert grown <= 1.01 * sum(sizes) + 32 * MiB, (
         "more memory was touched than the ledger says"
     )  # Python's own handles: 32 MiB
-    del blocks
+    del places
     arena.close()
 
 
@@ -101,7 +93,7 @@ def test_planned_capacity_is_exact(ledger: Ledger) -> None:
     for size in sizes:
         arena.allocate(size)
     assert arena.capacity_bytes == round_up(5008 + 16 + 70_000 + 4096 + 32 + 2048, PAGE)
-    with pytest.raises(OutOfBudget, match="no hole is large enough"):
+    with pytest.raises(OutOfBudget, match="no region has room"):
         arena.allocate(PAGE)
     arena.close()
 
@@ -126,7 +118,6 @@ def test_a_size_that_cannot_be_meant_changes_nothing(ledger: Ledger, bad: int) -
         arena.tensor((4, bad), torch.float32)
     with pytest.raises(SettingError, match="size="):
         HostArena(bad, ledger=ledger, tag=Tag.PARAMETERS)
-    arena.check()
     assert arena.taken_bytes == 0
     arena.close()
 
@@ -179,7 +170,7 @@ def test_a_dropped_arena_goes_with_its_last_tensor() -> None:
 
 def test_an_arena_of_nothing(ledger: Ledger) -> None:
     arena = HostArena(0, ledger=ledger, tag=Tag.PARAMETERS, page_lock=RecordingLock())
-    assert arena.allocate(0).tensor().numel() == 0
+    assert arena.tensor((0,), torch.uint8).numel() == 0
     assert arena.pinned
     arena.close()
 
@@ -486,7 +477,7 @@ def test_large_arenas_are_locked_in_regions_that_no_block_crosses(
     assert sorted(lock.locked.values()) == [4 * PAGE, 8 * PAGE, 8 * PAGE]
     starts = dict(lock.locked)
     for _ in range(4):
-        data = arena.allocate(5 * PAGE if _ < 2 else 3 * PAGE).tensor()
+        data = arena.tensor((5 * PAGE if _ < 2 else 3 * PAGE,), torch.uint8)
         assert any(a <= data.data_ptr() and data.data_ptr() + data.numel() <= a + s for a, s in starts.items())
     with pytest.raises(OutOfBudget):
         arena.allocate(8 * PAGE)
@@ -500,7 +491,7 @@ def test_large_arenas_are_locked_in_regions_that_no_block_crosses(
     arena.close()
 
 
-def _double(shared: SharedArena, place: tuple[int, int, int], pipe: Connection) -> None:
+def _double(shared: SharedArena, place: Place, pipe: Connection) -> None:
     arena = HostArena.attach(shared)
     tensor = arena.at(place, torch.float32, (4, 4))
     tensor *= 2
@@ -515,12 +506,12 @@ def _double(shared: SharedArena, place: tuple[int, int, int], pipe: Connection) 
 def test_an_arena_is_shared_with_another_process(ledger: Ledger) -> None:
     arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS, shared=True)
     arena.allocate(100)
-    block = arena.allocate(64)
-    tensor = block.tensor(torch.float32, (4, 4))
+    place = arena.allocate(64)
+    tensor = arena.at(place, torch.float32, (4, 4))
     tensor.fill_(1.5)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_double, args=(arena.share(), block.place, there))
+    process = context.Process(target=_double, args=(arena.share(), place, there))
     process.start()
     assert here.poll(300)
     assert here.recv() == 48.0
@@ -606,16 +597,6 @@ def test_a_forked_child_does_not_unlock_what_its_parent_locked(ledger: Ledger) -
         arena.close()
         os._exit(0 if len(lock.locked) == 1 else 1)
     assert os.waitpid(child, 0)[1] == 0
-    arena.close()
-
-
-def test_a_block_may_be_released_by_a_finalizer_inside_the_arenas_own_lock(ledger: Ledger) -> None:
-    arena = HostArena(MiB, ledger=ledger, tag=Tag.PARAMETERS)
-    block = arena.allocate(1000)
-    with arena._locked():  # the garbage collector runs whenever it likes, on this thread too
-        block.release()
-    assert arena.taken_bytes == 0
-    arena.check()
     arena.close()
 
 

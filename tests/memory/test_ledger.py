@@ -83,8 +83,7 @@ def test_reservations_from_many_threads_are_conserved() -> None:
 
     def churn() -> None:
         for _ in range(2000):
-            with ledger.reserve(Tier.HOST, Tag.DATA, 1):
-                pass
+            ledger.reserve(Tier.HOST, Tag.DATA, 1).release()
 
     threads = [threading.Thread(target=churn) for _ in range(8)]
     for thread in threads:
@@ -96,19 +95,6 @@ def test_reservations_from_many_threads_are_conserved() -> None:
     assert 1 <= ledger.peak_bytes(Tier.HOST) <= 8
 
 
-def test_the_table_shows_every_tag_and_limit() -> None:
-    ledger = small_ledger()
-    held = ledger.reserve(Tier.HOST, Tag.OPTIMIZER, 600)
-    held.pinned = True
-    ledger.reserve(Tier.DEVICE, Tag.PARAMETERS, 400).release()
-    table = ledger.table()
-    lines = [line.split() for line in table.splitlines()]
-    assert ["optimizer", "600", "B", "600", "B"] in lines
-    assert ["parameters", "0", "B", "400", "B"] in lines
-    assert ["host", "all", "600", "B", "600", "B", "1000", "B"] in lines
-    assert "page-locked 600 B of host RAM" in table
-
-
 def test_auto_budgets_leave_headroom_and_say_how_much_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(limits, "host_available_bytes", lambda: 50 * GiB)
     monkeypatch.setattr(limits, "host_total_bytes", lambda: 64 * GiB)
@@ -118,7 +104,6 @@ def test_auto_budgets_leave_headroom_and_say_how_much_and_why(monkeypatch: pytes
     assert host.given == "ram='auto'"
     assert "50.0 GiB free of 64.0 GiB, less 3.2 GiB for" in host.reason
     assert all(budget.reason and budget.limit_bytes > 0 for budget in ledger.budgets.values())
-    assert "ram='auto': 50.0 GiB free" in ledger.table()
 
 
 def test_headroom_never_takes_more_than_half_of_a_small_machine(monkeypatch: pytest.MonkeyPatch) -> None:

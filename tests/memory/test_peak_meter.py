@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stormtorch.memory.cuda.peak_meter import PeakMeter
+from stormtorch.memory.cuda.device_meter import PeakMeter
 
 
 def test_growth_counts_until_it_is_seen() -> None:

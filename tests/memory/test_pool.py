@@ -114,7 +114,7 @@ def test_ctrl_c_forgets_no_last_use(ledger: Ledger, monkeypatch: pytest.MonkeyPa
     lent = pool.lend(piece, [], {"side"})
     del piece, lent
     with monkeypatch.context() as patched:
-        patched.setattr(pool, "_is_out", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(pool, "_free", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             pool.check()
     again = pool.take(4096, lanes.load)
@@ -197,7 +197,7 @@ def test_it_grows_within_the_budget_only(ledger: Ledger) -> None:
 
 def test_a_single_block_serves_its_own_size_and_can_be_given_back(device: torch.device, ledger: Ledger) -> None:
     lanes, pool = opened(device, ledger, 4 * 512)
-    pool.add_single(3 * 512)
+    pool.grow(3 * 512, single=True)
     ((address, size),) = pool.singles()
     assert size == 3 * 512
     other = pool.take(512, lanes.load)

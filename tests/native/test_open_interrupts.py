@@ -12,8 +12,9 @@ import pytest
 
 from stormtorch.native.library import Library
 from stormtorch.native.rows.c_rows import NativeRows
-from stormtorch.native.worker.c_worker import PoolWorker
-from stormtorch.native.worker.python_worker import ThreadWorker
+from stormtorch.native.worker.c_worker import CPool
+from stormtorch.native.worker.jobs import Worker
+from stormtorch.native.worker.python_worker import PythonThread
 
 from ..keyboard import Keyboard
 
@@ -22,8 +23,8 @@ def opening(kind: str, native: Library) -> tuple[Callable[[], object], str]:
     """What starts threads, and the file of its code."""
     return {
         "native rows": (lambda: NativeRows(native, 2), "native/rows/c_rows.py"),
-        "native worker": (lambda: PoolWorker(native, threads=2, cores=[0]), "native/worker/c_worker.py"),
-        "worker": (lambda: ThreadWorker(threads=1), "native/worker/python_worker.py"),
+        "native worker": (lambda: Worker(CPool(native, threads=2, cores=[0])), "native/worker/c_worker.py"),
+        "worker": (lambda: Worker(PythonThread(threads=1)), "native/worker/python_worker.py"),
     }[kind]
 
 
@@ -50,7 +51,7 @@ def test_ctrl_c_at_every_line_of_starting_threads(kind: str, native: Library) ->
     start, file = opening(kind, native)
     before = threads_now()
     for at in range(1, 100):
-        keyboard = Keyboard(at, (file,))
+        keyboard = Keyboard(at, (file, "native/worker/jobs.py"))
         opened: list[object] = []  # so that nothing ends within reach of the keyboard
         ended = keyboard.during(partial(_append, opened, start))
         opened.clear()

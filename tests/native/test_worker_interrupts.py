@@ -17,10 +17,10 @@ from stormtorch.core.errors import LaneError
 from stormtorch.native import fallback
 from stormtorch.native.library import Library
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker.c_worker import PoolWorker
+from stormtorch.native.worker.c_worker import CPool
 from stormtorch.native.worker.jobs import Worker
 from stormtorch.native.worker.open import open_worker
-from stormtorch.native.worker.python_worker import ThreadWorker
+from stormtorch.native.worker.python_worker import PythonThread
 
 from ..drained import drained
 from ..forkserver import run
@@ -51,24 +51,22 @@ def interrupt() -> None:
 
 
 @pytest.fixture
-def pool_worker(native: Library) -> PoolWorker:
-    return PoolWorker(native, threads=1, cores=[])
+def pool_worker(native: Library) -> Worker:
+    return Worker(CPool(native, threads=1, cores=[]))
 
 
 @pytest.fixture
-def thread_worker() -> ThreadWorker:
-    return ThreadWorker(threads=1)
+def thread_worker() -> Worker:
+    return Worker(PythonThread(threads=1))
 
 
-def test_ctrl_c_after_c_took_the_job(
-    pool_worker: PoolWorker, native: Library, make_tensors: MakeTensors, words: Any
-) -> None:
+def test_ctrl_c_after_c_took_the_job(pool_worker: Any, native: Library, make_tensors: MakeTensors, words: Any) -> None:
     tensors = make_tensors(1000)
     alive = weakref.ref(tensors)
-    pool_worker._pool.c = Around(native.c, after=interrupt)  # type: ignore[assignment]
+    pool_worker._engine.c = Around(native.c, after=interrupt)
     with pytest.raises(KeyboardInterrupt):
         pool_worker.submit(tensors, STEP, ready=words.at(0), done=words.at(1))
-    pool_worker._pool.c = native.c
+    pool_worker._engine.c = native.c
     del tensors
     gc.collect()
     assert alive() is not None, "C threads will still write there"
@@ -81,15 +79,13 @@ def test_ctrl_c_after_c_took_the_job(
     pool_worker.close()
 
 
-def test_ctrl_c_before_c_took_the_job(
-    pool_worker: PoolWorker, native: Library, make_tensors: MakeTensors, words: Any
-) -> None:
+def test_ctrl_c_before_c_took_the_job(pool_worker: Any, native: Library, make_tensors: MakeTensors, words: Any) -> None:
     tensors = make_tensors(1000)
     alive = weakref.ref(tensors)
-    pool_worker._pool.c = Around(native.c, before=interrupt)  # type: ignore[assignment]
+    pool_worker._engine.c = Around(native.c, before=interrupt)
     with pytest.raises(KeyboardInterrupt):
         pool_worker.submit(tensors, STEP)
-    pool_worker._pool.c = native.c
+    pool_worker._engine.c = native.c
     del tensors
     pool_worker.submit(make_tensors(10), STEP, done=words.at(0))
     assert drained(pool_worker, 20)
@@ -99,29 +95,29 @@ def test_ctrl_c_before_c_took_the_job(
     assert alive() is None
 
 
-def test_a_refused_job_is_not_held(pool_worker: PoolWorker, native: Library, make_tensors: MakeTensors) -> None:
-    pool_worker._pool.c = Around(native.c, before=lambda: -12)  # type: ignore[assignment]
+def test_a_refused_job_is_not_held(pool_worker: Any, native: Library, make_tensors: MakeTensors) -> None:
+    pool_worker._engine.c = Around(native.c, before=lambda: -12)
     with pytest.raises(LaneError, match="did not take the job: Cannot allocate memory"):
         pool_worker.submit(make_tensors(10), STEP)
-    assert not pool_worker._pool.held
+    assert not pool_worker._engine.held
     pool_worker.close()
 
 
 def test_a_call_in_the_middle_of_a_call(
-    pool_worker: PoolWorker, native: Library, make_tensors: MakeTensors, words: Any
+    pool_worker: Any, native: Library, make_tensors: MakeTensors, words: Any
 ) -> None:
     """As the garbage collector or a signal handler would make one: first another submission, then the end."""
-    pool = pool_worker._pool
+    pool = pool_worker._engine
 
     def submit_another() -> None:
         pool.c = native.c
         pool_worker.submit(make_tensors(10), STEP, done=words.at(1))
 
-    pool.c = Around(native.c, before=submit_another)  # type: ignore[assignment]
+    pool.c = Around(native.c, before=submit_another)
     pool_worker.submit(make_tensors(10), STEP, done=words.at(0))
     assert drained(pool_worker, 20)
     assert (words[0], words[1]) == (1, 1)
-    pool.c = Around(native.c, before=pool_worker.close)  # type: ignore[assignment]
+    pool.c = Around(native.c, before=pool_worker.close)
     with pytest.raises(LaneError, match="did not take the job"):
         pool_worker.submit(make_tensors(10), STEP)
     assert not pool.held
@@ -168,13 +164,13 @@ def test_tensors_go_when_no_lock_is_held(open_any: OpenAny, make_tensors: MakeTe
     assert answered == [True] * 5
 
 
-def test_ctrl_c_in_the_fallback_leaves_no_wrong_count(thread_worker: ThreadWorker, make_tensors: MakeTensors) -> None:
+def test_ctrl_c_in_the_fallback_leaves_no_wrong_count(thread_worker: Any, make_tensors: MakeTensors) -> None:
     class Interrupted(dict[int, Any]):
         def __setitem__(self, ticket: int, job: Any) -> None:
             super().__setitem__(ticket, job)
             interrupt()
 
-    queue = thread_worker._queue
+    queue = thread_worker._engine
     with queue.lock:
         queue.jobs = Interrupted()
     with pytest.raises(KeyboardInterrupt):
@@ -248,21 +244,21 @@ def test_a_worker_collected_on_its_own_thread(
     make_tensors: MakeTensors, words: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The collector runs wherever memory is allocated. What it raises there, pytest turns into a failure."""
-    real, inside = fallback.update_, threading.Event()
+    real, begun, inside = fallback.update_, threading.Event(), threading.Event()
 
     def collecting(*arguments: Any) -> None:
         real(*arguments)
+        begun.set()
         inside.wait(20)
         gc.collect()
 
     monkeypatch.setattr(fallback, "update_", collecting)
     worker: Any = open_worker()
-    queue = worker._queue
+    queue = worker._engine
     worker.submit(make_tensors(10), STEP, done=words.at(0))
     worker.submit(make_tensors(10), STEP, ready=words.at(9), done=words.at(1))
     worker.itself = worker  # a cycle: only the collector can end it
-    while not queue.jobs[1].begun:
-        time.sleep(0.001)
+    assert begun.wait(300)
     gc.disable()
     try:
         del worker

@@ -18,7 +18,7 @@ from stormtorch.core.errors import LaneError
 from stormtorch.native import fallback
 from stormtorch.native.library import Library
 from stormtorch.native.update import AdamStep, AdamTensors
-from stormtorch.native.worker.c_worker import PoolWorker
+from stormtorch.native.worker.c_worker import CPool
 from stormtorch.native.worker.jobs import Worker
 from stormtorch.native.worker.open import open_worker
 
@@ -64,7 +64,7 @@ def test_threads_have_names_and_cores(native: Library) -> None:
 
     already = ours()
     core = max(os.sched_getaffinity(0))
-    with PoolWorker(native, threads=3, cores=[core]) as worker:
+    with Worker(CPool(native, threads=3, cores=[core])) as worker:
         threads = ours() - already
         assert len(threads) == worker.threads == 3
         assert all(os.sched_getaffinity(thread) == {core} for thread in threads)

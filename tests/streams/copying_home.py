@@ -7,8 +7,8 @@ import torch
 
 from stormtorch.core.tags import Tag
 from stormtorch.memory.host.arena import HostArena
-from stormtorch.memory.lanes.cpu import CpuLane
 from stormtorch.memory.lanes.lane import Delay, Event
+from stormtorch.memory.lanes.thread import ThreadLane
 from stormtorch.streams.optimizer.state_home import RamHome, States
 from stormtorch.streams.units.chunks import Chunk, whole_of
 from stormtorch.streams.units.unit import Place, Unit
@@ -20,7 +20,7 @@ class CopyingHome:
 
     def __init__(self, units: list[Unit], arena: HostArena, delay: Delay | None = None) -> None:
         self.stored = RamHome(units, arena)
-        self.lane = CpuLane("states", delay=delay)
+        self.lane = ThreadLane("states", delay=delay)
         self.lent: list[States] = []
         self.taken_back = 0
         self._shown = {unit.index: _garbage(unit, whole_of(unit)) for unit in units}

@@ -38,7 +38,6 @@ def tuning_of(mode: str, waits_s: float, cause: str = "updates", *, steps: int =
     recorder = Recorder()
     nothing: Any = SimpleNamespace()
     tuning = Tuning(
-        torch.device("cpu"),
         None,
         ledger=nothing,
         pool=nothing,
@@ -94,7 +93,7 @@ def test_states_come_in_as_fast_as_they_did_beside_the_cpu(
     worker = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=1.0, elements=4e9))
     tuning._worker, tuning._updater = cast(Any, worker), NoUpdater()
     tuning._partition = cast(Any, SimpleNamespace(units=[]))
-    tuning._pool = cast(Any, SimpleNamespace(capacity_bytes=0))
+    tuning.pool = cast(Any, SimpleNamespace(capacity_bytes=0))
     tuning._placement = cast(Any, SimpleNamespace(least_bytes=0, adding_bytes=0))
     for lane, rate in (("load", 50e9), ("aside", states_rate)):
         if rate:
@@ -111,7 +110,7 @@ def test_a_share_without_rates_is_not_measured() -> None:
     worker = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=1.0, elements=4e9))
     tuning._worker, tuning._updater = cast(Any, worker), NoUpdater()
     tuning._partition = cast(Any, SimpleNamespace(units=[]))
-    tuning._pool = cast(Any, SimpleNamespace(capacity_bytes=0))
+    tuning.pool = cast(Any, SimpleNamespace(capacity_bytes=0))
     tuning._placement = cast(Any, SimpleNamespace(least_bytes=0, adding_bytes=0))
     tuning._choose_share()
     assert tuning.share == OptimizerShare(device_share=0.0, reason="not measured yet", origin=Origin.PLANNED)
@@ -340,7 +339,7 @@ def test_a_late_decision_knows_how_long_a_step_takes(first: int, monkeypatch: py
     busy = SimpleNamespace(threads=1, stats=lambda: SimpleNamespace(busy_s=0.9 * tuning.steps, elements=4e9))
     tuning._worker = cast(Any, busy)
     tuning._partition = cast(Any, SimpleNamespace(units=[]))
-    tuning._pool = cast(Any, SimpleNamespace(capacity_bytes=0))
+    tuning.pool = cast(Any, SimpleNamespace(capacity_bytes=0))
     tuning._placement = cast(Any, SimpleNamespace(least_bytes=0, adding_bytes=0))
     tuning.meter = cast(Any, object())
     monkeypatch.setattr(tuning, "_grow", lambda *_: None)

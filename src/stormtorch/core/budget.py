@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .sizes import format_bytes
 from .tags import Tier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """A hard limit on one tier.
-
-    ``given`` shows where the limit comes from, as the user wrote it: ``vram='8GiB'`` or ``vram='auto'``.
-    ``reason`` explains an automatic limit with its numbers; empty where the user set it.
-    """
+    """A hard limit on one tier. ``given`` shows where the limit comes from, as the user wrote it: ``vram='8GiB'`` or
+    ``vram='auto'``. ``reason`` explains an automatic limit with its numbers; empty where the user set it."""
 
     tier: Tier
     limit_bytes: int
     given: str
     reason: str = ""
-
-    def __str__(self) -> str:
-        because = f": {self.reason}" if self.reason else ""
-        return f"{self.tier.value} {format_bytes(self.limit_bytes)} ({self.given}{because})"

@@ -26,10 +26,8 @@ class OutOfBudget(StormError, MemoryError):
 
 
 class StorageError(StormError, OSError):
-    """A file could not be read or written; names the file, the byte range and the cause.
-
-    ``errno`` is set when known.
-    """
+    """A file could not be read or written; names the file, the byte range and the cause. ``errno`` is set when
+    known."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), self.args, {"errno": self.errno}
@@ -52,6 +50,5 @@ class LaneError(StormError, RuntimeError):
 
 
 class InsideStep(StormError, RuntimeError):
-    """A signal handler has interrupted a step, and asks for something that cannot be done in the middle of it.
-
-    Set a flag in the handler, and act on it in the loop, after ``optimizer.step()``."""
+    """A signal handler has interrupted a step, and asks for something that cannot be done in the middle of it. Set a
+    flag in the handler, and act on it in the loop, after ``optimizer.step()``."""

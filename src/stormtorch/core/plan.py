@@ -104,8 +104,7 @@ class UnitPlan:
     states: Part | None
 
     def _parts(self) -> dict[str, Part]:
-        named = {"weights": self.weights, "gradients": self.gradients, "states": self.states}
-        return {name: part for name, part in named.items() if part is not None}
+        return {name: part for name, part in vars(self).items() if isinstance(part, Part)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,17 +10,9 @@ from .errors import SettingError
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
-_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 _ACCEPTED = (
     "Accepted: a whole number of bytes, or a number with one of B, KB, MB, GB, TB (powers of 1000) "
@@ -32,8 +24,7 @@ def parse_bytes(value: object, *, setting: str = "size") -> int:
     """The number of bytes that ``value`` means; fractions of a byte are dropped.
 
     ``setting`` is the name of the value in the user's code; the error message begins with it.
-    A bare suffix such as "8G" is refused, because half of all users read it as 10^9 and the other half as 2^30.
-    """
+    A bare suffix such as "8G" is refused, because half of all users read it as 10^9 and the other half as 2^30."""
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         unit = _UNITS.get((match[2] or "b").lower()) if match else None

@@ -31,29 +31,26 @@ def adamw_(tensors: AdamTensors, step: AdamStep, *, threads: int | None = None, 
     ``library().isas`` instead of the fastest; every one of them gives the same bits.
 
     On a GPU: launches on the current stream of the tensors' device, does not wait, and gives the CPU's bits.
-    ``threads`` and ``isa`` have no effect there.
-    """
+    ``threads`` and ``isa`` have no effect there."""
     if threads is not None and threads < 1:
         raise SettingError(f"threads={threads!r} is not valid. Accepted: a whole number of at least 1, or None.")
     if tensors.device.type != "cpu":
-        _update_on_device(tensors, step)
-        return
-    native = library()
-    if native is None:
-        say_once(describe())
-        fallback.update_(tensors, step.scalars, 0, tensors.numel)
-        return
-    if isa is not None and isa not in native.isas:
-        raise SettingError(f"isa={isa!r} is not valid on this CPU. Accepted: {', '.join(native.isas)}.")
-    update = tensors.bind(step.scalars)
-    status = native.c.storm_adamw(update, native.isas[isa or native.isa], threads or usable_count())
-    assert status == 0, f"storm_adamw refused a checked update: {status}"
-
-
-def _update_on_device(tensors: AdamTensors, step: AdamStep) -> None:
-    update = _device_update()
-    if isinstance(update, str):
-        say_once(f"GPU kernel: not in use ({update}); using torch operations, many passes over memory instead of one")
-        fallback.update_(tensors, step.scalars, 0, tensors.numel)
-        return
-    update(tensors, step.scalars)
+        update_there = _device_update()
+        if not isinstance(update_there, str):
+            update_there(tensors, step.scalars)
+            return
+        slow = (
+            f"GPU kernel: not in use ({update_there}); using torch operations, many passes over memory instead of one"
+        )
+    else:
+        native = library()
+        if native is not None:
+            if isa is not None and isa not in native.isas:
+                raise SettingError(f"isa={isa!r} is not valid on this CPU. Accepted: {', '.join(native.isas)}.")
+            update = tensors.bind(step.scalars)
+            status = native.c.storm_adamw(update, native.isas[isa or native.isa], threads or usable_count())
+            assert status == 0, f"storm_adamw refused a checked update: {status}"
+            return
+        slow = describe()
+    say_once(slow)
+    fallback.update_(tensors, step.scalars, 0, tensors.numel)

@@ -9,9 +9,10 @@ from pathlib import Path
 _CGROUP, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file of the system's; empty if it cannot be read."""
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")
     except OSError:
         return ""
 
@@ -20,15 +21,18 @@ def quota_cores(root: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> float:
     """How many cores' worth of time the control groups allow, by the tightest one; infinite without a limit."""
     limits = [math.inf]
     groups = {root}
-    for line in _read(membership).splitlines():
+    for line in read_text(membership).splitlines():
         if line.startswith("0::"):
             group = root / line.removeprefix("0::").strip("/")
             groups |= {path for path in (group, *group.parents) if path.is_relative_to(root)}
     for group in groups:
-        match _read(group / "cpu.max").split():
+        match read_text(group / "cpu.max").split():
             case [quota, period] if quota != "max":
                 limits.append(int(quota) / int(period))
-    match _read(root / "cpu/cpu.cfs_quota_us").split(), _read(root / "cpu/cpu.cfs_period_us").split():  # version 1
+    match (
+        read_text(root / "cpu/cpu.cfs_quota_us").split(),
+        read_text(root / "cpu/cpu.cfs_period_us").split(),
+    ):  # version 1
         case [[quota], [period]] if int(quota) > 0:
             limits.append(int(quota) / int(period))
     return min(limits)
@@ -44,8 +48,7 @@ def worker_share() -> tuple[int, list[int]]:
 
     One core of two to four is spared, two of more: for the thread that launches GPU work, which must never wait for a
     core. If a quota limits the process, rather than the number of cores, no core can be spared and threads may run on
-    any.
-    """
+    any."""
     allowed = sorted(os.sched_getaffinity(0))
     usable = usable_count()
     spared = 0 if usable == 1 else 1 if usable <= 4 else 2

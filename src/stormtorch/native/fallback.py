@@ -36,10 +36,8 @@ def read_scale(tensors: AdamTensors, scalars: Scalars) -> torch.Tensor | float:
 def update_(
     tensors: AdamTensors, scalars: Scalars, first: int, last: int, scale: torch.Tensor | float | None = None
 ) -> None:
-    """Update elements ``[first, last)`` in place, on the calling thread and torch's own.
-
-    ``scale``: the result of ``read_scale`` when the update began; by default it is read now.
-    """
+    """Update elements ``[first, last)`` in place, on the calling thread and torch's own. ``scale``: the result of
+    ``read_scale`` when the update began; by default it is read now."""
     if scale is None:
         scale = read_scale(tensors, scalars)
     for start in range(first, last, CHUNK):

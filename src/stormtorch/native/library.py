@@ -11,19 +11,15 @@ ABI = 9  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
+def _all(kind: type, names: str) -> tuple[tuple[str, type], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
 class Scalars(ctypes.Structure):
     """``storm_scalars`` of csrc/adamw.h, field by field."""
 
     _fields_ = (
-        ("grad_scale", ctypes.c_float),
-        ("l2", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("lerp_weight", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("grad_sq_weight", ctypes.c_float),
-        ("root_bias2", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("minus_step_size", ctypes.c_float),
+        *_all(ctypes.c_float, "grad_scale l2 decay lerp_weight beta2 grad_sq_weight root_bias2 eps minus_step_size"),
         ("flags", ctypes.c_uint32),
     )
 
@@ -32,15 +28,9 @@ class Update(ctypes.Structure):
     """``storm_update`` of csrc/adamw.h."""
 
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("master", ctypes.c_void_p),
-        ("exp_avg", ctypes.c_void_p),
-        ("exp_avg_sq", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("grad_factor", ctypes.c_void_p),
+        *_all(ctypes.c_void_p, "weight master exp_avg exp_avg_sq grad grad_factor"),
         ("count", ctypes.c_int64),
-        ("weight_kind", ctypes.c_uint32),
-        ("grad_kind", ctypes.c_uint32),
+        *_all(ctypes.c_uint32, "weight_kind grad_kind"),
         ("scalars", Scalars),
     )
 
@@ -54,34 +44,19 @@ class FlagWord(ctypes.Structure):
 class PoolStats(ctypes.Structure):
     """``storm_pool_stats`` of csrc/storm.h."""
 
-    _fields_ = (
-        ("busy_s", ctypes.c_double),
-        ("elements", ctypes.c_int64),
-        ("finished", ctypes.c_int64),
-        ("abandoned", ctypes.c_int64),
-        ("pending", ctypes.c_int64),
-    )
+    _fields_ = (("busy_s", ctypes.c_double), *_all(ctypes.c_int64, "elements finished abandoned pending"))
 
 
 class SamplerCounts(ctypes.Structure):
     """``storm_sampler_counts`` of csrc/storm.h."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64) for name in ("asked", "yes", "blocked", "launches", "launches_after_yes", "watched_ns")
-    )
+    _fields_ = _all(ctypes.c_int64, "asked yes blocked launches launches_after_yes watched_ns")
 
 
 class RowsOutcome(ctypes.Structure):
     """``storm_rows_outcome`` of csrc/storm.h."""
 
-    _fields_ = (
-        ("state", ctypes.c_uint32),
-        ("error", ctypes.c_int32),
-        ("piece", ctypes.c_int64),
-        ("got", ctypes.c_int64),
-        ("begin_ns", ctypes.c_int64),
-        ("end_ns", ctypes.c_int64),
-    )
+    _fields_ = (("state", ctypes.c_uint32), ("error", ctypes.c_int32), *_all(ctypes.c_int64, "piece got begin_ns end_ns"))
 
 
 _P, _I32, _I64, _F64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double

@@ -34,6 +34,7 @@ _FUSION = SQUARE_FUSED if platform.machine().lower() in ("x86_64", "amd64") else
 
 _WEIGHT_KINDS = {(torch.float32, None): 0, (torch.bfloat16, torch.int16): 1, (torch.float16, torch.float32): 2}
 _DEVICES = ("cpu", "cuda")
+_NEEDED = ("weight", "exp_avg", "exp_avg_sq", "grad")
 _GRAD_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACCEPTED = (
     "Accepted: contiguous tensors of one size that share no memory, all on the CPU or all on one CUDA device; weight "
@@ -49,8 +50,7 @@ class AdamStep:
     ``grad_scale`` multiplies every gradient first: a clip factor, or one over a loss scale. ``decoupled`` is AdamW;
     without it weight decay is added to the gradient, as Adam does. ``fused`` chooses the bits of fp32 results: those of
     ``torch.optim`` on CPU tensors with ``fused=True``, or without it (``fused=False``, torch's own default).
-    csrc/adamw.h says where they differ, and where equality ends.
-    """
+    csrc/adamw.h says where they differ, and where equality ends."""
 
     lr: float
     step: int
@@ -120,12 +120,10 @@ class AdamTensors:
     grad_factor: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        needed = {name: getattr(self, name) for name in ("weight", "exp_avg", "exp_avg_sq", "grad")}
-        missing = [name for name, tensor in needed.items() if not isinstance(tensor, torch.Tensor)]
+        present: dict[str, torch.Tensor] = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        missing = [name for name in _NEEDED if not isinstance(present.get(name), torch.Tensor)]
         if missing:
             raise SettingError(f"Cannot update these tensors: {', '.join(missing)} missing. {_ACCEPTED}")
-        optional = {"master": self.master, "grad_factor": self.grad_factor}
-        present: dict[str, torch.Tensor] = needed | {n: tensor for n, tensor in optional.items() if tensor is not None}
         kind = (self.weight.dtype, None if self.master is None else self.master.dtype)
         wrong = [
             f"{name} is {str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}] on {tensor.device}"

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 
 from ..core.events import Span, What
@@ -38,7 +39,7 @@ class Totals:
     seconds: dict[What, float] = field(default_factory=dict)
     pool_bytes: int = 0
     step_ends_s: list[float] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)  # at the ends of the last steps
+    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS))  # at the ends of the last steps
 
 
 def link_rates(totals: Totals) -> tuple[float, float]:
@@ -63,7 +64,7 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may ask for a report inside any call below
         self._totals, self._latest = Totals(), deque[Span](maxlen=_LATEST)
-        self._idle, self._marks = 0.0, deque[Mark](maxlen=_MARKS)
+        self._idle = 0.0  # how often, of the times when the GPU was checked
         self._step_start_s = time.perf_counter()
 
     def __call__(self, span: Span) -> None:
@@ -89,7 +90,7 @@ class Recorder:
             elif what is What.STEP:
                 totals.step_ends_s.append(span.end_s)
                 waited_s, asked = sum(totals.waits_s.values()), totals.times.get(What.GPU_IDLE, 0)
-                self._marks.append(Mark(at_s=span.end_s, waited_s=waited_s, asked=asked, idle=self._idle))
+                totals.marks.append(Mark(at_s=span.end_s, waited_s=waited_s, asked=asked, idle=self._idle))
 
     def step(self) -> None:
         """Note that an optimizer step was called."""
@@ -103,14 +104,4 @@ class Recorder:
 
     def snapshot(self) -> Totals:
         with self._lock:
-            t = self._totals
-            return Totals(
-                bytes=dict(t.bytes),
-                busy_s=dict(t.busy_s),
-                waits_s=dict(t.waits_s),
-                times=dict(t.times),
-                seconds=dict(t.seconds),
-                pool_bytes=t.pool_bytes,
-                step_ends_s=list(t.step_ends_s),
-                marks=list(self._marks),
-            )
+            return Totals(**{name: copy(value) for name, value in vars(self._totals).items()})

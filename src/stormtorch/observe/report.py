@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.events import What
@@ -32,7 +33,7 @@ class GpuTime:
         )
 
 
-def gpu_time(marks: list[Mark]) -> GpuTime | None:
+def gpu_time(marks: Sequence[Mark]) -> GpuTime | None:
     """How the GPU has spent the time between the first mark and the last."""
     if len(marks) < 2 or marks[-1].asked == marks[0].asked:
         return None
@@ -107,12 +108,7 @@ class Report:
 
 
 def make_report(
-    totals: Totals,
-    *,
-    ledger: Ledger,
-    plan: Plan,
-    samples_per_step: int | None,
-    tokens_per_step: int | None,
+    totals: Totals, *, ledger: Ledger, plan: Plan, samples_per_step: int | None, tokens_per_step: int | None
 ) -> Report:
     ends = totals.step_ends_s
     spans = [b - a for a, b in itertools.pairwise(ends)]
@@ -126,7 +122,7 @@ def make_report(
         "out": sum(seconds for (name, _), seconds in totals.busy_s.items() if name == "store") / steps,
         "cpu": totals.seconds.get(What.UPDATE, 0.0) / steps,
     }
-    gpu = gpu_time(totals.marks[1:])  # the first step is cold
+    gpu = gpu_time(list(totals.marks)[1:])  # the first step is cold
     if gpu is not None and step_s:
         limits["compute"] = gpu.busy * step_s
         if gpu.waits_for_host > max(_NOTABLE, gpu.waits_for_lanes):

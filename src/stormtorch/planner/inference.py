@@ -12,7 +12,7 @@ window without gaps; then blocks spread evenly over the order of use, so that th
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,16 @@ import torch
 from torch.utils import _pytree
 
 from ..core.errors import OutOfBudget
-from ..core.plan import Choice, Origin, Placement
+from ..core.plan import Choice, Origin
 from ..core.sizes import MiB, format_bytes, round_up
-from ..core.tags import Tier
-from ..memory.books.ledger import Ledger
 from ..memory.cuda.allocator import return_cached
-from ..memory.cuda.device_meter import DeviceMeter
-from ..memory.pools.pool import GRAIN, DevicePool
+from ..memory.pools.pool import GRAIN
 from ..streams.bridge.lock import locked
 from ..streams.gradients.stream import GradientStream
 from ..streams.units import placement as placing
 from ..streams.units.partition import Partition
 from ..streams.weights.stream import ParameterStream
+from .online import Tuning
 
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many
 _MEASURED = 2  # calls of each size whose peak is measured by itself
@@ -53,28 +51,18 @@ class Inference:
     """Decides, before each call and within it, how large the pool is and which units are resident."""
 
     def __init__(
-        self,
-        device: torch.device,
-        meter: DeviceMeter | None,
-        *,
-        ledger: Ledger,
-        pool: DevicePool,
-        placement: Placement,
-        partition: Partition,
-        parameters: ParameterStream,
-        gradients: GradientStream,
-        foreign_bytes: Callable[[], int],
+        self, tuning: Tuning, partition: Partition, parameters: ParameterStream, gradients: GradientStream
     ) -> None:
-        """``foreign_bytes``: other memory of the process on the device."""
+        """``tuning`` knows the device's memory. Without an optimizer it changes nothing."""
         self.lock = parameters.lock
-        self._device, self._meter, self._ledger, self._pool = device, meter, ledger, pool
-        self._placement, self._foreign = placement, foreign_bytes
+        self._tuning, self._meter, self._pool = tuning, tuning.meter, tuning.pool
+        self._initial_bytes, self._limit_bytes = self._pool.capacity_bytes, tuning.limit_bytes
         self._parameters, self._residency, self._gradients = parameters, parameters.residency, gradients
         self._residency.borrowers.append(self)
         self._entries = [[unit.index for unit in entry.units] for entry in partition.entries]
         self._sizes = [round_up(unit.image_bytes, GRAIN) for unit in partition.units]
         self._wanted = _by_worth(self._sizes)
-        self._is_active = sum(self._sizes) > pool.capacity_bytes
+        self._is_active = sum(self._sizes) > self._initial_bytes
         self._window_bytes: int | None = None  # of the arranged pool; None: the initial pool is in use
         self._gave_way = False  # gradients needed the memory of resident units
         # Calls until the pool may be arranged again; those in which resident units were missing.
@@ -134,16 +122,15 @@ class Inference:
         """Provide the memory that a call with inputs of ``size`` elements needs, before it takes it."""
         self._rest = max(0, self._rest - 1)
         extra = self._need_bytes(size)
-        if extra is None:
-            self._be_small()
-        else:
-            spare = self._spare_bytes(extra)
-            if spare < 0 and self._window_bytes is not None:
-                if self._shrink(-spare) < -spare:
-                    self._be_small()
-            else:
-                self._grow(self._spare_bytes(max([extra, *(seen.extra_bytes for seen in self._recent)])))
-        seen = self._seen.setdefault(_class_of(size), _Seen(size))
+        missing = 0 if extra is None else -self._spare_bytes(extra)
+        is_short = missing > 0 and self._window_bytes is not None
+        if extra is None or (is_short and self._shrink(missing) < missing):
+            if self._pool.capacity_bytes > self._initial_bytes:
+                self._restore()  # activations need at least as much as the initial pool leaves them
+        elif not is_short:
+            self._grow(self._spare_bytes(max([extra, *(seen.extra_bytes for seen in self._recent)])))
+        step = 1 << max(0, size.bit_length() - 3)  # sizes of one class differ by less than a quarter
+        seen = self._seen.setdefault(round_up(size, step), _Seen(size))
         if extra is not None and size > seen.size:
             seen.size, seen.extra_bytes = size, max(seen.extra_bytes, extra)
         self._recent.append(seen)
@@ -171,23 +158,19 @@ class Inference:
         if self._recent and self._meter is not None:
             peak = self._meter.peak()
             if peak > self._peak_at:
-                extra = peak - self._foreign() - self._begun_at
+                extra = peak - self._tuning.foreign_bytes - self._begun_at
                 self._recent[-1].extra_bytes = max(self._recent[-1].extra_bytes, extra)
 
     def _used_bytes(self) -> int:
         assert self._meter is not None
-        return max(0, self._meter.allocated() - self._foreign())
+        return max(0, self._meter.allocated() - self._tuning.foreign_bytes)
 
     def _spare_bytes(self, extra: int) -> int:
         """Bytes of the budget left beside the pool if activations take ``extra`` more; below 0: too much is taken."""
         if self._meter is None:  # the device is RAM as well, and the pool has the whole budget
-            return self._placement.pool_bytes - self._pool.capacity_bytes
-        lost = self._meter.lost(self._limit_bytes + self._foreign())
+            return self._initial_bytes - self._pool.capacity_bytes
+        lost = self._meter.lost(self._limit_bytes + self._tuning.foreign_bytes)
         return self._limit_bytes - self._used_bytes() - extra - max(self._margin_bytes, lost)
-
-    @property
-    def _limit_bytes(self) -> int:
-        return self._ledger.budgets[Tier.DEVICE].limit_bytes
 
     @property
     def _margin_bytes(self) -> int:
@@ -205,16 +188,6 @@ class Inference:
         gaps = largest if len(set(sizes)) > 1 else 0  # units of several sizes leave gaps between them
         return max((sum(entry) for entry in passing), default=0) + largest + gaps
 
-    def _chosen(self, capacity: int) -> tuple[list[int], int]:
-        """The units that can be resident in ``capacity`` bytes, and the window that the others then need."""
-        kept, taken = list[int](), 0
-        for index in self._wanted:
-            window = self._window_for([*kept, index])
-            if taken + self._sizes[index] + window <= capacity:
-                kept.append(index)
-                taken += self._sizes[index]
-        return kept, self._window_for(kept)
-
     def _grow(self, spare: int) -> None:
         """Make more units resident, in ``spare`` bytes."""
         if self._meter is not None:
@@ -228,13 +201,24 @@ class Inference:
         if self._late > _LATE:  # memory that user code held was in the way
             self._restore()
             self._rest = _REST
-        elif spare > 0:
-            self._extend(spare)
+            return
+        for index in self._wanted:  # activations take less than before
+            if index not in kept and self._sizes[index] <= spare:
+                try:
+                    self._pool.grow(self._sizes[index], single=True)
+                except OutOfBudget:
+                    return
+                spare -= self._sizes[index]
+                self._residency.kept |= {index}
 
     def _arrange(self, capacity: int) -> None:
         """Divide the pool into a window and a block for each resident unit."""
-        kept, window = self._chosen(capacity)
-        self._rest = _REST
+        kept, taken = list[int](), 0
+        for index in self._wanted:
+            if taken + self._sizes[index] + self._window_for([*kept, index]) <= capacity:
+                kept.append(index)
+                taken += self._sizes[index]
+        window, self._rest = self._window_for(kept), _REST
         if not kept:
             return
         self._residency.drop_all()
@@ -242,30 +226,18 @@ class Inference:
         if self._pool.taken_bytes:  # user code holds weights
             return
         self._pool.give_back()
-        return_cached(self._device)
+        return_cached(self._pool.device)
         self._window_bytes, self._late = window, 0
         try:
             if window:
                 self._pool.grow(window)
             for index in kept:
-                self._pool.add_single(self._sizes[index])
+                self._pool.grow(self._sizes[index], single=True)
         except OutOfBudget:  # other programs have taken the memory meanwhile
             self._restore()
             return
         self._residency.kept = frozenset(kept)
         self._parameters.load_kept()
-
-    def _extend(self, spare: int) -> None:
-        """Add blocks: activations take less than before."""
-        kept = self._residency.kept
-        for index in self._wanted:
-            if index not in kept and self._sizes[index] <= spare:
-                try:
-                    self._pool.add_single(self._sizes[index])
-                except OutOfBudget:
-                    return
-                spare -= self._sizes[index]
-                self._residency.kept |= {index}
 
     def _shrink(self, size: int) -> int:
         """Give back blocks of resident units, at least ``size`` bytes if possible; returns the bytes given back."""
@@ -284,11 +256,6 @@ class Inference:
                 given += gone
         return given
 
-    def _be_small(self) -> None:
-        """Leave activations at least as much as with the initial pool."""
-        if self._pool.capacity_bytes > self._placement.pool_bytes:
-            self._restore()
-
     def _restore(self) -> None:
         """Restore the initial pool."""
         if self._window_bytes is None:
@@ -297,8 +264,8 @@ class Inference:
         self._residency.drop_all()
         self._gradients.return_buckets()
         self._pool.give_back()
-        return_cached(self._device)
-        missing = self._placement.pool_bytes - self._pool.capacity_bytes  # user code may hold weights
+        return_cached(self._pool.device)
+        missing = self._initial_bytes - self._pool.capacity_bytes  # user code may hold weights
         if missing > 0:
             self._pool.grow(missing)
         self._window_bytes, self._rest, self._gave_way = None, 0, False
@@ -328,11 +295,6 @@ def _by_worth(sizes: Sequence[int]) -> list[int]:
     alike = [index for index, size in enumerate(sizes) if size == usual]
     spread = sorted(range(len(alike)), key=lambda number: number * _GOLDEN % 1)
     return [*unusual, *(alike[number] for number in spread)]
-
-
-def _class_of(size: int) -> int:
-    """One number for sizes that differ by less than a quarter."""
-    return round_up(size, 1 << max(0, size.bit_length() - 3))
 
 
 def _count(given: Any) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from ..core.errors import OutOfBudget
@@ -13,8 +12,7 @@ from ..core.plan import Choice, OptimizerShare, Origin, Placement
 from ..core.sizes import format_bytes, round_up
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger
-from ..memory.cuda.device_meter import DeviceMeter
-from ..memory.cuda.peak_meter import peak_meter_on
+from ..memory.cuda.device_meter import DeviceMeter, PeakMeter
 from ..memory.pools.pool import GRAIN, DevicePool
 from ..native.worker.jobs import Worker
 from ..observe.recorder import Recorder, Totals, lane_rate, link_rates
@@ -36,7 +34,6 @@ class Tuning:
 
     def __init__(
         self,
-        device: torch.device,
         meter: DeviceMeter | None,
         *,
         ledger: Ledger,
@@ -48,7 +45,7 @@ class Tuning:
         look: Callable[[], None] = lambda: None,
     ) -> None:
         """``mode``: of the step. ``look`` brings the recorder up to date."""
-        self.device, self._ledger, self._pool, self._placement = device, ledger, pool, placement
+        self._ledger, self.pool, self._placement = ledger, pool, placement
         self._partition, self._recorder, self._mode, self._look = partition, recorder, mode, look
         self._updater: Updater = NoUpdater()
         self._worker: Worker | None = None  # None: there is no work to divide
@@ -62,7 +59,7 @@ class Tuning:
         self._accumulates = True  # as far as is known
         self.steps = 0
         self.meter = meter
-        self.peak = peak_meter_on(self.meter)
+        self.peak = PeakMeter(int if meter is None else meter.peak)
         self.foreign_bytes = 0  # other memory of the process on the device, not part of the session's budget
         self._is_measured = False  # the pool has been given what activations leave, or refused it
         self._share_choice = Choice(reason="on the CPU", origin=Origin.PLANNED)
@@ -79,21 +76,15 @@ class Tuning:
     def note_foreign_memory(self, model: nn.Module) -> None:
         """Note which memory is on the device before the first step."""
         if self.meter is not None:
-            mine = self._pool.capacity_bytes + sum(b.nbytes for b in model.buffers() if b.device == self.device)
+            mine = self.pool.capacity_bytes + sum(b.nbytes for b in model.buffers() if b.device == self.pool.device)
             self.foreign_bytes = max(0, self.meter.allocated() - mine)
             self.meter.forget_peak()
 
     def take_adam(
-        self,
-        adam: Updater,
-        worker: Worker,
-        *,
-        can_travel: Callable[[], bool | None],
-        fixed_share: float | None,
+        self, adam: Updater, worker: Worker, *, can_travel: Callable[[], bool | None], fixed_share: float | None
     ) -> None:
-        """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests.
-
-        ``can_travel``: whether lanes can copy the states; None until that is known."""
+        """Divide the work of ``adam`` between ``worker`` and the device; a fixed share is for tests. ``can_travel``:
+        whether lanes can copy the states; None until that is known."""
         self._updater, self._worker, self._share_is_fixed = adam, worker, fixed_share is not None
         self._can_travel = can_travel
         if fixed_share is not None:
@@ -122,9 +113,10 @@ class Tuning:
         # Not before ``can_travel`` is known: weights would take the room of states, which are copied more often. And
         # before the share is chosen, which needs that room.
         if self.meter is not None and (age in _GROW_AT or self._is_growth_due):
-            self._grow(gradients, activations, self.meter)
+            wished = 0 if activations is None else activations.wish_bytes  # by activations that would like to stay
+            self._grow(gradients, wished, self.meter)
             # The host may be steps ahead of a device that has not reported yet how much activations take.
-            self._is_growth_due = age >= _GROW_AT[-1] and _wish_bytes(activations) > 0
+            self._is_growth_due = age >= _GROW_AT[-1] and wished > 0
         if age == _GROW_AT[-1]:
             self._grown_at = self.steps
         if self._mode == "backward":
@@ -151,10 +143,7 @@ class Tuning:
         """The pool as it is now."""
         there, planned = self._updater.there, self._placement
         now = replace(
-            planned,
-            pool_bytes=self._pool.capacity_bytes,
-            kept_bytes=there.kept_bytes,
-            passing_bytes=there.sets_bytes,
+            planned, pool_bytes=self.pool.capacity_bytes, kept_bytes=there.kept_bytes, passing_bytes=there.sets_bytes
         )
         if self._is_measured:
             needs = f"what activations and other programs leave; the whole needs {format_bytes(planned.whole_bytes)}"
@@ -163,15 +152,15 @@ class Tuning:
             return replace(now, reason="enlarged for weights in use at once", origin=Origin.MEASURED)
         return now
 
-    def _grow(self, gradients: GradientStream, activations: Saving | None, meter: DeviceMeter) -> None:
+    def _grow(self, gradients: GradientStream, wished_bytes: int, meter: DeviceMeter) -> None:
         """Give the pool the part of the budget that activations have left."""
         self._is_measured = True
         wide = any(home.wide is not None for home in gradients.homes)
         grown = growth(
             self._placement,
-            pool_bytes=self._pool.capacity_bytes - self._state_bytes,
+            pool_bytes=self.pool.capacity_bytes - self._state_bytes,
             limit_bytes=self.limit_bytes,
-            peak_bytes=self.peak.bytes() - self.foreign_bytes + _wish_bytes(activations),
+            peak_bytes=self.peak.bytes() - self.foreign_bytes + wished_bytes,
             free_bytes=meter.free(),
             lost_bytes=meter.lost(self.limit_bytes + self.foreign_bytes),
             step_bytes=max(unit.image_bytes for unit in self._partition.units),
@@ -180,7 +169,7 @@ class Tuning:
         if grown.pool_bytes:
             try:
                 with self.peak.growing(grown.pool_bytes):
-                    self._pool.grow(grown.pool_bytes)
+                    self.pool.grow(grown.pool_bytes)
             except OutOfBudget:  # other programs have taken the memory meanwhile; training goes on without it
                 return
         self._updater.there.keep(grown.keep, wide=wide)
@@ -200,7 +189,7 @@ class Tuning:
         if size > left:
             return False
         try:
-            self._pool.grow(size)
+            self.pool.grow(size)
         except OutOfBudget:
             return False
         return True
@@ -214,10 +203,8 @@ class Tuning:
             return None
         there, choice = self._updater.there, self._share_choice
         if there.gave_way:
-            choice = Choice(
-                reason="on the CPU: states in flight to the device had no room beside the weights",
-                origin=Origin.MEASURED,
-            )
+            why = "on the CPU: states in flight to the device had no room beside the weights"
+            choice = Choice(reason=why, origin=Origin.MEASURED)
         kept = f"{len(there.kept_units)} of {len(self._partition.units)} units kept on the device; of the rest "
         return OptimizerShare(
             device_share=there.share_now,
@@ -264,7 +251,7 @@ class Tuning:
     def _share(self, share: float) -> None:
         there = self._updater.there
         least = self._placement.least_bytes - self._idle_bytes
-        there.share(share, self._pool.capacity_bytes - there.kept_bytes - least, early=self._mode != "backward")
+        there.share(share, self.pool.capacity_bytes - there.kept_bytes - least, early=self._mode != "backward")
 
     @property
     def _idle_bytes(self) -> int:
@@ -303,10 +290,5 @@ class Tuning:
         units = {unit for entry in self._partition.entries if id(entry.module) in inside for unit in entry.units}
         largest = max(unit.image_bytes for unit in self._partition.units)
         states = max(0, self._state_bytes - self._idle_bytes)  # in idle memory they are not in the way
-        room = self._pool.capacity_bytes - self._placement.fixed_bytes - states
+        room = self.pool.capacity_bytes - self._placement.fixed_bytes - states
         return sum(unit.image_bytes + GRAIN for unit in units) + largest <= room
-
-
-def _wish_bytes(activations: Saving | None) -> int:
-    """Bytes of activations that want to remain on the device."""
-    return 0 if activations is None else activations.wish_bytes

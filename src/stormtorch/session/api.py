@@ -45,8 +45,7 @@ def stream(
     None in their own dtype. ``only`` and ``leave`` name modules to stream or to leave on the device unchanged.
 
     Works without an optimizer, for inference or for an optimizer of your own. ``close()`` makes the model ordinary
-    again.
-    """
+    again."""
     if isinstance(optimizer, str):
         raise SettingError(
             f"optimizer={optimizer!r} is a name. Accepted: an optimizer, such as "
@@ -81,7 +80,7 @@ class Session:
         self._last_plan: Plan | None = None  # of a session that is closed
         self._parts = parts = open_parts(model, optimizer, settings, trial)
         self.device, self.ledger, self.units = parts.ground.device, parts.ground.ledger, parts.ground.units
-        self.saving = parts.saving
+        self.saving = parts.schedule.saving
         self._saver = Saver(model, parts.durable, lambda: 0 if parts.optimizer is None else parts.optimizer.steps)
         parts.ground.endings.before_others(self._saver.finish)  # before the model takes over home memory
         ready_s = time.perf_counter()
@@ -94,8 +93,7 @@ class Session:
         """Clip all gradients of the model by their total norm, which is returned; does not wait where it need not.
 
         The gradients are scaled when the optimizer uses them or user code reads them. Parameters that the optimizer has
-        beside the model's are not clipped, and not part of the norm.
-        """
+        beside the model's are not clipped, and not part of the norm."""
         self._check_open()
         parameters = list(self._model.parameters())
         if norm_type == 2.0 and self._parts.optimizer is not None and not error_if_nonfinite:
@@ -125,14 +123,12 @@ class Session:
         with a ``state_dict`` (scheduler, loader, scaler), or plain data. ``files`` is called with the folder, to add
         files beside the weights. With ``wait=False`` training may go on during the write; an error is then raised by
         the next ``save``, ``load``, ``synchronize`` or ``close``. ``optimizer=False`` leaves its states out, for a disk
-        that is too small for them: a resume is then not exact. See docs/checkpoints.md.
-        """
+        that is too small for them: a resume is then not exact. See docs/checkpoints.md."""
         self._check_open()
         self._saver.save(directory, also=also, files=files, wait=wait, optimizer=optimizer)
 
     def load(self, directory: Path | str, *, also: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Restore a checkpoint of ``save``, random numbers included; ``also`` gives the objects to fill, by name.
-
         Returns the saved ``also`` entries that were not asked for here: plain data."""
         self._check_open()
         return self._saver.load(directory, also=also)
@@ -149,7 +145,7 @@ class Session:
         """Measurements since the session began, as data; ``print`` it for a table. Does not wait."""
         parts, ground = self._parts, self._parts.ground
         ground.waits.emit()
-        parts.updater.emit()
+        parts.schedule.updater.emit()
         return make_report(
             ground.recorder.snapshot(),
             ledger=ground.ledger,

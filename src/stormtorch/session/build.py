@@ -18,6 +18,7 @@ from ..checkpoint.state.snapshot import Still
 from ..core.endings import Endings
 from ..core.errors import SettingError
 from ..core.tags import Tag
+from ..memory.host.arena import HostArena
 from ..memory.lanes.flags import Flag
 from ..memory.pools.device import bytes_for_graph
 from ..native.worker.jobs import UpdateMeter
@@ -26,7 +27,6 @@ from ..planner.inference import Inference
 from ..planner.online import Tuning
 from ..streams.activations.build import open_saving
 from ..streams.activations.plans.room import Surroundings
-from ..streams.activations.runner import Saving
 from ..streams.bridge.ranks import refuse_ranks, refuse_wrapped
 from ..streams.gradients.home import GradHome
 from ..streams.gradients.stream import GradientStream
@@ -40,7 +40,7 @@ from ..streams.optimizer.device_states import kept_bytes
 from ..streams.optimizer.state_home import RamHome, StateHome
 from ..streams.optimizer.stream import OptimizerStream
 from ..streams.optimizer.torch_step import TorchStep, is_whole
-from ..streams.optimizer.updater import MASTER, NoUpdater, Updater
+from ..streams.optimizer.updater import MASTER
 from ..streams.settings import Settings, Trial
 from ..streams.weights.graph_twins import GraphTwins
 from ..streams.weights.residency import Residence, Residency
@@ -58,20 +58,17 @@ class Parts:
 
     ground: Ground
     tuning: Tuning
-    parameters: ParameterStream
-    gradients: GradientStream
-    access: UserAccess
-    saving: Saving | None  # None: activations are kept
-    optimizer: OptimizerStream | None
     schedule: Schedule
-    updater: Updater
+    parameters: ParameterStream
+    access: UserAccess
+    optimizer: OptimizerStream | None
     inference: Inference | None  # None: an optimizer trains
     durable: Durable
 
     @property
     def adam(self) -> AdamStream | None:
         """The updater if it is our own Adam, for a look at its homes and at its states on the device."""
-        return self.updater if isinstance(self.updater, AdamStream) else None
+        return updater if isinstance(updater := self.schedule.updater, AdamStream) else None
 
 
 def open_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, trial: Trial) -> Parts:
@@ -119,7 +116,6 @@ def _open(
     ground, images = open_ground(model, optimizer, settings, trial, endings)
     flags = (ground.board[index] for index in range(len(ground.board)))
     tuning = Tuning(
-        ground.device,
         ground.meter,
         ledger=ground.ledger,
         pool=ground.pool,
@@ -130,19 +126,7 @@ def _open(
         look=ground.look,
     )
     parameters, gradients = _open_streams(ground, images, flags, tuning, serial=settings.step == "serial")
-    inference = None
-    if optimizer is None:
-        inference = Inference(
-            ground.device,
-            ground.meter,
-            ledger=ground.ledger,
-            pool=ground.pool,
-            placement=ground.placement,
-            partition=ground.partition,
-            parameters=parameters,
-            gradients=gradients,
-            foreign_bytes=lambda: tuning.foreign_bytes,
-        )
+    inference = None if optimizer is not None else Inference(tuning, ground.partition, parameters, gradients)
     schedule = Schedule(
         parameters,
         gradients,
@@ -163,34 +147,26 @@ def _open(
     for parameter in ground.partition.left:
         parameter.data = exchange.values(parameter, ground.device)
     schedule.unwritten = exchange.unwritten(model, ground.units, ground.partition.left, access.found_written)
-    taken = None
-    updater: Updater = NoUpdater()
     if optimizer is not None:
         gradients.prepare()
-        masters = settings.master_dtype is not None
-        mode = settings.step_mode.mode
+        masters, mode = settings.master_dtype is not None, settings.step_mode.mode
         if ground.homes.adam:
-            updater = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
+            schedule.updater = _open_adam(ground, images, flags, tuning, schedule, trial, mode)
         else:
-            updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
-        schedule.updater = updater
-        taken = OptimizerStream(
+            schedule.updater = TorchStep(optimizer, ground.units, parameters, masters=masters)
+        schedule.optimizer = taken = OptimizerStream(
             optimizer, access, ground.units, schedule, schedule.user_gradients, masters=masters, mode=mode
         )
         endings.before_others(taken.release)
-        schedule.optimizer = taken
         endings.after_others(schedule.forget)
     endings.before_others(schedule.settle)
     return Parts(
         ground=ground,
         tuning=tuning,
-        parameters=parameters,
-        gradients=gradients,
-        access=access,
-        saving=schedule.saving,
-        optimizer=taken,
         schedule=schedule,
-        updater=updater,
+        parameters=parameters,
+        access=access,
+        optimizer=schedule.optimizer,
         inference=inference,
         durable=Durable(access),
     )
@@ -298,7 +274,9 @@ def _open_adam(
     mode: str,
 ) -> AdamStream:
     units, endings = ground.units, ground.endings
-    states = ground.arena_locked_behind(ground.homes.states, Tag.OPTIMIZER)  # no lane needs them in the first steps
+    lock, sizes = ground.page_lock, ground.homes.states
+    # Locked in the background: no lane needs states in the first steps.
+    states = HostArena(sizes, ledger=ground.ledger, tag=Tag.OPTIMIZER, page_lock=lock, lock_behind=True)
     endings.before_others(states.close)
     factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)

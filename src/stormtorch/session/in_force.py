@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.plan import Activations, Limit, OptimizerShare, Origin, Part, Placement, Plan, UnitPlan
+from ..core.plan import Activations, Limit, OptimizerShare, Origin, Part, Plan, UnitPlan
 from ..core.tags import Tier
 from ..memory.books.ledger import Ledger
 from ..streams.settings import Settings
 from ..streams.units.placement import division
+from ..streams.units.unit import Unit
 from .build import Parts
 
 
 def plan_in_force(parts: Parts, settings: Settings) -> Plan:
-    ground, pool = parts.ground, _pool(parts)
+    ground, pool = parts.ground, parts.tuning.placement
+    if parts.inference is not None and (chosen := parts.inference.choice) is not None:
+        pool = replace(pool, reason=chosen.reason, origin=chosen.origin)
     vram = _limit(ground.ledger, Tier.DEVICE)
     return Plan(
         vram=vram,
@@ -36,27 +39,21 @@ def _limit(ledger: Ledger, tier: Tier) -> Limit:
     )
 
 
-def _pool(parts: Parts) -> Placement:
-    pool, chosen = parts.tuning.placement, parts.inference.choice if parts.inference is not None else None
-    return pool if chosen is None else replace(pool, reason=chosen.reason, origin=chosen.origin)
-
-
 def _units(parts: Parts, *, all_resident: bool) -> tuple[UnitPlan, ...]:
-    kept, weights_kept = parts.updater.there.kept_units, parts.parameters.residency.kept
-    wide = {home.unit.index for home in parts.gradients.homes if home.wide is not None}
-    plans = []
-    for unit in parts.ground.units:
+    updater, homes = parts.schedule.updater, parts.schedule.gradients.homes
+    kept, weights_kept = updater.there.kept_units, parts.parameters.residency.kept
+
+    def planned(unit: Unit) -> UnitPlan:
         index, states = unit.index, 8 * unit.state_count + unit.master_bytes
-        added = unit.wide_bytes if index in wide else 0
-        plans.append(
-            UnitPlan(
-                name=unit.name,
-                weights=_part(unit.image_bytes, all_resident or index in weights_kept),
-                gradients=_part(unit.grad_bytes + added, index in kept) if unit.trained else None,
-                states=_part(states, index in kept) if unit.trained and parts.updater.keeps_states else None,
-            )
+        added = unit.wide_bytes if homes[index].wide is not None else 0
+        return UnitPlan(
+            name=unit.name,
+            weights=_part(unit.image_bytes, all_resident or index in weights_kept),
+            gradients=_part(unit.grad_bytes + added, index in kept) if unit.trained else None,
+            states=_part(states, index in kept) if unit.trained and updater.keeps_states else None,
         )
-    return tuple(plans)
+
+    return tuple(map(planned, parts.ground.units))
 
 
 def _part(size: int, resident: bool) -> Part:
@@ -66,14 +63,14 @@ def _part(size: int, resident: bool) -> Part:
 def _optimizer(parts: Parts) -> OptimizerShare | None:
     if parts.optimizer is None or parts.tuning.share is not None:
         return parts.tuning.share
-    how = "unit by unit" if parts.updater.by_unit else "on all parameters at once"
+    how = "unit by unit" if parts.schedule.updater.by_unit else "on all parameters at once"
     name = type(parts.optimizer.optimizer).__name__
     return OptimizerShare(device_share=0.0, reason=f"{name}'s own step on the CPU, {how}", origin=Origin.PLANNED)
 
 
 def _activations(parts: Parts, settings: Settings) -> Activations:
-    if parts.saving is not None:
-        return parts.saving.planning.choice
+    if parts.schedule.saving is not None:
+        return parts.schedule.saving.planning.choice
     forced = settings.activations != "auto"
     return Activations(
         mode="keep",

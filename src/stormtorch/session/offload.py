@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -16,8 +16,7 @@ from ..core.tags import Tier
 from ..memory.books.ledger import Ledger, open_ledger
 from ..memory.books.limits import usable_device
 from ..memory.cuda.allocator import expand_segments
-from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
-from ..memory.cuda.peak_meter import peak_meter_on
+from ..memory.cuda.device_meter import DeviceMeter, PeakMeter, device_meter_for
 from ..memory.host.pinning import page_lock_for
 from ..memory.lanes.build import open_lanes
 from ..memory.lanes.waits import WaitMeter
@@ -74,7 +73,8 @@ class OffloadedActivations:
         self._closed = False
         self._context: contextlib.ExitStack | None = None
         self._endings = Endings()
-        self.device = _device_of(model, device)
+        first = next(model.parameters(), None) if model is not None else None
+        self.device = first.device if device == "auto" and first is not None else usable_device(device)
         self.ledger: Ledger = open_ledger(self.device, vram=vram, ram=ram)
         limit = self.ledger.budgets[Tier.DEVICE].limit_bytes
         meter = trial.meter or device_meter_for(self.device)
@@ -106,7 +106,7 @@ class OffloadedActivations:
             lock=threading.RLock(),
             rates=lambda _forward_s: link_rates(self.recorder.snapshot()),
             meter=meter,
-            peak=peak_meter_on(meter),
+            peak=PeakMeter(int if meter is None else meter.peak),
             limit_bytes=limit_bytes,
         )
 
@@ -135,11 +135,9 @@ class OffloadedActivations:
             raise StormError("This context is in use; it cannot be entered again inside of itself.")
         with contextlib.ExitStack() as stack:
             if torch.is_grad_enabled():
-                saving: Any = self.saving
-                hooks = saving.pack, saving.unpack
-                self._pack = hooks[0]
+                hooks = self.saving.pack, self.saving.unpack
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
-                stack.enter_context(saving.passing(*hooks))
+                stack.enter_context(self.saving.passing(*hooks))
             self._context = stack.pop_all()
         return self
 
@@ -165,12 +163,3 @@ def _refuse_meta(model: nn.Module | None) -> None:
             "first: build it on the CPU or the GPU, or model.to_empty(device=...) and then load parameters and "
             "buffers. To fill it while it is streamed, call storm.stream instead."
         )
-
-
-def _device_of(model: nn.Module | None, device: torch.device | str) -> torch.device:
-    if device != "auto":
-        return usable_device(device)
-    first = next(model.parameters(), None) if model is not None else None
-    if first is not None:
-        return first.device
-    return usable_device("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,6 +17,7 @@ from ..core.plan import Placement
 from ..core.sizes import round_up
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger, open_ledger
+from ..memory.books.limits import usable_device
 from ..memory.cuda.allocator import expand_segments
 from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
 from ..memory.cuda.idle_meter import IdleMeter, idle_meter_for
@@ -86,10 +87,6 @@ class Ground(Outline):
             raise cannot_lock(arena.capacity_bytes, tag, self.ledger, "stream less with only= or leave=")
         return arena
 
-    def arena_locked_behind(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
-        """Home memory that is page-locked in the background: only the CPU may use it until that has settled."""
-        return HostArena(capacity, ledger=self.ledger, tag=tag, page_lock=self.page_lock, lock_behind=True)
-
     def can_copy(self, arena: HostArena) -> bool:
         """Whether lanes can copy that memory: it is page-locked, or there is a page-locked ring."""
         return arena.pinned or self.page_lock is None or self.lanes.ring is not None
@@ -102,7 +99,7 @@ def outline(
     trial: Trial = Trial(),  # noqa: B008
 ) -> Outline:
     """Raise for budgets or settings that do not allow the model. Needs sizes only, no memory."""
-    device = _device(settings.device)
+    device = usable_device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
     found = _parted(model, settings, limit)
@@ -151,12 +148,12 @@ def open_ground(
         returning_bytes=moving.held_bytes,
     )
     endings.before_others(arena.close)
-    blocks = [arena.allocate(unit.image_bytes) for unit in units]
-    images = [block.tensor() for block in blocks]
+    places = [arena.allocate(unit.image_bytes) for unit in units]
+    images = [arena.at(there) for there in places]
 
     def move(region: int) -> None:
-        for unit, block, image in zip(units, blocks, images, strict=True):
-            if block.place[0] == region:
+        for unit, there, image in zip(units, places, images, strict=True):
+            if there.region == region:
                 moving.move(unit, image)
 
     arena.fill(move)
@@ -188,31 +185,13 @@ def open_ground(
 
 
 def _parted(model: nn.Module, settings: Settings, limit_bytes: int) -> Partition:
-    return partition(
-        model,
-        unit_limit_bytes=division(limit_bytes).unit_bytes,
-        only=None if settings.only is None else list(settings.only),
-        leave=list(settings.leave),
-    )
+    unit_bytes = division(limit_bytes).unit_bytes
+    return partition(model, unit_limit_bytes=unit_bytes, only=settings.only, leave=settings.leave)
 
 
 def _enough_vram(model: nn.Module, settings: Settings, limit_bytes: int, *, training: bool) -> int:
     """A limit through which the model can be streamed, if ``limit_bytes`` is too small. A larger limit makes larger
     units, which need more."""
-    least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
-    while least > limit_bytes:
+    while (least := least_pool_bytes(_parted(model, settings, limit_bytes), training=training)) > limit_bytes:
         limit_bytes = round_up(least, 512)
-        least = least_pool_bytes(_parted(model, settings, limit_bytes), training=training)
     return limit_bytes
-
-
-def _device(device: torch.device | str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        found = torch.device(device)
-        if found.type == "cuda" and found.index is None and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())  # tensors there have an index too
-        return found
-    except (RuntimeError, TypeError):
-        raise SettingError(f"device={device!r} is not valid. Accepted: 'auto', 'cpu', 'cuda', 'cuda:0', ...") from None

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -27,11 +26,8 @@ Available = Callable[[], int]
 
 
 class Reservation:
-    """Bytes charged to one tier and tag until ``release``, or until nothing refers to it any more.
-
-    The second keeps the sums right where an exception or Ctrl-C ends the code that would have released it. As a context
-    manager it releases on exit.
-    """
+    """Bytes charged to one tier and tag until ``release``, or until nothing refers to it any more. The second keeps the
+    sums right where an exception or Ctrl-C ends the code that would have released it."""
 
     __slots__ = ("__weakref__", "_book", "_number", "bytes", "pinned", "tag", "tier")
 
@@ -43,14 +39,6 @@ class Reservation:
     def release(self) -> None:
         """Give the bytes back to the ledger. A second call does nothing. Safe inside a finalizer: it takes no lock."""
         self._book.pop(self._number, None)
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 _Book = weakref.WeakValueDictionary[int, Reservation]
@@ -84,11 +72,11 @@ class Ledger:
     def reserve(self, tier: Tier, tag: Tag, size: int, *, returning_bytes: int = 0) -> Reservation:
         """Charge ``size`` bytes or raise OutOfBudget; allocates nothing itself. ``returning_bytes`` are in use now, and
         become free as the new ones are taken."""
-        size = parse_bytes(size)
-        budget = self.budgets.get(tier)
+        size, budget = parse_bytes(size), self.budgets.get(tier)
+        what = f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}"
         if budget is None:
             raise OutOfBudget(
-                f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
+                what,
                 "no budget for it",
                 f"{tier.setting} was not given.",
                 "Give disk= a directory." if tier is Tier.DISK else f"Give {tier.setting}= a size.",
@@ -96,21 +84,14 @@ class Ledger:
         free = self._available[tier]() if tier in self._available and size else None
         with self._lock:
             used = self.used_bytes(tier)
+            numbers = f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used"
             if used + size > budget.limit_bytes:
-                raise OutOfBudget(
-                    f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
-                    f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used",
-                    f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
-                    _REMEDY[tier],
-                )
+                limit = f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}."
+                raise OutOfBudget(what, numbers, limit, _REMEDY[tier])
             if free is not None and size > free + returning_bytes:
-                raise OutOfBudget(
-                    f"Cannot reserve {format_bytes(size)} on {_THE[tier]} for {tag.name}",
-                    f"{format_bytes(used)} of {format_bytes(budget.limit_bytes)} used, "
-                    f"but only {format_bytes(free)} are free now",
-                    f"The limit is what other programs leave, not {budget.given}.",
-                    _REMEDY_FREE[tier],
-                )
+                limit = f"The limit is what other programs leave, not {budget.given}."
+                numbers += f", but only {format_bytes(free)} are free now"
+                raise OutOfBudget(what, numbers, limit, _REMEDY_FREE[tier])
             number = next(self._numbers)
             reservation = self._book[number] = Reservation(self._book, number, tier, tag, size)
             self._tier_peak[tier] = max(self._tier_peak[tier], used + size)
@@ -152,23 +133,9 @@ class Ledger:
         assert all(line.used_bytes <= line.peak_bytes for line in self.balances())
         assert self.pinned_bytes <= self.used_bytes(Tier.HOST)
 
-    def table(self) -> str:
-        """Tiers, tags, bytes now and at the peak, against the limits; plain text."""
-        lines = [f"{'tier':<8}{'tag':<14}{'now':>12}{'peak':>12}{'limit':>12}"]
-        balances = self.balances()
-        for tier, budget in self.budgets.items():
-            numbers = (self.used_bytes(tier), self._tier_peak[tier], budget.limit_bytes)
-            lines.append(f"{tier.value:<8}{'all':<14}" + "".join(f"{format_bytes(n):>12}" for n in numbers))
-            for line in balances:
-                if line.tier is tier:
-                    numbers_of_tag = f"{format_bytes(line.used_bytes):>12}{format_bytes(line.peak_bytes):>12}"
-                    lines.append(f"{'':<8}{line.tag.value:<14}{numbers_of_tag}")
-        lines.append(f"page-locked {format_bytes(self.pinned_bytes)} of host RAM")
-        lines.extend(f"{budget.given}: {budget.reason}" for budget in self.budgets.values() if budget.reason)
-        return "\n".join(lines)
-
     def _live(self) -> list[Reservation]:
-        return list(self._book.values())
+        # Not values(), which fails where another thread releases a reservation meanwhile.
+        return [live for reference in self._book.valuerefs() if (live := reference()) is not None]
 
 
 _THE = {Tier.DEVICE: "the device", Tier.HOST: "the host", Tier.DISK: "the disk"}
@@ -193,27 +160,16 @@ def open_ledger(
     returning_bytes: int = 0,
 ) -> Ledger:
     """A ledger for this machine from the user's settings; refuses budgets that the machine can never meet.
-
     ``returning_bytes`` of RAM are in use now and become free as the budget is used."""
     device = limits.usable_device(device)
     free, total = limits.device_memory_bytes(device)
+    host_free, host_total = limits.host_available_bytes() + returning_bytes, limits.host_total_bytes()
+    others = "the driver, cuBLAS and fragmentation" if device.type == "cuda" else "fragmentation"
+    system = "the system, the page cache and your own program"
+    room, host_room = max(512 * MiB, total // 50), max(2 * GiB, host_total // 20)
     budgets = [
-        _budget(
-            Tier.DEVICE,
-            vram,
-            free=free,
-            total=total,
-            headroom=max(512 * MiB, total // 50),
-            kept_for="the driver, cuBLAS and fragmentation" if device.type == "cuda" else "fragmentation",
-        ),
-        _budget(
-            Tier.HOST,
-            ram,
-            free=limits.host_available_bytes() + returning_bytes,
-            total=limits.host_total_bytes(),
-            headroom=max(2 * GiB, limits.host_total_bytes() // 20),
-            kept_for="the system, the page cache and your own program",
-        ),
+        _budget(Tier.DEVICE, vram, free=free, total=total, headroom=room, kept_for=others),
+        _budget(Tier.HOST, ram, free=host_free, total=host_total, headroom=host_room, kept_for=system),
     ]
     available: dict[Tier, Available] = {Tier.HOST: limits.host_available_bytes}
     if device.type == "cuda":

@@ -6,7 +6,6 @@ host's RAM, and a process that believes it is killed without a message.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import re
@@ -18,6 +17,7 @@ import psutil
 import torch
 
 from ...core.errors import SettingError, StorageError
+from ...native.cores import read_text as _read_text
 from ..cuda.allocator import allowed_bytes, untaken_bytes
 
 _OCTAL = re.compile(r"\\([0-7]{3})")  # the kernel's escapes for blanks in a path
@@ -26,35 +26,25 @@ _CGROUP_UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a number near 2^6
 
 def host_available_bytes() -> int:
     """RAM that can be taken without swapping or exceeding the cgroup's limit."""
-    available = int(psutil.virtual_memory().available)
-    room = _cgroup_room_bytes()
-    return available if room is None else min(available, room)
+    rooms = (max(0, limit - used) for limit, used in _cgroup_levels())
+    return min([int(psutil.virtual_memory().available), *rooms])
 
 
 def host_total_bytes() -> int:
     """RAM of the machine, or of the cgroup if that is less."""
-    total = int(psutil.virtual_memory().total)
-    limit = cgroup_limit_bytes()
-    return total if limit is None else min(total, limit)
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_levels())])
 
 
 def cgroup_limit_bytes() -> int | None:
     """The tightest memory limit on the way from this process's cgroup to the root; None without one."""
-    limits = [limit for limit, _ in _cgroup_levels()]
-    return min(limits, default=None)
-
-
-def _cgroup_room_bytes() -> int | None:
-    return min((max(0, limit - used) for limit, used in _cgroup_levels()), default=None)
+    return min((limit for limit, _ in _cgroup_levels()), default=None)
 
 
 def _cgroup_levels(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """(limit, in use) of every limited cgroup above this process.
-
-    File cache counts as free: the kernel drops it first.
-    """
+    """(limit, in use) of every limited cgroup above this process. File cache counts as free: the kernel drops it
+    first."""
     levels: list[tuple[int, int]] = []
     for line in _read_text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -84,12 +74,10 @@ def memlock_limit_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-@functools.cache
 def is_wsl() -> bool:
     return "microsoft" in platform.release().lower()
 
 
-@functools.cache
 def in_container() -> bool:
     return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() or "container" in os.environ
 
@@ -117,10 +105,11 @@ def check_one_device(device: object) -> None:
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """``device`` with its index, if STORM can use it; else raises SettingError with the list of usable ones."""
+    """``device`` with its index, if STORM can use it; else raises SettingError with the list of usable ones. "auto" is
+    the GPU that torch uses now, or the CPU."""
     check_one_device(device)
     accepted = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    name = str(device)
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
     if name == "cuda" and len(accepted) > 1:
         name = f"cuda:{torch.cuda.current_device()}"
     if name not in accepted:
@@ -167,10 +156,3 @@ def filesystem_type(path: Path) -> str:
         if (target == mount or mount in target.parents) and len(mount.parts) >= best:
             best, kind = len(mount.parts), fields[fields.index("-") + 1]
     return kind
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(errors="surrogateescape")
-    except OSError:
-        return ""

@@ -77,17 +77,12 @@ _segments = _Segments()
 def expand_segments(device: torch.device) -> Callable[[], None]:
     """Let segments on ``device`` expand from now on, if it supports that and the user has no settings of their own.
     Returns a function that ends it, once; tensors made meanwhile are not affected."""
-    if not _can_expand(device) or not _segments.ask():
+    is_native = device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
+    found = driver() if is_native else None
+    if found is None or not found.can_map(device_index(device)) or not _segments.ask():
         return lambda: None
     ends = [_segments.end]
     return lambda: ends.pop()() if ends else None
-
-
-def _can_expand(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
-        return False
-    found = driver()
-    return found is not None and found.can_map(device_index(device))
 
 
 def _set(settings: str) -> None:

@@ -9,9 +9,8 @@ from .streams import OwnStream
 
 
 class Answers:
-    """Yes or no, from a GPU to RAM, on a stream of its own: compute does not wait for the copy engine.
-
-    The few bytes of page-locked RAM are torch's and not in the ledger."""
+    """Yes or no, from a GPU to RAM, on a stream of its own: compute does not wait for the copy engine. The few bytes of
+    page-locked RAM are torch's and not in the ledger."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         """``count`` of them may be on their way."""

@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,34 +43,30 @@ class DriverError(StormError, RuntimeError):
         return type(self), (self.call, self.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamQuery:
+class StreamQuery(NamedTuple):
     """Addresses of the driver's functions: ``ask(stream)`` is 0 or ``no``, on a thread that has called
-    ``enter(context)`` and ``relax``."""
+    ``enter(context)`` and ``relax``. In the order of ``storm_sampler_open``."""
 
     ask: int
+    no: int
     enter: int
     relax: int
     context: int
-    no: int
 
 
 class Driver:
     """Typed access to libcuda.
 
     Calls that belong to a device name it, and run in its primary context, which is torch's: the default stream has the
-    same handle on every device, and a call in the wrong context would go to another device's without an error.
-    """
+    same handle on every device, and a call in the wrong context would go to another device's without an error."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._contexts: dict[int, int] = {}
 
     def register(self, device: int, address: int, size: int) -> None:
-        """Page-lock ``[address, address + size)`` for copies by any device.
-
-        Blocks; raises DriverError, and leaves no error behind.
-        """
+        """Page-lock ``[address, address + size)`` for copies by any device. Blocks; raises DriverError, and leaves no
+        error behind."""
         with self._on(device):
             self._call("cuMemHostRegister_v2", _pointer(address), ctypes.c_size_t(size), ctypes.c_uint(_REGISTER_FLAGS))
 
@@ -112,18 +108,12 @@ class Driver:
         """Create a stream that no other code has, and that does not wait for the default one.
 
         torch hands out its 32 streams in turn: a lane could then get the stream that the user computes on, and a wait
-        for a flag would hold up the very work that leads to it.
-        """
+        for a flag would hold up the very work that leads to it."""
         stream = ctypes.c_void_p()
         with self._on(device):
             self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
         assert stream.value is not None
         return stream.value
-
-    def destroy_stream(self, device: int, stream: int) -> None:
-        """Release the stream without blocking; the driver still finishes its work."""
-        with self._on(device):
-            self._call("cuStreamDestroy_v2", _pointer(stream))
 
     def copy(self, device: int, stream: int, target: int, source: int, size: int, *, host: Sequence[int] = ()) -> bool:
         """Enqueue a copy of ``size`` bytes between device and page-locked memory, in either direction. Returns False
@@ -132,8 +122,7 @@ class Driver:
         Costs the host a fraction of ``Tensor.copy_`` on another stream: about 3 µs instead of 22.
 
         Large copies go in parts. A copy engine serves other streams between two copies, not within one: user code's
-        ``loss.item()`` stood still for the 4.5 ms of an embedding that was on its way.
-        """
+        ``loss.item()`` stood still for the 4.5 ms of an embedding that was on its way."""
         with self._on(device):
             if not all(map(self._is_page_locked, host)):
                 return False

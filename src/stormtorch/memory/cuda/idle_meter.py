@@ -90,6 +90,5 @@ def idle_meter_for(device: torch.device, *, period_ns: int = _PERIOD_NS) -> Idle
     if native is None or query is None:
         return None
     handle, stream = ctypes.c_void_p(), torch.cuda.current_stream(device).cuda_stream
-    asking = (query.ask, query.no, query.enter, query.relax, query.context)
-    status = native.c.storm_sampler_open(*asking, stream, period_ns, _LAUNCH_NS, ctypes.byref(handle))
+    status = native.c.storm_sampler_open(*query, stream, period_ns, _LAUNCH_NS, ctypes.byref(handle))
     return IdleMeter(native, handle.value or 0) if status == 0 else None

@@ -21,9 +21,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from ...core.budget import Budget
 from ...core.errors import OutOfBudget, SettingError, StormError
 from ...core.sizes import GiB, MiB, format_bytes, parse_bytes, round_up
 from ...core.tags import Tag, Tier
@@ -31,58 +33,36 @@ from ...native.touch import first_touch
 from ..books.ledger import Ledger
 from .pinned import Hold, settle_others
 from .pinning import PageLock
-from .region import GRAIN, Region, attach_region, map_private, map_shared
+from .region import Region, attach_region, map_private, map_shared
 
 PAGE = mmap.PAGESIZE
 _REGION_LIMIT = 64 * GiB  # of one registration; drivers refuse very large ones, and a copy must not cross two
 _REGION_AIM = 512 * MiB  # if sizes are known: one is locked while the next is touched, and the driver is soon free
 
 
-def natural_alignment(size: int) -> int:
-    """Alignment for ``size`` bytes: a cache line for large sizes, less where that costs over 1/64 of the size."""
-    return 64 if size >= 4096 else 32 if size >= 2048 else GRAIN
+def _alignment_for(size: int) -> int:
+    """Alignment for ``size`` bytes: enough for every vector load, and a cache line where that costs little."""
+    return 64 if size >= 4096 else 32 if size >= 2048 else 16
 
 
-def regions_for(sizes: Iterable[int], alignment: int | None = None) -> list[int]:
+def regions_for(sizes: Iterable[int]) -> list[int]:
     """The regions of an arena that holds exactly these allocations, made in this order; none crosses two."""
     ends = [0]
     for size in sizes:
-        start = round_up(ends[-1], alignment or natural_alignment(size))
+        start = round_up(ends[-1], _alignment_for(size))
         if ends[-1] and start + size > _REGION_AIM:
             ends.append(0)
             start = 0
-        ends[-1] = start + round_up(size, GRAIN) if size else ends[-1]
+        ends[-1] = start + size if size else ends[-1]
     return [round_up(end, PAGE) for end in ends]
 
 
-class HostBlock:
-    """A piece of a host arena. Valid until released; the arena may then hand it out again."""
+class Place(NamedTuple):
+    """Bytes of an arena; the same ones in an arena that another process has attached."""
 
-    __slots__ = ("_arena", "_region", "offset", "size")
-
-    def __init__(self, arena: HostArena, region: Region | None, offset: int, size: int) -> None:
-        """``region`` is None for an empty block, which has no memory."""
-        self._arena: HostArena | None = arena
-        self._region = region
-        self.offset, self.size = offset, size
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """(region, offset, size): the same bytes in an arena attached by another process."""
-        return self._region.index if self._region is not None else 0, self.offset, self.size
-
-    def tensor(self, dtype: torch.dtype = torch.uint8, shape: Iterable[int] | None = None) -> torch.Tensor:
-        """A view of the block. Its memory may be reused once the block is released."""
-        return _view(self._region.bytes if self._region is not None else _NOTHING, self.offset, self.size, dtype, shape)
-
-    def release(self) -> None:
-        """Give the bytes back to the arena.
-
-        No copy may still be reading or writing them. A second call does nothing.
-        """
-        arena, self._arena = self._arena, None
-        if arena is not None and self._region is not None:
-            arena._give(self._region, self.offset, self.size)
+    region: int
+    offset: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -114,23 +94,15 @@ class HostArena:
         If ``page_lock`` is refused, the arena remains pageable and tells the user. ``lock_behind`` leaves touching and
         locking, nearly all of the time that this takes, to a thread: the CPU may use the memory at once, and lanes once
         it is ``settled``. ``fill_later`` maps only: ``fill`` does the rest. ``returning_bytes`` are in use now, and
-        will be freed as the arena is filled.
-        """
+        will be freed as the arena is filled."""
         sizes = _whole_regions(parse_bytes(capacity)) if not isinstance(capacity, Sequence) else capacity
-        self.capacity_bytes = sum(sizes)
-        self.tag = tag
-        self._regions: list[Region] = []
-        self._lock = threading.Lock()
-        self._returned: deque[tuple[Region, int, int]] = deque()
-        self._closed = False
-        reservation = ledger.reserve(Tier.HOST, tag, self.capacity_bytes, returning_bytes=returning_bytes)
-        self._hold = Hold(reservation, page_lock, behind=lock_behind)
+        reservation = ledger.reserve(Tier.HOST, tag, sum(sizes), returning_bytes=returning_bytes)
+        self._begin(Hold(reservation, page_lock, behind=lock_behind))
 
         def made() -> Iterator[Region]:
             for index, size in enumerate(size for size in sizes if size):
                 region = map_shared(index, size) if shared else map_private(index, size, fork=page_lock is None)
-                self._hold.add(region)
-                self._regions.append(region)
+                self._add(region)
                 if not self._hold.touches and not fill_later:
                     first_touch(region.address, size)
                 yield region
@@ -143,22 +115,26 @@ class HostArena:
 
     @classmethod
     def attach(cls, shared: SharedArena, *, page_lock: PageLock | None = None) -> HostArena:
-        """Map an arena that another process made with ``shared=True``.
-
-        The owner carries the charge; nothing can be allocated here.
-        """
+        """Map an arena that another process made with ``shared=True``. The owner carries the charge; nothing can be
+        allocated here."""
         arena = cls.__new__(cls)
-        arena.capacity_bytes = sum(shared.region_bytes)
-        arena.tag = Tag.STAGING
-        arena._regions = []
-        arena._lock, arena._returned, arena._closed = threading.Lock(), deque(), False
-        arena._hold = Hold(None, page_lock)
+        nothing = Budget(tier=Tier.HOST, limit_bytes=0, given="no memory of its own")
+        arena._begin(Hold(Ledger(nothing).reserve(Tier.HOST, Tag.STAGING, 0), page_lock))
         with arena._ending_on_error():
             for index, (descriptor, size) in enumerate(zip(shared.descriptors, shared.region_bytes, strict=True)):
-                arena._regions.append(attach_region(index, shared.pid, descriptor, size))
-                arena._hold.add(arena._regions[-1])
+                arena._add(attach_region(index, shared.pid, descriptor, size))
             arena._finish(arena._regions)
         return arena
+
+    def _begin(self, hold: Hold) -> None:
+        self._hold, self._regions, self._closed = hold, list[Region](), False
+        self.capacity_bytes = self.taken_bytes = 0
+        self._lock = threading.Lock()
+
+    def _add(self, region: Region) -> None:
+        self._hold.add(region)
+        self._regions.append(region)
+        self.capacity_bytes += region.size
 
     def fill(self, write: Callable[[int], None]) -> None:
         """Let ``write`` touch and write each region, by index; each is page-locked while the next is written."""
@@ -183,111 +159,84 @@ class HostArena:
     def _finish(self, regions: Iterable[Region]) -> None:
         self._hold.lock(regions)
         if not self._hold.behind:
-            self._hold.settle()
+            self.settle()
             if self._hold.refusal is not None and settle_others(self._hold):
                 self._hold.lock(self._regions)  # other arenas may have returned locked memory since
-                self._hold.settle()
+                self.settle()
             self._hold.say_if_refused()
 
     @property
     def settled(self) -> bool:
         """Whether page-locking has ended, with or without success."""
-        return self._hold.settled
+        return self._hold.outcome.done()
 
     @property
     def pinned(self) -> bool:
         """Whether all of it is page-locked by now."""
-        return not self._closed and self._hold.locked_all
+        outcome = self._hold.outcome
+        return not self._closed and outcome.done() and outcome.exception() is None and outcome.result()
 
     def settle(self) -> None:
         """Block until it is ``settled``."""
-        self._hold.settle()
+        self._hold.outcome.result()
 
     def say_if_refused(self) -> None:
         """Tell the user, once, if it could not be page-locked."""
         self._hold.say_if_refused()
 
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes in live blocks."""
-        with self._locked():
-            return sum(region.extents.taken_bytes for region in self._regions)
-
-    def allocate(self, size: int, *, alignment: int | None = None) -> HostBlock:
-        """A block of exactly ``size`` bytes. Raises OutOfBudget if no hole of the arena is large enough."""
+    def allocate(self, size: int, *, alignment: int | None = None) -> Place:
+        """Take exactly ``size`` bytes for the life of the arena. Raises OutOfBudget if no region has them left."""
         if self._closed:
             raise StormError("Cannot allocate from a host arena that was closed.")
         size = parse_bytes(size)
         if size == 0:
-            return HostBlock(self, None, 0, 0)
-        with self._locked():
+            return Place(0, 0, 0)
+        with self._lock:
             for region in self._regions:
-                offset = region.extents.take(size, alignment or natural_alignment(size))
-                if offset is not None:
-                    return HostBlock(self, region, offset, size)
+                start = round_up(region.used_bytes, alignment or _alignment_for(size))
+                if start + size <= region.size:
+                    region.used_bytes = start + size
+                    self.taken_bytes += size
+                    return Place(region.index, start, size)
         if size > _REGION_LIMIT:
             raise SettingError(
                 f"Cannot allocate {format_bytes(size)} in one piece: page-locked memory comes in regions of "
                 f"{format_bytes(_REGION_LIMIT)}. Use several smaller pieces."
             )
         raise OutOfBudget(
-            f"Cannot allocate {format_bytes(size)} for {self.tag.name} from a host arena",
-            f"{format_bytes(self.taken_bytes)} of {format_bytes(self.capacity_bytes)} taken, no hole is large enough",
+            f"Cannot allocate {format_bytes(size)} for {self._hold.reservation.tag.name} from a host arena",
+            f"{format_bytes(self.taken_bytes)} of {format_bytes(self.capacity_bytes)} taken, no region has room",
             "The limit is the size with which the arena was planned.",
             "Plan it with regions_for() of the sizes that it must hold.",
         )
 
     def tensor(self, shape: Iterable[int], dtype: torch.dtype, *, alignment: int | None = None) -> torch.Tensor:
-        """A tensor for the life of the arena; its block is never released."""
+        """A tensor in bytes of its own."""
         shape = tuple(parse_bytes(length) for length in shape)
-        return self.allocate(math.prod(shape) * dtype.itemsize, alignment=alignment).tensor(dtype, shape)
+        return self.at(self.allocate(math.prod(shape) * dtype.itemsize, alignment=alignment), dtype, shape)
 
-    def at(self, place: tuple[int, int, int], dtype: torch.dtype, shape: Iterable[int] | None = None) -> torch.Tensor:
-        """The tensor at a ``HostBlock.place`` of this arena, or of the arena that this one is attached to."""
-        region, offset, size = place
-        return _view(self._regions[region].bytes if size else _NOTHING, offset, size, dtype, shape)
+    def at(self, place: Place, dtype: torch.dtype = torch.uint8, shape: Iterable[int] | None = None) -> torch.Tensor:
+        """The tensor at a place of this arena, or of the arena that this one is attached to."""
+        memory = self._regions[place.region].bytes if place.size else _NOTHING
+        flat = memory[place.offset : place.offset + place.size].view(dtype)
+        return flat if shape is None else flat.view(torch.Size(shape))
 
     def share(self) -> SharedArena:
-        """The name by which another process of this user can attach the arena.
-
-        Only for arenas made with ``shared=True``.
-        """
+        """The name by which another process of this user can attach the arena. Only for arenas made with
+        ``shared=True``."""
         descriptors = tuple(region.descriptor for region in self._regions if region.descriptor is not None)
         if len(descriptors) != len(self._regions):
             raise SettingError("Only a host arena made with shared=True can be shared.")
         return SharedArena(os.getpid(), descriptors, tuple(region.size for region in self._regions))
 
-    def check(self) -> None:
-        """Assert that free and taken pieces tile the arena."""
-        with self._locked():
-            for region in self._regions:
-                region.extents.check()
-
     def close(self) -> None:
         """Unlock the pages and return the charge. All copies from and to the arena must have ended. Safe to call twice.
-
-        The memory itself goes when the last tensor made from it does.
-        """
+        The memory itself goes when the last tensor made from it does."""
         self._closed = True
         try:
             self._hold.end_all()
         finally:
             self._regions = []
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._lock:
-            while self._returned:
-                region, offset, size = self._returned.popleft()
-                region.extents.give(offset, size)
-            yield
-
-    def _give(self, region: Region, offset: int, size: int) -> None:
-        """Put a block aside; the next call that holds the lock takes it back.
-
-        Finalizers release blocks too, and they may run on this very thread while it holds the lock.
-        """
-        self._returned.append((region, offset, size))
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -296,8 +245,3 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 def _whole_regions(capacity_bytes: int) -> list[int]:
     whole, rest = divmod(round_up(capacity_bytes, PAGE), _REGION_LIMIT)
     return [_REGION_LIMIT] * whole + [rest]
-
-
-def _view(data: torch.Tensor, offset: int, size: int, dtype: torch.dtype, shape: Iterable[int] | None) -> torch.Tensor:
-    flat = data[offset : offset + size].view(dtype)
-    return flat if shape is None else flat.view(torch.Size(shape))

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from ...core.endings import Endings
 from ...core.errors import OutOfBudget, StormError
 from ...core.notices import say_once
 from ...core.sizes import format_bytes
@@ -28,19 +29,18 @@ _PAUSE_S = 0.002  # between two regions that are locked in the background: other
 
 
 class Hold:
-    """An arena's page-locks, descriptors and charge. Each region's end is tied to its last tensor.
+    """An arena's page-locks, descriptors and charge. Each region's end is tied to its last tensor. The ties are made
+    before anything is locked, so that an interrupt at any moment leaves nothing locked."""
 
-    The ties are made before anything is locked, so that an interrupt at any moment leaves nothing locked.
-    """
-
-    def __init__(self, reservation: Reservation | None, page_lock: PageLock | None, *, behind: bool = False) -> None:
+    def __init__(self, reservation: Reservation, page_lock: PageLock | None, *, behind: bool = False) -> None:
         self.reservation, self.page_lock, self.behind = reservation, page_lock, behind
         # Whether the locking thread touches the pages; else the code that maps them does.
         self.touches = behind and page_lock is not None and can_touch_beside_writers()
         self.owner_pid = os.getpid()
         self.locked: set[int] = set()
         self.locking, self.is_over = threading.Lock(), False
-        self.outcome: Future[bool] | None = None  # whether all is locked; None if nothing is to be locked
+        self.outcome: Future[bool] = Future()  # of the locking thread: whether all is locked
+        self.outcome.set_result(False)
         self.refusal: StormError | None = None
         self.size_bytes = 0
         self.finalizers: list[weakref.finalize[[int, int | None], ctypes.Array[ctypes.c_ubyte]]] = []
@@ -95,30 +95,14 @@ class Hold:
             future.result()
         with self.locking:
             if not self.is_over and self.refusal is None:
-                if self.reservation is not None:
-                    self.reservation.pinned = True
+                self.reservation.pinned = True
                 return True
             with contextlib.suppress(StormError):  # of a device that has failed, which was reported already
-                self._unlock_all()
-            if self.is_over and self.reservation is not None:  # an interrupted ``end_all`` may not have released it
+                for address in tuple(self.locked):
+                    self._unlock(address)
+            if self.is_over:  # an interrupted ``end_all`` may not have released it
                 self.reservation.release()
         return False
-
-    @property
-    def settled(self) -> bool:
-        """Whether locking has ended, with or without success."""
-        return self.outcome is None or self.outcome.done()
-
-    @property
-    def locked_all(self) -> bool:
-        """Whether all is locked by now."""
-        outcome = self.outcome
-        return outcome is not None and outcome.done() and outcome.exception() is None and outcome.result()
-
-    def settle(self) -> None:
-        """Block until it is ``settled``."""
-        if self.outcome is not None:
-            self.outcome.result()
 
     def say_if_refused(self) -> None:
         """Tell the user, once, if locking was refused."""
@@ -138,16 +122,11 @@ class Hold:
         if self.owner_pid == os.getpid():
             with self.locking:  # another thread may still be locking, which can be undone only afterwards
                 pass
-        errors = []
+        endings = Endings()
         for finalizer in self.finalizers:
-            try:
-                finalizer()
-            except StormError as error:
-                errors.append(error)
-        if self.reservation is not None:
-            self.reservation.release()
-        if errors:
-            raise errors[0]
+            endings.after_others(finalizer)
+        endings.last(self.reservation.release)
+        endings.run()
 
     def _end(self, address: int, descriptor: int | None) -> None:
         try:
@@ -157,12 +136,8 @@ class Hold:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-            if self.reservation is not None and not any(finalizer.alive for finalizer in self.finalizers):
+            if not any(finalizer.alive for finalizer in self.finalizers):
                 self.reservation.release()
-
-    def _unlock_all(self) -> None:
-        for address in tuple(self.locked):
-            self._unlock(address)
 
     def _unlock(self, address: int) -> None:
         """Unlock a region once: done by the thread that removes it from the set, the locking or the ending one."""
@@ -189,7 +164,6 @@ _BEHIND: weakref.WeakSet[Hold] = weakref.WeakSet()  # those that a background th
 
 def settle_others(asking: Hold) -> bool:
     """Block until no other background locking runs. True if one did: a lock that was refused may succeed now."""
-    others = [hold.outcome for hold in list(_BEHIND) if hold is not asking and hold.outcome is not None]
-    pending = [outcome for outcome in others if not outcome.done()]
+    pending = [hold.outcome for hold in list(_BEHIND) if hold is not asking and not hold.outcome.done()]
     wait(pending)
     return bool(pending)

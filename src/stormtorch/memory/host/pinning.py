@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,28 +11,26 @@ from ..cuda.driver import Driver, device_index, driver
 
 
 class PageLock(Protocol):
-    """Locks ranges for one kind of device.
-
-    ``lock`` raises StormError if the range is refused, and then has changed nothing.
-    """
+    """Locks ranges for one kind of device. ``lock`` raises StormError if the range is refused, and then has changed
+    nothing."""
 
     def lock(self, address: int, size: int) -> None: ...
 
     def unlock(self, address: int) -> None: ...
 
 
+@dataclass(frozen=True)
 class CudaPageLock:
-    """Registers memory that we mapped ourselves with the CUDA driver."""
+    """Registers memory that we mapped ourselves with the CUDA driver, for all devices; ``device``: any one in use."""
 
-    def __init__(self, cuda: Driver, device: int) -> None:
-        """``device``: any device in use; the memory is locked for all of them, and any thread may call."""
-        self._cuda, self._device = cuda, device
+    cuda: Driver
+    device: int
 
     def lock(self, address: int, size: int) -> None:
-        self._cuda.register(self._device, address, size)
+        self.cuda.register(self.device, address, size)
 
     def unlock(self, address: int) -> None:
-        self._cuda.unregister(self._device, address)
+        self.cuda.unregister(self.device, address)
 
 
 def page_lock_for(device: torch.device) -> PageLock | None:

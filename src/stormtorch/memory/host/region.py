@@ -11,20 +11,18 @@ import torch
 
 from ...core.errors import OutOfBudget, SettingError
 from ...core.sizes import MiB, format_bytes, round_down
-from ..books.extents import Extents
 
-GRAIN = 16  # enough for every dtype and vector load; a finer grain would leave holes that fit nothing
 _HUGE_PAGE = 2 * MiB
 
 
 class Region:
     """One mapping. ``bytes``, and every view made from it, keeps it alive."""
 
-    __slots__ = ("bytes", "descriptor", "extents", "index", "pages", "size")
+    __slots__ = ("bytes", "descriptor", "index", "pages", "size", "used_bytes")
 
     def __init__(self, index: int, mapping: mmap.mmap, start: int, size: int, descriptor: int | None = None) -> None:
         self.index, self.size, self.descriptor = index, size, descriptor
-        self.extents = Extents(size, grain=GRAIN)
+        self.used_bytes = 0  # from its start on
         # Through a ctypes array, not from the mmap itself: its finalizer runs before the mapping ends, an mmap's after.
         self.pages = (ctypes.c_ubyte * size).from_buffer(mapping, start)
         with torch.inference_mode(False):  # else a caller in that mode would get memory that lanes may not write
@@ -36,10 +34,8 @@ class Region:
 
 
 def map_private(index: int, size: int, *, fork: bool) -> Region:
-    """Anonymous memory aligned to huge pages.
-
-    The slack for the alignment is never touched, so it costs addresses only.
-    """
+    """Anonymous memory aligned to huge pages. The slack for the alignment is never touched, so it costs addresses
+    only."""
     try:
         mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -84,5 +80,5 @@ def attach_region(index: int, pid: int, descriptor: int, size: int) -> Region:
     except BaseException:
         os.close(opened)
         raise
-    region.extents = Extents(0)  # only the owner knows what is free
+    region.used_bytes = size  # only the owner knows what is free
     return region

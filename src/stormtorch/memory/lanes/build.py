@@ -11,8 +11,8 @@ Three kinds serve one interface:
 - `CudaLane` (lanes/cuda.py): a CUDA stream. The host only enqueues.
 - `StagedCudaLane` (lanes/staged.py): where host memory could not be page-locked. A thread feeds the stream through
   a small page-locked ring. Slower, same results.
-- `CpuLane` (lanes/cpu.py): host memory in the device's role. A worker thread really runs later than its caller, so that
-  a missing wait is a wrong number on a machine without a GPU too; tests add delays.
+- `ThreadLane` (lanes/thread.py): host memory in the device's role. A worker thread really runs later than its caller,
+  so that a missing wait is a wrong number on a machine without a GPU too; tests add delays.
 
 The road not taken: one shared pool of Python threads for all lanes. Each hand-over of the GIL cost more than the copy
 it started; with streams and flags the loop has no Python thread at all.
@@ -33,10 +33,10 @@ from ..cuda.clock import CudaClock
 from ..cuda.driver import device_index
 from ..host.arena import HostArena
 from ..host.pinning import page_lock_for
-from .cpu import CpuComputeLane, CpuLane
 from .cuda import CudaLane, need_driver
 from .lane import Delay, Event, Lane
 from .staged import RING_BYTES, StagedCudaLane
+from .thread import CpuComputeLane, ThreadLane
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,10 @@ def open_lanes(
     """Lanes for ``device``.
 
     ``home`` is the arena to copy from and to. If it could not be page-locked for a GPU, the lanes are staged through a
-    ring of ``ring_bytes`` that is charged to ``ledger``. Without ``home``, all host memory must be page-locked.
-    """
+    ring of ``ring_bytes`` that is charged to ``ledger``. Without ``home``, all host memory must be page-locked."""
     device = usable_device(device)
     if device.type == "cpu":
-        load, store, aside = (CpuLane(name, sink, delay) for name in ("load", "store", "aside"))
+        load, store, aside = (ThreadLane(name, sink, delay) for name in ("load", "store", "aside"))
         return Lanes(device, load, store, CpuComputeLane(), aside)
     clock = CudaClock(need_driver(), device_index(device))
     compute = CudaLane("compute", device, clock, own_stream=False)

@@ -55,7 +55,7 @@ class CudaLane(Lane):
         self._driver = need_driver()
         self._own = OwnStream(self._driver, self.device_index) if own_stream else None
         self._delay = delay
-        self._timer = None if sink is None else CopyTimer(name, sink, clock)
+        self._timer = None if sink is None else EventTimer(sink, clock)
         # The handle of the stream that was current last, and torch's object for it, which takes microseconds to make:
         # each weight that backward asks for asks for the stream. One tuple: threads have different current streams.
         self._current: tuple[int, torch.cuda.Stream] | None = None
@@ -77,12 +77,12 @@ class CudaLane(Lane):
         self._wait_out_delay()
         stream, to, by = self.stream, target.data_ptr(), source.data_ptr()
         host = [address for side, address in ((target, to), (source, by)) if side.device.type == "cpu"]
-        start = None if self._timer is None else self._timer.start(stream)
+        start = None if self._timer is None else self._timer.mark(stream)
         if not self._driver.copy(self.device_index, stream.cuda_stream, to, by, size, host=host):
             # A copy of pageable memory blocks the host until the stream has caught up; behind a flag that is forever.
             raise SettingError("A CUDA lane copies page-locked memory only. Take it from a pinned HostArena.")
         if self._timer is not None and start is not None:
-            self._timer.finish(stream, start, tag, size, unit)
+            self._timer.finish(stream, start, What.COPY, self.name, tag, size, unit)
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
         self._wait_out_delay()
@@ -159,33 +159,42 @@ def wait_for(event: torch.cuda.Event) -> None:
         time.sleep(50e-6)
 
 
-class CopyTimer:
-    """Times copies with events on the stream and emits their spans once they are done, never by waiting."""
+class EventTimer:
+    """Times work with events on its stream and emits spans once they are over, never by waiting."""
 
-    def __init__(self, lane: str, sink: Sink, clock: CudaClock) -> None:
-        self._lane, self._sink, self._clock = lane, sink, clock
-        self._lock = threading.Lock()  # a lane's thread and the thread that synchronizes it both emit
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, Tag, int, int | None]] = deque()
+    def __init__(self, sink: Sink, clock: CudaClock) -> None:
+        self._sink, self._clock = sink, clock
+        self._lock = threading.RLock()  # a lane's thread and the thread that synchronizes it both emit
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, What, str, Tag | None, int, int | None]] = (
+            deque()
+        )
 
-    def start(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Call just before the copy is enqueued on ``stream``."""
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Call just before the work is enqueued on ``stream``."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
-    def finish(self, stream: torch.cuda.Stream, start: torch.cuda.Event, tag: Tag, size: int, unit: int | None) -> None:
-        """Call just after the copy was enqueued."""
-        end = torch.cuda.Event(enable_timing=True)
-        end.record(stream)
-        self._pending.append((start, end, tag, size, unit))
+    def finish(
+        self,
+        stream: torch.cuda.Stream,
+        start: torch.cuda.Event,
+        what: What,
+        name: str,
+        tag: Tag | None = None,
+        size: int = 0,
+        unit: int | None = None,
+    ) -> None:
+        """Call just after the work was enqueued."""
+        self._pending.append((start, self.mark(stream), what, name, tag, size, unit))
         self.emit()
 
     def emit(self) -> None:
-        """Send the spans of the copies that have ended."""
+        """Send the spans of what has ended."""
         with self._lock:
             while self._pending and self._pending[0][1].query():
-                start, end, tag, size, unit = self._pending.popleft()
-                self._sink(Span(What.COPY, *self._clock.span(start, end), self._lane, tag, size, unit))
+                start, end, what, name, tag, size, unit = self._pending.popleft()
+                self._sink(Span(what, *self._clock.span(start, end), name, tag, size, unit))
 
 
 def need_driver() -> Driver:

@@ -11,6 +11,7 @@ pass, and makes every later use raise, because the data that the flag announces 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ from ...native import flag_words
 from ...native.worker.jobs import FlagValue
 from ..books.ledger import Ledger
 from ..cuda.driver import Driver, DriverError, device_index, driver
+from ..cuda.streams import OwnStream
 from ..host.arena import PAGE, HostArena
 from ..host.pinning import PageLock
 
@@ -65,26 +67,20 @@ class Flag:
             self.board.awaited[self.address] = value if flag_words.has_reached(value, awaited) else awaited
 
     def wait(self, value: int, timeout_s: float | None = None) -> bool:
-        """Block until the flag has reached ``value``; False if ``timeout_s`` passed first.
-
-        Raises if the board is aborted meanwhile. Ctrl-C gets through.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        """Block until the flag has reached ``value``; False if ``timeout_s`` passed first. Raises if the board is
+        aborted meanwhile. Ctrl-C gets through."""
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         while True:
-            left = 0.1 if deadline is None else min(0.1, deadline - time.monotonic())
-            arrived = flag_words.wait(self.address, value, max(0.0, left))
+            left = deadline - time.monotonic()
+            arrived = flag_words.wait(self.address, value, max(0.0, min(0.1, left)))
             self.board.raise_if_aborted()
-            if arrived:
-                return True
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
+            if arrived or left <= 0:
+                return arrived
 
 
 class Flags:
     """A board of flags, all zero at first. ``on_stream``: whether CUDA streams can write them and wait for them.
-
-    ``aborted`` is one more word, 0 until ``abort``: jobs of the CPU worker that name it are dropped instead of run.
-    """
+    ``aborted`` is one more word, 0 until ``abort``: jobs of the CPU worker that name it are dropped instead of run."""
 
     def __init__(self, count: int, *, ledger: Ledger, device: torch.device, page_lock: PageLock | None = None) -> None:
         self.lock = threading.RLock()
@@ -109,10 +105,8 @@ class Flags:
         return len(self._flags)
 
     def abort(self, error: BaseException) -> None:
-        """Let every wait of a stream pass and make later uses raise LaneError from ``error``, the first one.
-
-        The streams then work on stale data: jobs that name ``aborted`` are dropped, so that none of it reaches home.
-        """
+        """Let every wait of a stream pass and make later uses raise LaneError from ``error``, the first one. The
+        streams then work on stale data: jobs that name ``aborted`` are dropped, so that none of it reaches home."""
         with self.lock:
             self._error = self._error or error
             _let_go(self.awaited, self.aborted.address)
@@ -122,20 +116,16 @@ class Flags:
             raise LaneError(f"A writer of this flag ended early: {self._error}") from self._error
 
     def close(self) -> None:
-        """Release every wait, the page-lock and the charge. The lanes that used the flags must be empty.
-
-        Safe to call twice.
-        """
+        """Release every wait, the page-lock and the charge. The lanes that used the flags must be empty. Safe to call
+        twice."""
         self.abort(LaneError("the flags were closed"))
         self._finalizer.detach()
         self._arena.close()
 
 
 def _let_go(awaited: dict[int, int], aborted: int, words: torch.Tensor | None = None) -> None:  # noqa: ARG001
-    """Mark the board as aborted, then raise every flag to the value that a stream waits for.
-
-    ``words`` keeps the memory until then.
-    """
+    """Mark the board as aborted, then raise every flag to the value that a stream waits for. ``words`` keeps the memory
+    until then."""
     flag_words.store(aborted, 1)
     for address, value in list(awaited.items()):
         flag_words.store(address, value)
@@ -143,23 +133,18 @@ def _let_go(awaited: dict[int, int], aborted: int, words: torch.Tensor | None = 
 
 def _stream_offset(cuda: Driver, start: int, device: torch.device) -> int | None:
     """Device address minus host address of the words, or None if streams of ``device`` cannot write or await them."""
-    word = ctypes.c_uint32.from_address(start)
-    index = device_index(device)
+    word, index = ctypes.c_uint32.from_address(start), device_index(device)
     try:
-        address = cuda.device_address(index, start)
-        stream = cuda.create_stream(index)
-        try:
-            cuda.write_value(index, stream, address, 1)
-            cuda.wait_value(index, stream, address, 1)
-            deadline = time.monotonic() + 2
-            event = torch.cuda.Event()
-            event.record(torch.cuda.ExternalStream(stream, device=index))
-            while not event.query() and time.monotonic() < deadline:
-                time.sleep(1e-4)
-            worked = bool(event.query())
-            word.value = 1  # in any case, let the stream get past its wait
-        finally:
-            cuda.destroy_stream(index, stream)
+        address, own = cuda.device_address(index, start), OwnStream(cuda, index)  # which comes back when it is dropped
+        cuda.write_value(index, own.stream.cuda_stream, address, 1)
+        cuda.wait_value(index, own.stream.cuda_stream, address, 1)
+        deadline = time.monotonic() + 2
+        event = torch.cuda.Event()
+        event.record(own.stream)
+        while not event.query() and time.monotonic() < deadline:
+            time.sleep(1e-4)
+        worked = bool(event.query())
+        word.value = 1  # in any case, let the stream get past its wait
     except DriverError:
         return None
     word.value = 0

@@ -28,10 +28,8 @@ class Event(ABC):
 
 
 class Lane(ABC):
-    """An ordered queue.
-
-    All methods return at once unless they say otherwise; tensors must stay alive until the work is done.
-    """
+    """An ordered queue. All methods return at once unless they say otherwise; tensors must stay alive until the work is
+    done."""
 
     name: str
 
@@ -77,10 +75,7 @@ class Lane(ABC):
 
 
 def check_copy(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Raise for tensors that a lane cannot copy; returns the bytes.
-
-    Casts and strides are compute, not transport.
-    """
+    """Raise for tensors that a lane cannot copy; returns the bytes. Casts and strides are compute, not transport."""
     if target.dtype != source.dtype:
         raise SettingError(f"A lane does not cast: the target is {target.dtype}, the source {source.dtype}.")
     if target.numel() != source.numel():

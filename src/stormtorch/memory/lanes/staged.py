@@ -13,13 +13,13 @@ from collections import deque
 import torch
 
 from ...core.errors import SettingError
-from ...core.events import Sink
+from ...core.events import Sink, What
 from ...core.sizes import MiB, round_down
 from ...core.tags import Tag
 from ..cuda.clock import CudaClock
 from ..cuda.driver import device_index
 from ..cuda.streams import OwnStream
-from .cuda import CopyTimer, CudaEvent, need_driver, wait_for
+from .cuda import CudaEvent, EventTimer, need_driver, wait_for
 from .lane import Delay, Event, as_bytes, check_copy
 from .thread import Failure, ThreadLane, wait_interruptibly
 
@@ -54,10 +54,8 @@ class StagedEvent(CudaEvent):
 
 
 class StagedCudaLane(ThreadLane):
-    """One direction between pageable host memory and the GPU.
-
-    ``ring`` is page-locked memory that this lane alone uses.
-    """
+    """One direction between pageable host memory and the GPU. ``ring`` is page-locked memory that this lane alone
+    uses."""
 
     def __init__(
         self,
@@ -70,49 +68,27 @@ class StagedCudaLane(ThreadLane):
     ) -> None:
         self._own = OwnStream(need_driver(), device_index(device))
         self._stream = self._own.stream
-        super().__init__(name, self._on_stream(delay) if delay is not None else None)
+        super().__init__(name, sink, delay, inside=torch.cuda.stream(self._stream))
         piece = round_down(ring.numel() // _PIECES, 64)
         if piece == 0:
             raise SettingError(f"A ring of {ring.numel()} bytes is too small for a lane. Give {RING_BYTES} for both.")
         self._pieces = deque((ring[i * piece : (i + 1) * piece], torch.cuda.Event()) for i in range(_PIECES))
-        self._timer = None if sink is None else CopyTimer(name, sink, clock)
-
-    def _on_stream(self, delay: Delay) -> Delay:
-        stream = self._stream
-
-        def delayed() -> None:
-            with torch.cuda.stream(stream):
-                delay()
-
-        return delayed
+        self._timer = None if sink is None else EventTimer(sink, clock)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
         size = check_copy(target, source)
         if size == 0:
             return
-        stream, pieces, timer = self._stream, self._pieces, self._timer
+        name, stream, pieces, timer = self.name, self._stream, self._pieces, self._timer
 
         def copy() -> None:
-            target_bytes, source_bytes = as_bytes(target), as_bytes(source)
-            with torch.cuda.stream(stream):
-                start = timer.start(stream) if timer is not None else None
-                if source.device.type == "cpu":
-                    _load(target_bytes, source_bytes, pieces, stream)
-                else:
-                    _store(target_bytes, source_bytes, pieces, stream)
-                if timer is not None and start is not None:
-                    timer.finish(stream, start, tag, size, unit)
+            move = _load if source.device.type == "cpu" else _store
+            start = timer.mark(stream) if timer is not None else None
+            move(as_bytes(target), as_bytes(source), pieces, stream)
+            if timer is not None and start is not None:
+                timer.finish(stream, start, What.COPY, name, tag, size, unit)
 
         self.enqueue(copy)
-
-    def fill(self, target: torch.Tensor, byte: int) -> None:
-        stream = self._stream
-
-        def fill() -> None:
-            with torch.cuda.stream(stream):
-                as_bytes(target).fill_(byte)
-
-        self.enqueue(fill)
 
     def record(self) -> Event:
         event, stream = StagedEvent(self._failure), self._stream

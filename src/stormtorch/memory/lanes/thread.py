@@ -1,22 +1,29 @@
-"""A lane whose work is done by a thread of its own: the common part of CPU lanes and staged CUDA lanes."""
+"""Lanes for a device that is host memory: worker threads, so that copies really happen later than requested.
+
+Staged CUDA lanes have such a thread too."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from ...core.errors import LaneError
+from ...core.events import Sink, Span, What
+from ...core.tags import Tag
 from .flags import Flag
-from .lane import Delay, Event, Lane
+from .lane import Delay, Event, Lane, as_bytes, check_copy
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 WorkQueue = queue.SimpleQueue[tuple[Work, bool] | None]
 
 
@@ -38,9 +45,8 @@ class Failure:
 
 
 def wait_interruptibly(event: threading.Event, failure: Failure | None) -> None:
-    """Wait without a limit, but let Ctrl-C through: one that arrives just as a wait begins is seen when it ends.
-
-    Raises the error of the lane that the event belongs to, if that has failed."""
+    """Wait without a limit, but let Ctrl-C through: one that arrives just as a wait begins is seen when it ends. Raises
+    the error of the lane that the event belongs to, if that has failed."""
     if failure is not None and not event.is_set():
         failure.raise_if_forked()
     while not event.wait(0.2):
@@ -67,22 +73,60 @@ class CpuEvent(Event):
         wait_interruptibly(self.reached, self._failure)
 
 
+class CpuComputeLane(Lane):
+    """The calling thread itself: work is done at once, and waiting blocks."""
+
+    name = "compute"
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:  # noqa: ARG002
+        check_copy(target, source)
+        with torch.inference_mode():
+            as_bytes(target).copy_(as_bytes(source))
+
+    def fill(self, target: torch.Tensor, byte: int) -> None:
+        with torch.inference_mode():
+            as_bytes(target).fill_(byte)
+
+    def record(self) -> Event:
+        return CpuEvent()
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def write_flag(self, flag: Flag, value: int) -> None:
+        flag.set(value)
+
+    def wait_flag(self, flag: Flag, value: int) -> None:
+        flag.wait(value)
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class ThreadLane(Lane):
-    """A lane whose work is done by a thread of its own, in order. Subclasses define copies.
-
+    """A lane whose work is done by a thread of its own, in order. Copies within host memory; subclasses copy otherwise.
     After a failure the thread goes on: it skips work, reaches events (whose waiters then raise) and aborts flags, so
-    that no thread or stream hangs.
-    """
+    that no thread or stream hangs."""
 
-    def __init__(self, name: str, delay: Delay | None = None) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        sink: Sink | None = None,
+        delay: Delay | None = None,
+        inside: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
+    ) -> None:
+        """``inside``: the context in which the thread does all work."""
+        self.name, self._sink = name, sink
         self._failure = Failure(name)
         self._queue: WorkQueue = queue.SimpleQueue()
         self._delay = delay
         self._owner_pid = os.getpid()
         self._open_lock = threading.RLock()  # nothing may be queued behind the end; a signal handler may queue, too
         self._thread = threading.Thread(
-            target=_run, args=(self._queue, self._failure), name=f"storm-{name}", daemon=True
+            target=_run, args=(self._queue, self._failure, inside), name=f"storm-{name}", daemon=True
         )
         # The thread knows the queue, not the lane: a lane that is dropped without close() still ends its thread. So
         # does one whose start was interrupted by Ctrl-C.
@@ -105,6 +149,20 @@ class ThreadLane(Lane):
                 self._queue.put((self._delay, False))
             self._queue.put((work, always))
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
+        size, name, sink = check_copy(target, source), self.name, self._sink
+
+        def copy() -> None:
+            start_s = time.perf_counter()
+            as_bytes(target).copy_(as_bytes(source))
+            if sink is not None:
+                sink(Span(What.COPY, start_s, time.perf_counter(), name, tag, size, unit))
+
+        self.enqueue(copy)
+
+    def fill(self, target: torch.Tensor, byte: int) -> None:
+        self.enqueue(lambda: as_bytes(target).fill_(byte))
+
     def record(self) -> Event:
         event = CpuEvent(self._failure)
         self.enqueue(event.reached.set, always=True)
@@ -114,10 +172,8 @@ class ThreadLane(Lane):
         self.enqueue(event.synchronize)
 
     def settle(self) -> None:
-        """Block until all work that this lane's thread has started is done. Called on that thread.
-
-        A copy in host memory is done when it returns.
-        """
+        """Block until all work that this lane's thread has started is done. Called on that thread. A copy in host
+        memory is done when it returns."""
 
     def write_flag(self, flag: Flag, value: int) -> None:
         flag.board.raise_if_aborted()
@@ -139,11 +195,7 @@ class ThreadLane(Lane):
 
     def wait_flag(self, flag: Flag, value: int) -> None:
         flag.board.raise_if_aborted()
-
-        def wait() -> None:
-            flag.wait(value)
-
-        self.enqueue(wait)
+        self.enqueue(lambda: flag.wait(value))
 
     def synchronize(self) -> None:
         self.record().synchronize()
@@ -151,28 +203,23 @@ class ThreadLane(Lane):
     def close(self) -> None:
         with self._open_lock:
             self._finalizer()
-        while self._owner_pid == os.getpid() and self._thread is not threading.current_thread():
-            self._thread.join(0.2)  # in short waits, so that Ctrl-C gets through
-            if not self._thread.is_alive():
-                break
+        if self._owner_pid == os.getpid() and self._thread is not threading.current_thread():
+            while self._thread.is_alive():
+                self._thread.join(0.2)  # in short waits, so that Ctrl-C gets through
 
 
-def _run(work_queue: WorkQueue, failure: Failure) -> None:
+def _run(work_queue: WorkQueue, failure: Failure, inside: AbstractContextManager[object]) -> None:
     # Modes are per thread. Copies are transport: never recorded, and allowed on inference tensors and ordinary ones.
-    with torch.inference_mode():
-        _run_queue(work_queue, failure)
-
-
-def _run_queue(work_queue: WorkQueue, failure: Failure) -> None:
-    while (item := work_queue.get()) is not None:
-        work, always = item
-        if failure.error is None or always:
-            try:
-                work()
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # frames hold the tensors of the copy that failed
-                failure.error = failure.error or error
-        del item, work  # release the tensors before blocking on the next item
+    with torch.inference_mode(), inside:
+        while (item := work_queue.get()) is not None:
+            work, always = item
+            if failure.error is None or always:
+                try:
+                    work()
+                except BaseException as error:
+                    traceback.clear_frames(error.__traceback__)  # frames hold the tensors of the copy that failed
+                    failure.error = failure.error or error
+            del item, work  # release the tensors before blocking on the next item
 
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, tuple[WorkQueue, Failure]] = weakref.WeakKeyDictionary()
@@ -180,10 +227,8 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, tuple[WorkQueue, Failure]]
 
 @atexit.register
 def _end_threads() -> None:
-    """End the threads of lanes that user code has not closed, before the interpreter ends; skips queued work.
-
-    A thread that returns from a copy into an interpreter that is gone takes the whole process down with it.
-    """
+    """End the threads of lanes that user code has not closed, before the interpreter ends; skips queued work. A thread
+    that returns from a copy into an interpreter that is gone takes the whole process down with it."""
     for thread, (work_queue, failure) in list(_threads.items()):
         failure.error = failure.error or LaneError("the interpreter is exiting")
         work_queue.put(None)

@@ -33,8 +33,7 @@ def alias(target: torch.Tensor, gone: deque[Any]) -> tuple[torch.Tensor, weakref
     """The bytes of the contiguous, non-empty byte tensor ``target`` under a storage of their own, and a reference.
 
     When the last tensor over that storage is dropped, on any thread, the reference is appended to ``gone``, by C code
-    that Ctrl-C cannot interrupt. The caller keeps the reference; the storage keeps ``target``'s memory.
-    """
+    that Ctrl-C cannot interrupt. The caller keeps the reference; the storage keeps ``target``'s memory."""
     with torch.inference_mode(False):  # else lanes could not write it
         if target.device.type == "cpu":
             pages = (ctypes.c_ubyte * target.nbytes).from_address(target.data_ptr())

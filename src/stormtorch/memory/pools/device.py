@@ -13,7 +13,7 @@ _GRAIN = 512  # torch's CUDA allocator rounds to this; also more than any kernel
 
 
 def charged_bytes(device: torch.device, size: int, *, ledger: Ledger, tag: Tag) -> tuple[torch.Tensor, Reservation]:
-    """Bytes on the device, and their charge, which is made first. Whoever drops the bytes releases it."""
+    """Bytes on the device, and their charge, which is made first. The caller releases it when it drops the bytes."""
     size = parse_bytes(size)
     reservation = ledger.reserve(Tier.DEVICE, tag, round_up(size, _GRAIN))
     try:
@@ -29,9 +29,6 @@ def charged_bytes(device: torch.device, size: int, *, ledger: Ledger, tag: Tag) 
             f"The limit is the device's memory, not {budget.given}.",
             "Lower vram, or end other programs on the GPU.",
         ) from error
-    except BaseException:
-        reservation.release()
-        raise
 
 
 def bytes_for_graph(size: int, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from ..books.ledger import Ledger
 from ..host.arena import PAGE, HostArena
 from ..host.pinned import cannot_lock
 from ..host.pinning import PageLock
+from ..lanes.build import Lanes
 from ..lanes.lane import Event, Lane
 from .pool import GRAIN, Block, Piece, Pool
 
@@ -27,12 +28,13 @@ class HostPool(Pool):
         *,
         ledger: Ledger,
         tag: Tag,
+        lanes: Lanes,
         page_lock: PageLock | None,
         pageable: bool = False,
         poison: Lane | None = None,
     ) -> None:
         """``pageable``: memory that could not be page-locked is accepted."""
-        super().__init__(ledger=ledger, tag=tag, poison=poison)
+        super().__init__(ledger=ledger, tag=tag, lanes=lanes, poison=poison)
         self._page_lock, self._pageable = page_lock, pageable or page_lock is None
         self._aside: dict[int, list[tuple[Piece, tuple[Event, ...]]]] = {}  # by size
 
@@ -41,16 +43,17 @@ class HostPool(Pool):
         if not arena.pinned and not self._pageable:
             arena.close()
             raise cannot_lock(arena.capacity_bytes, self._tag, self._ledger, 'use activations="recompute"')
-        self._blocks.append(Block(arena.tensor((arena.capacity_bytes,), torch.uint8), arena.close, None))
+        self._blocks.append(Block(arena.tensor((arena.capacity_bytes,), torch.uint8), arena.close, self._returned))
 
     def room(self, size: int, lane: Lane) -> Piece:
         """Take ``size`` bytes and let ``lane`` wait for their last uses; raises OutOfBudget if RAM is short."""
-        self._put_aside()
+        self._take_back(self._put_aside)
         same = self._aside.get(size)
         if same:
             piece, last_uses = same.pop()
             for event in last_uses:
                 lane.wait(event)
+            piece.is_out = True
             return piece
         found = self.take(size, lane)
         if found is None:
@@ -74,15 +77,14 @@ class HostPool(Pool):
                 block.close()
                 self._blocks.remove(block)
 
-    def _put_aside(self) -> None:
-        while self._returned:
-            piece, last_uses = self._returned.popleft()
-            self._aside.setdefault(piece.size, []).append((piece, self._poisoned(piece, last_uses)))
+    def _put_aside(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        piece.is_out = False
+        self._aside.setdefault(piece.size, []).append((piece, last_uses))
 
     def _sort_in(self) -> None:
         """Merge all pieces that are aside into the blocks, for requests of any size."""
         super()._sort_in()
         for pieces in self._aside.values():
             for piece, last_uses in pieces:
-                self._melt(piece, last_uses)
+                self._free(piece, last_uses)
         self._aside.clear()

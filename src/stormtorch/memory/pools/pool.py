@@ -3,8 +3,8 @@
 The device's pool makes ``vram`` a hard limit: everything that STORM keeps on the device lies in it, however far the
 host runs ahead. A piece that is given back carries the events of its last uses; the next user of these bytes waits for
 them in its own lane, never on the host. Finalizers may give pieces back, on any thread and in the middle of any call,
-so `give` only puts them aside and `take` sorts them in. A piece of the device's pool that is dropped without `give`,
-because Ctrl-C came between two lines of its holder, returns by itself.
+so `give` only puts them aside and `take` sorts them in. A piece that is dropped without `give`, because an exception
+came between two lines of its holder, returns by itself.
 
 Why not a ring of equal slots: an embedding can be five times as large as a block, and every slot would have to be as
 large as the largest unit."""
@@ -34,28 +34,38 @@ GRAIN = 512  # the alignment of torch's CUDA allocator: kernels then choose as f
 
 
 class Piece:
-    """Bytes of a pool. The lane that took it may use ``bytes`` until ``DevicePool.give``."""
+    """Bytes of a pool. The lane that took it may use ``bytes`` until ``Pool.give``."""
 
-    __slots__ = ("__weakref__", "block", "bytes", "offset", "size")
+    __slots__ = ("block", "bytes", "is_out", "offset", "size")
 
     def __init__(self, block: Block, offset: int, size: int) -> None:
-        self.block, self.offset, self.size = block, offset, size
+        self.block, self.offset, self.size, self.is_out = block, offset, size, False
         assert block.bytes is not None, "the block was closed"
         self.bytes = block.bytes[offset : offset + size]
+        self.is_out = size > 0  # an empty piece has no place
 
     def tensor(self, dtype: torch.dtype, count: int, *, offset: int = 0) -> torch.Tensor:
         """``count`` elements that start ``offset`` bytes into the piece."""
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
+    def __del__(self) -> None:
+        if self.is_out and self.block.bytes is not None:
+            self.block.returned.append((self, None))
+
+
+Returned = deque[tuple[Piece, "tuple[Event, ...] | None"]]
+"""Pieces with their last uses; None: dropped, so that the work of all lanes may use them."""
+
 
 class Block:
-    """One allocation of the pool: its memory, its free parts, and uses of free bytes that may still run."""
+    """One allocation of a pool: its memory, its free parts, and uses of free bytes that may still run."""
 
     def __init__(
         self,
         memory: torch.Tensor,
         end: Callable[[], object],
-        fresh: Event | None,
+        returned: Returned,
+        fresh: Event | None = None,
         *,
         single: bool = False,
         place: Hashable = None,
@@ -64,7 +74,7 @@ class Block:
         allocation."""
         self.bytes: torch.Tensor | None = memory
         self.size, self.address, self.single, self.place = memory.nbytes, memory.data_ptr(), single, place
-        self._end = end
+        self.returned, self._end = returned, end
         self.extents = Extents(self.size, grain=GRAIN)
         self.uses: list[tuple[int, int, Event]] = [] if fresh is None else [(0, self.size, fresh)]
 
@@ -73,37 +83,35 @@ class Block:
         self.bytes = None
         self._end()
 
-    def note(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
-        """Let the next user of these bytes wait for ``last_uses``."""
-        self.uses = [use for use in self.uses if not use[2].done()]
-        self.uses += [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
-
-    def gates(self, start: int, end: int) -> list[Event]:
-        """The events for which ``[start, end)`` has to wait."""
-        return [event for first, last, event in self.uses if first < end and start < last]
-
-    def gated(self, start: int, end: int) -> None:
-        """Drop the events of a range that is taken: its new user waits for them, and later users for it."""
-        kept: list[tuple[int, int, Event]] = []
+    def take(self, size: int, lane: Lane) -> Piece | None:
+        """A piece, for whose last uses ``lane`` waits; None if no hole is large enough."""
+        start = self.extents.take(size)
+        if start is None:
+            return None
+        piece, end, kept = Piece(self, start, size), start + size, list[tuple[int, int, Event]]()
         for first, last, event in self.uses:
-            if first >= end or last <= start:
-                kept.append((first, last, event))
-                continue
-            if first < start:
-                kept.append((first, start, event))
-            if last > end:
-                kept.append((end, last, event))
-        self.uses = kept
+            if first < end and start < last:
+                lane.wait(event)
+            kept += [(a, b, event) for a, b in ((first, min(last, start)), (max(first, end), last)) if a < b]
+        self.uses = kept  # later users of these bytes wait for this one
+        return piece
+
+    def free(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        """Let other pieces have these bytes, after ``last_uses``."""
+        uses = [use for use in self.uses if not use[2].done()]
+        self.uses = uses + [(piece.offset, piece.offset + piece.size, event) for event in last_uses]
+        piece.is_out = False
+        self.extents.give(piece.offset, piece.size)
 
 
 class Pool(ABC):
     """``capacity_bytes`` of one kind of memory. Used by one thread at a time, except for ``give``."""
 
-    def __init__(self, *, ledger: Ledger, tag: Tag, poison: Lane | None = None) -> None:
+    def __init__(self, *, ledger: Ledger, tag: Tag, lanes: Lanes, poison: Lane | None = None) -> None:
         """Empty at first; see ``grow``. ``poison`` fills every piece with NaN after its last use, for tests."""
-        self._ledger, self._tag, self._poison = ledger, tag, poison
+        self._ledger, self._tag, self._lanes, self._poison = ledger, tag, lanes, poison
         self._blocks: list[Block] = []
-        self._returned: deque[tuple[Piece, tuple[Event, ...]]] = deque()
+        self._returned: Returned = deque()
 
     @abstractmethod
     def grow(self, size: int) -> None:
@@ -121,25 +129,12 @@ class Pool(ABC):
     def take(self, size: int, lane: Lane) -> Piece | None:
         """Take ``size`` bytes and let ``lane`` wait for their last uses; None while no hole is large enough."""
         self._sort_in()
-        for block in self._offering(size):
-            offset = self._find(block, size)
-            if offset is not None:
-                piece = self._hand_out(block, offset, size)
-                for event in block.gates(offset, offset + size):
-                    lane.wait(event)
-                block.gated(offset, offset + size)
-                return piece
-        return None
+        taken = (block.take(size, lane) for block in self._offering(size))
+        return next((piece for piece in taken if piece is not None), None)
 
     def _offering(self, _size: int) -> Iterable[Block]:
         """The blocks that may hold a piece of that size."""
         return self._blocks
-
-    def _find(self, block: Block, size: int) -> int | None:
-        return block.extents.take(size, GRAIN)
-
-    def _hand_out(self, block: Block, offset: int, size: int) -> Piece:
-        return Piece(block, offset, size)
 
     def give(self, piece: Piece, *last_uses: Event) -> None:
         """Free the piece after ``last_uses``. Returns at once; safe in a finalizer."""
@@ -153,8 +148,8 @@ class Pool(ABC):
 
     def close(self) -> None:
         """Wait for the last uses, then return the memory. Pieces that are still out keep their bytes, uncharged."""
-        self._sort_in()
         try:
+            self._sort_in()
             for block in self._blocks:
                 for _, _, event in block.uses:
                     event.synchronize()
@@ -164,9 +159,16 @@ class Pool(ABC):
             self._blocks.clear()
 
     def _sort_in(self) -> None:
+        """Free the pieces that were given back or dropped."""
+        self._take_back(self._free)
+
+    def _take_back(self, free: Callable[[Piece, tuple[Event, ...]], None]) -> None:
+        """Call ``free`` with each returned piece and its last uses. Ctrl-C loses none: entries are removed last."""
         while self._returned:
-            piece, last_uses = self._returned.popleft()
-            self._melt(piece, self._poisoned(piece, last_uses))
+            piece, last_uses = self._returned[0]
+            if piece.is_out:
+                free(piece, self._poisoned(piece, self._lanes.record_all() if last_uses is None else last_uses))
+            self._returned.popleft()
 
     def _poisoned(self, piece: Piece, last_uses: tuple[Event, ...]) -> tuple[Event, ...]:
         """Fill the piece with NaN, if ``poison`` is set; returns the events for its next user."""
@@ -177,19 +179,8 @@ class Pool(ABC):
         self._poison.fill(piece.bytes, 0xFF)
         return (self._poison.record(),)
 
-    def _melt(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
-        piece.block.note(piece, last_uses)
-        piece.block.extents.give(piece.offset, piece.size)
-
-
-class _Out(weakref.ref[Piece]):
-    """A weak reference to a piece that is out; remembers its place after the piece is gone."""
-
-    __slots__ = ("block", "offset", "size")
-
-    def __init__(self, piece: Piece, dropped: Callable[[Any], None]) -> None:
-        super().__init__(piece, dropped)  # type: ignore[call-arg]  # weakref.ref takes one
-        self.block, self.offset, self.size = piece.block, piece.offset, piece.size
+    def _free(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        piece.block.free(piece, last_uses)
 
 
 class DevicePool(Pool):
@@ -205,34 +196,25 @@ class DevicePool(Pool):
         sink: Sink | None = None,
         poison: Lane | None = None,
     ) -> None:
-        super().__init__(ledger=ledger, tag=tag, poison=poison)
-        self.device, self._lanes, self._compute, self._sink = device, lanes, lanes.compute, sink
-        self._out: dict[tuple[int, int], _Out] = {}
-        self._dropped: deque[_Out] = deque()  # dropped without ``give``
-        self._unsettled = False  # a call has begun, and not reached its end
+        super().__init__(ledger=ledger, tag=tag, lanes=lanes, poison=poison)
+        self.device, self._compute, self._sink = device, lanes.compute, sink
         self._gone: deque[weakref.ref[Any]] = deque()  # aliases whose last tensor was dropped
         self._lent: dict[int, tuple[weakref.ref[Any], Piece, list[Event], set[Hashable]]] = {}
-        self._melted = 0
+        self._freed = 0
         self.span = (0, 0)  # from the lowest address of a block to the end of the highest
 
     @property
     def returns(self) -> int:
         """Changes when a piece comes back: a `take` that found no room may find some then."""
-        return self._melted + len(self._gone) + len(self._dropped) + len(self._returned)
+        return self._freed + len(self._gone) + len(self._returned)
 
-    def grow(self, size: int) -> None:
-        self._add(round_down(size, GRAIN), single=False)
-
-    def add_single(self, size: int) -> None:
-        """Take a block for one piece of exactly ``size`` bytes, which no other piece can fragment."""
-        self._add(round_up(size, GRAIN), single=True)
-
-    def _add(self, size: int, *, single: bool) -> None:
-        start_s = time.perf_counter()
+    def grow(self, size: int, *, single: bool = False) -> None:
+        """``single``: for one piece of exactly that size, which no other piece can fragment."""
+        start_s, size = time.perf_counter(), round_up(size, GRAIN) if single else round_down(size, GRAIN)
         memory, charge = charged_bytes(self.device, size, ledger=self._ledger, tag=self._tag)
         # The allocator may have given memory that queued work of compute still uses: no lane may run ahead of that.
         fresh, place = self._compute.record(), self._compute.place()
-        block = Block(memory, charge.release, fresh, single=single, place=place)
+        block = Block(memory, charge.release, self._returned, fresh, single=single, place=place)
         low, high = self.span
         self.span = min(low or block.address, block.address), max(high, block.address + size)
         self._blocks.append(block)
@@ -243,7 +225,7 @@ class DevicePool(Pool):
             self._sink(Span(What.POOL, start_s, time.perf_counter(), tag=self._tag, bytes=self.capacity_bytes))
 
     def singles(self) -> list[tuple[int, int]]:
-        """Address and size of each block of ``add_single``, the latest first."""
+        """Address and size of each block for a single piece, the latest first."""
         return [(b.address, b.size) for b in reversed(self._blocks) if b.single]
 
     def give_back(self, address: int | None = None) -> int:
@@ -269,48 +251,25 @@ class DevicePool(Pool):
         return given
 
     def lend(self, piece: Piece, uses: list[Event], places: set[Hashable]) -> torch.Tensor:
-        """The piece under a storage of its own; it returns by itself when no tensor over that storage is left.
-
-        It is then free after ``uses``, and after the work queued at ``places`` of compute; both may grow until then.
-        """
+        """The piece under a storage of its own; it returns by itself when no tensor over that storage is left. It is
+        then free after ``uses``, and after the work queued at ``places`` of compute; both may grow until then."""
         tensor, reference = alias(piece.bytes, self._gone)
         self._lent[id(reference)] = (reference, piece, uses, places)
         return tensor
 
-    def take(self, size: int, lane: Lane) -> Piece | None:
-        piece = super().take(size, lane)
-        self._unsettled = False
-        return piece
-
     def close(self) -> None:
-        self._dropped.clear()  # all lanes are empty by now
         start_s = time.perf_counter()
         try:
             super().close()
         finally:
             self._changed(start_s)
-        self._out.clear()
 
     def _offering(self, size: int) -> Iterable[Block]:
         whole = round_up(size, GRAIN)
         yield from (block for block in self._blocks if block.single and block.size == whole)
         yield from (block for block in self._blocks if not block.single)
 
-    def _find(self, block: Block, size: int) -> int | None:
-        self._unsettled = True
-        return super()._find(block, size)
-
-    def _hand_out(self, block: Block, offset: int, size: int) -> Piece:
-        piece = super()._hand_out(block, offset, size)
-        if size:  # an empty piece has no place
-            self._out[id(block), offset] = _Out(piece, self._dropped.append)
-        return piece
-
     def _sort_in(self) -> None:
-        """Sort returned pieces in. Ctrl-C may come at any line; the call can then be repeated."""
-        if self._unsettled:
-            self._mend()
-        self._unsettled = True
         while self._gone:
             reference = self._gone[0]
             if id(reference) in self._lent:
@@ -318,31 +277,8 @@ class DevicePool(Pool):
                 self.give(piece, *(self._compute.record_at(place) for place in places), *uses)
                 self._lent.pop(id(reference), None)
             self._gone.popleft()
-        while self._dropped:
-            out = self._dropped[0]
-            if self._out.get((id(out.block), out.offset)) is out:
-                piece = Piece(out.block, out.offset, out.size)
-                self._melt(piece, self._poisoned(piece, self._lanes.record_all()))
-            self._dropped.popleft()
-        while self._returned:
-            piece, last_uses = self._returned[0]
-            if self._is_out(piece):
-                self._melt(piece, self._poisoned(piece, last_uses))
-            self._returned.popleft()
-        self._unsettled = False
+        super()._sort_in()
 
-    def _mend(self) -> None:
-        """Rebuild the extents after an interrupted call, from the pieces that are known to be out."""
-        for block in self._blocks:
-            block.extents.restore((out.offset, out.size) for out in self._out.values() if out.block is block)
-
-    def _is_out(self, piece: Piece) -> bool:
-        """Whether the piece is out. False for one given twice, when an interrupted call was repeated."""
-        out = self._out.get((id(piece.block), piece.offset))
-        return out is not None and out() is piece
-
-    def _melt(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
-        self._melted += 1
-        piece.block.note(piece, last_uses)  # before the piece can be taken again
-        del self._out[id(piece.block), piece.offset]
-        piece.block.extents.give(piece.offset, piece.size)
+    def _free(self, piece: Piece, last_uses: tuple[Event, ...]) -> None:
+        self._freed += 1
+        super()._free(piece, last_uses)

@@ -79,9 +79,9 @@ STORM_API void storm_sampler_watch(storm_sampler *s, void *subject);
 STORM_API void storm_sampler_read(storm_sampler *s, storm_sampler_counts *out);
 STORM_API void storm_sampler_close(storm_sampler *s);
 
-/* The word; who calls sees what its writer wrote before. */
+/* The word; the caller sees what its writer wrote before. */
 STORM_API uint32_t storm_load_flag(const uint32_t *address);
-/* Writes the value, unless the word has already reached it; who sees it sees what this thread wrote before. */
+/* Writes the value, unless the word has already reached it; a thread that sees it sees what this thread wrote before. */
 STORM_API void storm_set_flag(storm_flag flag);
 /* 1 when the flag was reached within `timeout_s`, else 0. */
 STORM_API int32_t storm_wait_flag(storm_flag flag, double timeout_s);

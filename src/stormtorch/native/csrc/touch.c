@@ -16,7 +16,7 @@ typedef struct {
     size_t next; /* first byte that no thread has taken; atomic */
 } span;
 
-/* A write that changes nothing, also beside others who write there: a byte that is not 0 is in a page that exists.
+/* A write that changes nothing, also while other threads write there: a byte that is not 0 is in a page that exists.
    Not "or 0", of which a compiler may make a read. */
 static void exist(char *byte) {
     char nothing = 0;

@@ -154,7 +154,7 @@ static void run_chunk(storm_pool *pool) {
         return;
     }
     if (current->next == 0)
-        storm_read_factor(&current->update); /* not earlier: who raises the ready flag writes the factor before it */
+        storm_read_factor(&current->update); /* not earlier: the writer of the ready flag writes the factor before it */
     int64_t first = current->next, last = first + STORM_CHUNK;
     if (last >= current->update.count) {
         last = current->update.count;

@@ -1,60 +1,65 @@
-"""The worker on the C pool (csrc/worker.c). Python only hands over jobs and keeps their tensors alive."""
+"""Workers on the C pool (csrc/worker.c). Python only hands over jobs and keeps their tensors alive."""
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import threading
-import weakref
 
 from ...core.errors import LaneError, SettingError
 from ..library import FlagWord, Library, PoolStats
-from ..update import AdamStep, AdamTensors
-from .jobs import FlagValue, Worker, WorkerStats, check_job
+from .jobs import Engine, FlagValue, Job, WorkerStats, closed
 
 _REAP = 16  # tickets fetched at once
 
 
 def _word(flag: FlagValue | None) -> FlagWord:
-    if flag is None:
-        return FlagWord(None, 0)
-    assert flag.address > 0, "a flag without an address would never gate anything"
-    return FlagWord(flag.address, flag.value & 0xFFFFFFFF)
+    return FlagWord(None, 0) if flag is None else FlagWord(flag.address, flag.value & 0xFFFFFFFF)
 
 
-class _Pool:
-    """The C object and what it needs alive. Separate from the worker, so that it can outlive it for its own ending.
+class CPool(Engine):
+    """Native threads that never need the GIL.
 
     A job's tensors are released after the lock: with a tensor goes everything that its owner has attached to it, and
     that may call the worker. The lock is re-entrant, because the garbage collector or a signal handler may interrupt a
-    call.
+    call."""
 
-    Made without threads: the finalizer that ends them must exist before they start, as Ctrl-C may come right after.
-    """
-
-    def __init__(self, library: Library) -> None:
-        self.library, self.c = library, library.c
-        self.pid = os.getpid()
+    def __init__(self, library: Library, *, threads: int, cores: list[int]) -> None:
+        super().__init__(threads)
+        self.library, self.c, self.cores = library, library.c, cores
         self.pointer = ctypes.c_void_p()
         self.lock = threading.RLock()
-        self.tickets = itertools.count(1)
-        self.held: dict[int, object] = {}  # ticket → tensors and flags of a job that may still be running
+        self.held: dict[int, object] = {}  # ticket → a job that may still be running
         self.over = (ctypes.c_int64 * _REAP)()  # the tickets last fetched
         self.counted = PoolStats()  # when last asked
         self.stopped = False
 
-    def start(self, threads: int, cores: list[int]) -> None:
-        mask = (ctypes.c_int32 * len(cores))(*cores)
-        isa = self.library.isas[self.library.isa]
-        status = self.c.storm_pool_open(mask, len(cores), threads, isa, ctypes.byref(self.pointer))
+    def start(self) -> None:
+        count, isa = len(self.cores), self.library.isas[self.library.isa]
+        mask = (ctypes.c_int32 * count)(*self.cores)
+        status = self.c.storm_pool_open(mask, count, self.threads, isa, ctypes.byref(self.pointer))
         if status != 0:
             raise SettingError(
-                f"Cannot start {threads} threads on cores {cores}: {os.strerror(-status)}. "
+                f"Cannot start {self.threads} threads on cores {self.cores}: {os.strerror(-status)}. "
                 f"Accepted: CPU ids out of {sorted(os.sched_getaffinity(0))}, and as many threads as the system allows."
             )
 
-    def reap(self) -> list[object]:
+    def add(self, job: Job) -> int:
+        update, words = job.tensors.bind(job.scalars), [_word(flag) for flag in (job.ready, job.done, job.abort)]
+        with self.lock:
+            if self.stopped:
+                raise closed()
+            ticket = next(self.tickets)
+            self.held[ticket] = job  # before the call: Ctrl-C may come right after it
+            status = self.c.storm_pool_submit(self.pointer, update, ticket, job.priority, *words)
+            if status < 0:
+                self.held.pop(ticket, None)
+                raise LaneError(f"The worker did not take the job: {os.strerror(-status)}.")
+            gone = self._reap()
+        gone.clear()
+        return ticket
+
+    def _reap(self) -> list[object]:
         """Take out the tensors and flags of finished jobs, to be released by the caller. Needs the lock."""
         gone: list[object] = []
         while self.pointer:
@@ -65,10 +70,13 @@ class _Pool:
         return gone
 
     def stats(self) -> WorkerStats:
-        """Statistics so far. Needs the lock."""
-        if self.pointer:
-            self.c.storm_pool_read_stats(self.pointer, ctypes.byref(self.counted))
-        return WorkerStats(**{name: getattr(self.counted, name) for name, _ in PoolStats._fields_})
+        with self.lock:
+            gone = self._reap()
+            if self.pointer:
+                self.c.storm_pool_read_stats(self.pointer, ctypes.byref(self.counted))
+            stats = WorkerStats(**{name: getattr(self.counted, name) for name, *_ in PoolStats._fields_})
+        gone.clear()
+        return stats
 
     def stop(self) -> int:
         if os.getpid() != self.pid:  # threads and jobs remained in the parent
@@ -85,65 +93,9 @@ class _Pool:
         return abandoned
 
     def end(self) -> None:
-        """End the threads when the worker was collected, or the interpreter exits."""
         if os.getpid() == self.pid:
             self.stop()
             with self.lock:
                 if self.pointer:
                     self.c.storm_pool_free(self.pointer)
                     self.pointer = ctypes.c_void_p()
-
-
-class PoolWorker(Worker):
-    """Native threads that never need the GIL."""
-
-    def __init__(self, library: Library, *, threads: int, cores: list[int]) -> None:
-        self.threads = threads
-        self._pool = _Pool(library)
-        self._finalizer = weakref.finalize(self, self._pool.end)
-        self._pool.start(threads, cores)
-
-    def _own(self) -> _Pool:
-        if os.getpid() != self._pool.pid:
-            raise LaneError(
-                f"This worker belongs to process {self._pool.pid}; its threads do not exist after the fork "
-                f"into {os.getpid()}. Open another one there."
-            )
-        return self._pool
-
-    def submit(
-        self,
-        tensors: AdamTensors,
-        step: AdamStep,
-        *,
-        priority: int = 0,
-        ready: FlagValue | None = None,
-        done: FlagValue | None = None,
-        abort: FlagValue | None = None,
-    ) -> int:
-        check_job(tensors, priority)
-        pool, update, flags = self._own(), tensors.bind(step.scalars), (ready, done, abort)
-        words = [_word(flag) for flag in flags]
-        with pool.lock:
-            if pool.stopped:
-                raise LaneError("Cannot submit to a worker that was closed. Open another one.")
-            ticket = next(pool.tickets)
-            pool.held[ticket] = tensors, flags  # before the call: Ctrl-C may come right after it
-            status = pool.c.storm_pool_submit(pool.pointer, update, ticket, priority, *words)
-            if status < 0:
-                pool.held.pop(ticket, None)
-                raise LaneError(f"The worker did not take the job: {os.strerror(-status)}.")
-            gone = pool.reap()
-        gone.clear()
-        return ticket
-
-    def stats(self) -> WorkerStats:
-        pool = self._own()
-        with pool.lock:
-            gone = pool.reap()
-            stats = pool.stats()
-        gone.clear()
-        return stats
-
-    def close(self) -> int:
-        return self._pool.stop()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import abc
+import itertools
+import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 
 from ...core.endings import Closing
-from ...core.errors import SettingError
+from ...core.errors import LaneError, SettingError
 from ...core.events import Sink, Span, What
 from .. import flag_words
+from ..library import Scalars
 from ..update import AdamStep, AdamTensors
 
 
@@ -21,8 +25,7 @@ class FlagValue:
     Reached means ``(int32)(word - value) >= 0``, the cyclic rule of ``cuStreamWaitValue32`` with GEQ: counters may
     wrap, as long as they are never 2^31 apart.
 
-    ``owner`` keeps the word's memory; a worker holds it until the job is over. Without one, the caller must keep it.
-    """
+    ``owner`` keeps the word's memory; a worker holds it until the job is over. Without one, the caller must keep it."""
 
     address: int
     value: int
@@ -53,31 +56,74 @@ class WorkerStats:
     pending: int
 
 
-def check_job(tensors: AdamTensors, priority: int) -> None:
-    """Raise for tensors that the CPU cannot reach, and for a priority that does not fit into the queue's 32 bits."""
-    if tensors.device.type != "cpu":
-        raise SettingError(
-            f"A worker cannot update tensors on {tensors.device}. Accepted: CPU tensors; adamw_ takes those of a GPU."
-        )
-    if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
-        raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
+@dataclass(slots=True, eq=False)
+class Job:
+    """One update, with what it waits for and what it signals. It keeps all memory that it needs."""
+
+    tensors: AdamTensors
+    scalars: Scalars
+    priority: int
+    ready: FlagValue | None
+    done: FlagValue | None
+    abort: FlagValue | None
 
 
-class Worker(Closing, abc.ABC):
+class Engine(abc.ABC):
+    """Runs the jobs of a worker. Separate from the worker, which the engine's threads must not keep alive.
+
+    Made without threads: the finalizer that ends them must exist before they start, as Ctrl-C may come right after."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self.pid = threads, os.getpid()
+        self.tickets = itertools.count(1)
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Start the threads."""
+
+    @abc.abstractmethod
+    def add(self, job: Job) -> int:
+        """Queue the job and return its ticket."""
+
+    @abc.abstractmethod
+    def stats(self) -> WorkerStats:
+        """Statistics so far, also after ``stop``."""
+
+    @abc.abstractmethod
+    def stop(self) -> int:
+        """End the threads and return how many jobs were abandoned; may raise an error that no caller has seen."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """End the threads when the worker was collected, or the interpreter exits."""
+
+
+class Worker(Closing):
     """Updates tensors off the caller's thread, most urgent first.
 
     A job is *waiting* until its ready flag is reached, then *ready*: it competes by (priority, order of submission),
-    lowest first, and one that becomes ready overtakes a less urgent one between two chunks. It is *over* when its done
-    flag is written, which happens for every accepted job: after it was finished, or when it was abandoned.
+    lowest first. In the C library one that becomes ready overtakes a less urgent one between two chunks. It is *over*
+    when its done flag is written, which happens for every accepted job: after it was finished, or when it was
+    abandoned.
 
     A job that has begun is always finished. One that has not begun is abandoned by ``close``, and when its abort flag
     is reached, whether or not its ready flag ever is. Code that aborts must write the abort flag before it lets ready
-    flags be reached without gradients; then no such gradient is ever used.
-    """
+    flags be reached without gradients; then no such gradient is ever used."""
 
-    threads: int
+    def __init__(self, engine: Engine) -> None:
+        self.threads, self._engine = engine.threads, engine
+        self._finalizer = weakref.finalize(self, engine.end)
+        engine.start()
 
-    @abc.abstractmethod
+    def _own(self) -> Engine:
+        """The engine. Raises in a forked child, which does not have the threads of its parent's worker."""
+        if os.getpid() != self._engine.pid:
+            raise LaneError(
+                f"This worker belongs to process {self._engine.pid}; its threads do not exist after the fork into "
+                f"{os.getpid()}. Open another one there."
+            )
+        return self._engine
+
     def submit(
         self,
         tensors: AdamTensors,
@@ -93,19 +139,28 @@ class Worker(Closing, abc.ABC):
         The memory of the tensors, ``grad_factor`` included, is read only after the ready flag was reached. The tensors
         and the owners of the flags are kept alive until the job is over and a later call on the worker notices it.
         Raises LaneError when the worker is closed, has failed, or belongs to the process this one was forked from.
-        Ctrl-C during the call leaves the job either queued or not; the worker remains usable.
-        """
+        Ctrl-C during the call leaves the job either queued or not; the worker remains usable."""
+        if tensors.device.type != "cpu":
+            raise SettingError(
+                f"A worker cannot update tensors on {tensors.device}. Accepted: CPU tensors; adamw_ takes those of a "
+                "GPU."
+            )
+        if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
+            raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
+        return self._own().add(Job(tensors, step.scalars, priority, ready, done, abort))
 
-    @abc.abstractmethod
     def stats(self) -> WorkerStats:
         """Statistics so far. Readable after ``close`` too."""
+        return self._own().stats()
 
-    @abc.abstractmethod
     def close(self) -> int:
-        """End the threads and return how many jobs were abandoned in all. May be called again.
+        """End the threads and return how many jobs were abandoned in all. May be called again. Jobs that have not begun
+        are abandoned. Wait for their done flags first to keep them."""
+        return self._engine.stop()
 
-        Jobs that have not begun are abandoned. Wait for their done flags first to keep them.
-        """
+
+def closed() -> LaneError:
+    return LaneError("Cannot submit to a worker that was closed. Open another one.")
 
 
 class UpdateMeter:

@@ -30,6 +30,7 @@ def open_saving(
     slabs = HostPool(
         ledger=around.ledger,
         tag=Tag.ACTIVATIONS,
+        lanes=around.lanes,
         page_lock=around.page_lock,
         pageable=around.lanes.ring is not None,
         poison=around.lanes.store if trial.poison else None,

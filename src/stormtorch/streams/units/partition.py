@@ -7,7 +7,7 @@ comes first; later modules use that unit too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,7 +65,9 @@ class _Candidate:
         return sum(p.nbytes for p in {id(use.parameter): use.parameter for use in self.uses()}.values())
 
 
-def partition(model: nn.Module, *, unit_limit_bytes: int, only: list[str] | None, leave: list[str]) -> Partition:
+def partition(
+    model: nn.Module, *, unit_limit_bytes: int, only: Sequence[str] | None, leave: Sequence[str]
+) -> Partition:
     """Cut the model into units, in the order of its modules. Those over ``unit_limit_bytes`` are split."""
     names = dict(model.named_modules())
     for name in [*(only or []), *leave]:

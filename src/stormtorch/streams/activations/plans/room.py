@@ -13,8 +13,7 @@ from torch import nn
 from ....core.sizes import MiB, format_bytes
 from ....core.tags import Tag, Tier
 from ....memory.books.ledger import Ledger
-from ....memory.cuda.device_meter import DeviceMeter
-from ....memory.cuda.peak_meter import PeakMeter
+from ....memory.cuda.device_meter import DeviceMeter, PeakMeter
 from ....memory.host.pinning import PageLock
 from ....memory.lanes.build import Lanes
 from ....memory.lanes.waits import WaitMeter
