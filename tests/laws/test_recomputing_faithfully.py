@@ -33,7 +33,7 @@ WIDTH, STEPS = 16, 6
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["", "settled"])
 def settled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether blocks count as settled (settled.py) as soon as they were measured."""
+    """Whether blocks count as settled (recompute.py) as soon as they were measured."""
     if request.param:
         monkeypatch.setattr("stormtorch.streams.activations.runner.SETTLED_AT", ROUNDS)
     return bool(request.param)

@@ -49,10 +49,10 @@ from .plans.levels import UNCOUNTED, Levels
 from .plans.plan import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_FROM_RAM, ActivationPlan, BlockPlan
 from .plans.profiles import ROUNDS, Profiles
 from .plans.room import Gauge, Surroundings
-from .recomputing.blocks import Anatomy, leaves_of, object_in, shape_of, tensors_in
+from .recomputing.blocks import Anatomy, leaves_of, object_in, tensors_in
+from .recomputing.conditions import Conditions
 from .recomputing.recompute import BlockRun, Saved
 from .recomputing.samples import Doubts
-from .recomputing.settled import SettledRun
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # for saved tensors: pack and unpack
 SETTLED_AT = REPLAN_AT[-1]  # passes after which blocks are taken to go on as they did
@@ -80,9 +80,8 @@ class Saving:
         self._chance, self._turn = random.Random(0), 0  # the block whose two runs are compared in this pass
         self._doubts = Doubts()
         self._blocks = [weakref.ref(block) for block in blocks]
-        self._numbers: dict[Any, int] = {}  # a number is hashed and compared faster than a shape
-        self._shapes = [self._numbers.setdefault(shape_of(block), len(self._numbers)) for block in blocks]
-        self._anatomies = [Anatomy(block) for block in blocks]
+        self._numbers: dict[Any, int] = {}  # of shapes
+        self._anatomies = [Anatomy(block, self._numbers) for block in blocks]
         self._wrapped = WrappedCalls(self)
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
@@ -212,12 +211,14 @@ class Saving:
         assert self._hooks is not None
         self._stream.send_all()
         self._drop_last()
-        leaves = tensors_in(args, kwargs)
-        if not self._anatomies[index].is_current():  # user code has added or replaced children
-            self._anatomies[index] = Anatomy(block)
-            self._shapes[index] = self._numbers.setdefault(shape_of(block), len(self._numbers))
-        manner = self._anatomies[index].manner()
-        kind = (self._shapes[index], manner, tuple([leaf.requires_grad for leaf in leaves]))
+        given = (args, tuple(kwargs.values()))
+        leaves = tensors_in(given)
+        anatomy = self._anatomies[index]
+        if (entries := anatomy.look()) is None:  # user code has added or replaced children
+            anatomy = self._anatomies[index] = Anatomy(block, self._numbers)
+            entries = anatomy.layout.entries()
+        manner = anatomy.manner(entries)
+        kind = (anatomy.shape, manner, tuple([leaf.requires_grad for leaf in leaves]))
         sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
         size, input_bytes = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         if self.planning.begin_block(kind, size):
@@ -227,21 +228,19 @@ class Saving:
         plan = self.planning.for_block(position, kind) or self._provisional(position, kind, input_bytes)
         is_measured = self.known.wants(kind, self.passes)
         compares, waits = self._compares(index, is_measured)
-        may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(index, kind, block, args, kwargs)
+        may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(anatomy, kind, block, given)
         if plan.kind == "recompute" and not may_drop:
             plan = OFFLOAD
-        settled = plan.kind == "recompute" and not compares and not is_measured and self._is_settled()
-        run = (SettledRun if settled else BlockRun)(
+        run = BlockRun(
             block,
-            self._anatomies[index],
             original,
             args,
             kwargs,
-            trained=manner[1],
+            Conditions(anatomy, entries, manner[1], self._around.device) if may_drop else None,
             stream=self._stream,
             around=self._around,
             sends=plan.kind == "offload",
-            may_drop=may_drop,
+            settled=plan.kind == "recompute" and not compares and not is_measured and self._is_settled(),
             compares=compares,
             is_certain=functools.partial(self._doubts.ask if waits else self._doubts.note, index),
             unpack=self._hooks[1],
@@ -296,7 +295,7 @@ class Saving:
                 run.tell_time = _telling(self.known, kind)
             if self.plan is None and plan.inputs_away:
                 self._input_bytes += input_bytes
-            if isinstance(run, SettledRun):
+            if run.is_settled:
                 run.drop(inputs_away=plan.inputs_away)
             else:
                 self._undropped = run, kind, plan.inputs_away
@@ -370,12 +369,10 @@ class Saving:
                 leaf.register_hook(reached)
                 return
 
-    def _may_run_again(
-        self, index: int, kind: Any, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def _may_run_again(self, anatomy: Anatomy, kind: Any, block: nn.Module, given: tuple[Any, ...]) -> bool:
         """Whether a second run of the block would go unnoticed, as far as is known before it runs."""
-        if (given := object_in(args, kwargs)) is not None:
-            name, what = type(block).__name__, type(given).__name__
+        if (argument := object_in(given)) is not None:
+            name, what = type(block).__name__, type(argument).__name__
             hint = "; for models of transformers set model.config.use_cache = False" if "Cache" in what else ""
             say_once(
                 f"{name} is given a {what}, which a second run would change: its activations are kept or "
@@ -383,14 +380,13 @@ class Saving:
                 key=f"{name} is given a {what}",
             )
             return False
-        shape = self._shapes[index]
-        if shape not in self._fits:
-            self._fits[shape] = self._around.can_recompute(block)
+        if anatomy.shape not in self._fits:
+            self._fits[anatomy.shape] = self._around.can_recompute(block)
         return (
-            self._fits[shape]
+            self._fits[anatomy.shape]
             and self.known.is_repeatable(kind)
-            and not self._anatomies[index].is_listened_to()
-            and self._anatomies[index].has_its_own()
+            and not anatomy.is_listened_to()
+            and anatomy.has_its_own
         )
 
     def _begin_larger(self) -> None:
