@@ -123,7 +123,7 @@ class OffloadedActivations:
         self._waits.emit()
         return make_activation_report(
             self.recorder.snapshot(),
-            passes=self.saving.passes,
+            passes=self.saving.planning.passes,
             ledger=self.ledger,
             reason=self.saving.planning.choice.reason,
         )

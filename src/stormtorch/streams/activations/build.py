@@ -12,7 +12,6 @@ from ...memory.pools.host import HostPool
 from ..settings import Trial
 from ..units.partition import blocks_of
 from .offloading.stream import SMALL_BYTES, ActivationStream
-from .plans.levels import Levels
 from .plans.room import WAY, Gauge, Surroundings
 from .runner import Saving
 
@@ -45,19 +44,8 @@ def open_saving(
         small_bytes=SMALL_BYTES if trial.small_bytes is None else trial.small_bytes,
     )
     stream.must_leave = mode == "offload"
-    meter = around.meter
-    levels = Levels(
-        meter.allocated if meter is not None else lambda: 0, around.peak.seen_bytes, lambda: around.peak.grown_bytes
-    )
-    saving = Saving(
-        blocks_of(model) if model is not None else [],
-        mode=mode,
-        stream=stream,
-        levels=levels,
-        gauge=Gauge(around, levels, fixed_room=trial.activation_room),
-        around=around,
-    )
-    saving.attach()
+    blocks = blocks_of(model) if model is not None else []
+    saving = Saving(blocks, mode=mode, stream=stream, gauge=Gauge(around, trial.activation_room), around=around)
 
     def end() -> None:
         saving.detach()

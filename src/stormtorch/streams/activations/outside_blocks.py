@@ -31,7 +31,7 @@ class Loose:
         self._seen: set[tuple[int, int, int]] = set()  # parts of storages
         self.size = self.away_bytes = 0  # of this pass: all bytes, and those offloaded
         self._undecided: list[weakref.ref[Undecided]] = []  # of this pass
-        self.leaves = False
+        self.leaves = self.is_leaving = False  # whether they are offloaded: in later passes too, in this one
         self.reason = ""
 
     @property
@@ -43,37 +43,34 @@ class Loose:
         self.size = self.away_bytes = 0
         self._seen.clear()
         self._undecided.clear()
+        self.is_leaving = self.leaves
 
-    def forget(self, *, leaving: bool) -> bool:
-        """Measure again: inputs are larger now. Returns whether loose tensors are offloaded from now on; ``leaving``:
-        they are so far."""
+    def forget(self) -> None:
+        """Measure again: inputs are larger now."""
         self._known_bytes = 0
-        if not leaving and self._gauge.is_filling():
-            self.leaves = leaving = True
+        if not self.is_leaving and self._gauge.is_filling():
+            self.leaves = True
             self._send_all()
-        return leaving
 
-    def see(self, tensor: torch.Tensor, *, leaving: bool, measured: bool, settled: bool) -> bool:
-        """Count ``tensor``, which is being saved. Returns whether loose tensors are offloaded from now on in this pass;
-        ``leaving``: they are so far. ``measured``: whether a whole pass was seen; ``settled``: whether its decision is
-        final."""
+    def see(self, tensor: torch.Tensor, *, measured: bool, settled: bool) -> None:
+        """Count ``tensor``, which is being saved, and decide whether it and later ones are offloaded. ``measured``:
+        whether a whole pass was seen; ``settled``: whether its decision is final."""
         if (self.leaves and settled) or not self._stream.travels(tensor):
-            return leaving
+            return
         first, size = span_of(tensor)
         key = tensor.untyped_storage()._cdata, first, size
         if key in self._seen:
-            return leaving
+            return
         self._seen.add(key)
         self.size += size
-        if not leaving:
+        if not self.is_leaving:
             if measured:  # only in this pass: later ones may be smaller again
-                leaving = self.size > self._known_bytes and self._gauge.is_nearly_full()
+                is_full = self.size > self._known_bytes and self._gauge.is_nearly_full()
             else:
-                self.leaves = leaving = self._gauge.is_filling()
-            if leaving:
+                self.leaves = is_full = self._gauge.is_filling()
+            if is_full:
                 self._send_all()
-        self.away_bytes += size if leaving else 0
-        return leaving
+        self.away_bytes += size if self.is_leaving else 0
 
     def hold(self, tensor: torch.Tensor) -> Undecided | Held:
         """For autograd: keep ``tensor`` on the device for now."""
@@ -83,6 +80,7 @@ class Loose:
         return held
 
     def _send_all(self) -> None:
+        self.is_leaving = True
         held, self._undecided = self._undecided, []
         sent = set()
         for undecided in filter(None, (reference() for reference in held)):

@@ -8,6 +8,7 @@ steps are faster is adopted (comparison.py). Larger inputs start all over."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from ...core.notices import say_once
@@ -15,8 +16,7 @@ from ...core.plan import Activations, Block, Origin
 from .offloading.stream import ActivationStream
 from .outside_blocks import Loose
 from .plans.comparison import Comparison
-from .plans.levels import Levels
-from .plans.plan import KEEP, ActivationPlan, BlockPlan, choose, cost_s, recompute, with_reason
+from .plans.plan import KEEP, ActivationPlan, BlockPlan, choose, cost_s, recompute
 from .plans.profiles import ROUNDS, Profiles
 from .plans.room import Gauge, Surroundings
 
@@ -29,9 +29,9 @@ class Planning:
     """The plan in force (``plan``), and the measurements that it is made from (``known``)."""
 
     def __init__(
-        self, mode: str, *, stream: ActivationStream, levels: Levels, gauge: Gauge, loose: Loose, around: Surroundings
+        self, mode: str, *, stream: ActivationStream, gauge: Gauge, loose: Loose, around: Surroundings
     ) -> None:
-        self._mode, self._stream, self._levels = mode, stream, levels
+        self._mode, self._stream, self._levels = mode, stream, gauge.levels
         self._gauge, self._loose, self._around = gauge, loose, around
         self.known = Profiles()
         self.plan: ActivationPlan | None = None
@@ -183,9 +183,10 @@ class Planning:
         ratio, candidate = self._comparison.ratio, self._candidates.pop(0)
         if self._comparison.second_wins:
             took = f"{ratio:.2f} of the time of {'fewer' if self._is_better else 'no'} blocks so"
-            self._simple, self._is_better = with_reason(candidate, took), True
+            self._simple, self._is_better = replace(candidate, reason=f"{candidate.reason}; {took}"), True
         else:
-            self._simple = with_reason(self._simple, f"to have {candidate.reason} took {ratio:.2f} of the time")
+            lost = f"to have {candidate.reason} took {ratio:.2f} of the time"
+            self._simple = replace(self._simple, reason=f"{self._simple.reason}; {lost}")
         self._comparison = self._next_comparison()
         self._set_plan(self._simple)
         self._trim_at = self.passes + 2  # also where the last turn was the simple plan's

@@ -29,8 +29,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...core.notices import say_once
-from ...memory.cuda.stopwatch import Reading, timed
-from ..bridge.module_calls import WrappedCalls
+from ...memory.cuda.stopwatch import timed
+from ..bridge.module_calls import ModuleCall, WrappedCalls
 from ..bridge.torch_private import (
     at_end_of_backward,
     current_pass,
@@ -40,20 +40,20 @@ from ..bridge.torch_private import (
     innermost_hooks,
     never_traced,
 )
-from .block_call import BlockCall, Call
 from .offloading.held import Held
 from .offloading.stream import ActivationStream
 from .outside_blocks import Loose
 from .planning import REPLAN_AT, Planning
-from .plans.levels import UNCOUNTED, Levels
+from .plans.levels import UNCOUNTED
 from .plans.plan import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_FROM_RAM, ActivationPlan, BlockPlan
-from .plans.profiles import ROUNDS, Profiles
+from .plans.profiles import ROUNDS
 from .plans.room import Gauge, Surroundings
 from .recomputing.blocks import Anatomy, leaves_of, object_in, tensors_in
 from .recomputing.conditions import Conditions
 from .recomputing.recompute import BlockRun, Saved
 from .recomputing.samples import Doubts
 
+Call = Callable[..., Any]
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # for saved tensors: pack and unpack
 SETTLED_AT = REPLAN_AT[-1]  # passes after which blocks are taken to go on as they did
 _COMPARED = 4  # saved tensors of a block; the very last ones may be casts of weights
@@ -69,25 +69,24 @@ class Saving:
         *,
         mode: str,
         stream: ActivationStream,
-        levels: Levels,
         gauge: Gauge,
         around: Surroundings,
     ) -> None:
-        self.mode, self._stream, self._levels, self._gauge, self._around = mode, stream, levels, gauge, around
+        self.mode, self._stream, self._levels, self._gauge, self._around = mode, stream, gauge.levels, gauge, around
         self._way_bytes = stream.ahead_bytes  # in-flight budget while there is no plan
         self._loose = Loose(stream, gauge)
         self._noted_task = -1  # the last backward whose end will be noted
         self._chance, self._turn = random.Random(0), 0  # the block whose two runs are compared in this pass
         self._doubts = Doubts()
-        self._blocks = [weakref.ref(block) for block in blocks]
         self._numbers: dict[Any, int] = {}  # of shapes
         self._anatomies = [Anatomy(block, self._numbers) for block in blocks]
         self._wrapped = WrappedCalls(self)
+        for index, block in enumerate(blocks):
+            self._wrapped.wrap(block, functools.partial(_BlockCall, self, block, index))
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
         self._closed = False
         self._hooks: Hooks | None = None  # of the pass that runs
-        self._sending = False
         self._run: BlockRun | None = None  # the block that is running
         # The previous block: its kind, and whether its inputs are offloaded.
         self._undropped: tuple[BlockRun, Any, bool] | None = None
@@ -97,12 +96,8 @@ class Saving:
         self._keeps_all = False  # whether this pass, for which there is no plan, has kept every block so far
         self._input_bytes = 0  # of this pass: inputs of blocks that were offloaded for want of a plan
         self._is_noting = True  # how full the device is at each block of this pass
-        self.planning = Planning(mode, stream=stream, levels=levels, gauge=gauge, loose=self._loose, around=around)
+        self.planning = Planning(mode, stream=stream, gauge=gauge, loose=self._loose, around=around)
         self.known = self.planning.known
-
-    @property
-    def passes(self) -> int:
-        return self.planning.passes
 
     @property
     def plan(self) -> ActivationPlan | None:
@@ -125,16 +120,16 @@ class Saving:
         self._keeps_all = self.mode == "auto"
         self._fits.clear()
         self._is_past_blocks = False
-        self._turn = self._chance.randrange(len(self._blocks) or 1)
+        self._turn = self._chance.randrange(len(self._anatomies) or 1)
         self._doubts.look_back()
-        self._hooks, self._sending = (pack, unpack), self.mode == "offload" or self._loose.leaves
+        self._hooks = pack, unpack
         self._set_ways()
         try:
             yield
         finally:
             self._drop_last()
             self._stream.send_all()
-            self._hooks, self._sending = None, False
+            self._hooks = None
             if self._is_noting:
                 ours = self._stream.travelling_bytes() + (0 if self._held else self._loose.kept_bytes)
                 self._levels.reach(len(self._held), ours, self._stream.window_bytes)
@@ -161,11 +156,9 @@ class Saving:
         """Hook for autograd: the object that stands for ``tensor``, saved outside of blocks, until backward."""
         is_loose = not self._is_past_blocks and self.mode == "auto"
         if is_loose:
-            settled = self.planning.age > REPLAN_AT[-1]
-            self._sending = self._loose.see(
-                tensor, leaving=self._sending, measured=self.planning.age > ROUNDS, settled=settled
-            )
-        if self._sending:
+            age = self.planning.age
+            self._loose.see(tensor, measured=age > ROUNDS, settled=age > REPLAN_AT[-1])
+        if self.mode == "offload" or self._loose.is_leaving:
             return self._stream.pack(tensor)
         return self._loose.hold(tensor) if is_loose else Held(tensor)
 
@@ -192,15 +185,8 @@ class Saving:
 
     # --- blocks
 
-    def attach(self) -> None:
-        """Wrap the calls of the blocks."""
-        for index, reference in enumerate(self._blocks):
-            block = reference()
-            assert block is not None
-            self._wrapped.wrap(block, functools.partial(BlockCall, self, block, index))
-
     def detach(self) -> None:
-        """Undo ``attach``. Safe to call twice."""
+        """Unwrap the calls of the blocks. Safe to call twice."""
         self._closed = True
         self._wrapped.unwrap()
 
@@ -213,10 +199,7 @@ class Saving:
         self._drop_last()
         given = (args, tuple(kwargs.values()))
         leaves = tensors_in(given)
-        anatomy = self._anatomies[index]
-        if (entries := anatomy.look()) is None:  # user code has added or replaced children
-            anatomy = self._anatomies[index] = Anatomy(block, self._numbers)
-            entries = anatomy.layout.entries()
+        anatomy, entries = self._look(index, block)
         manner = anatomy.manner(entries)
         kind = (anatomy.shape, manner, tuple([leaf.requires_grad for leaf in leaves]))
         sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
@@ -246,7 +229,15 @@ class Saving:
             unpack=self._hooks[1],
         )
         refused = self._stream.refused_bytes
-        result, reading = self._first_run(run, functools.partial(original, *args, **kwargs), is_measured)
+        self._run = run
+        try:
+            with saved_tensors_hooks(run.pack, run.unpack):
+                if is_measured:
+                    result, reading = timed(self._around.device, functools.partial(original, *args, **kwargs))
+                else:
+                    result, reading = original(*args, **kwargs), None
+        finally:
+            self._run = None
         if plan.kind == "offload":
             self._stream.send_all()  # no operation is running now: RAM has room for all of it, or not
         if run.end(result, look_inside=is_measured) != may_drop:
@@ -255,22 +246,22 @@ class Saving:
             saved_bytes = run.saved_bytes()
             self.known.learn(kind, self.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading)
         plan = self._end_block(run, kind, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
-        if self._is_last():
+        if len(self._sequence) == self._count():
             self._drop_last()  # the loss needs the memory, and comes before the next block
-            self._sending, self._is_past_blocks = False, True  # backward begins with what is saved from here on
+            # Backward begins with what is saved from here on.
+            self._loose.is_leaving, self._is_past_blocks = False, True
         held = plan.held_bytes(input_bytes=input_bytes, saved_bytes=self.known.saved_bytes(kind))
         self._held.append(held)
         self._levels.hold(kind, plan.way, held)
         self._watch(position, result)
         return result
 
-    def _first_run(self, run: BlockRun, call: Callable[[], Any], is_measured: bool) -> tuple[Any, Reading | None]:
-        self._run = run
-        try:
-            with saved_tensors_hooks(run.pack, run.unpack):
-                return timed(self._around.device, call) if is_measured else (call(), None)
-        finally:
-            self._run = None
+    def _look(self, index: int, block: nn.Module) -> tuple[Anatomy, list[Any]]:
+        """The block's modules, and what their tables contain."""
+        if (entries := self._anatomies[index].look()) is None:  # user code has added or replaced children
+            self._anatomies[index] = Anatomy(block, self._numbers)
+            entries = self._anatomies[index].layout.entries()
+        return self._anatomies[index], entries
 
     def _compares(self, index: int, is_measured: bool) -> tuple[int, bool]:
         """How many saved tensors of a block to compare between its two runs, and whether the host waits for that: all
@@ -292,7 +283,7 @@ class Saving:
             plan = RECOMPUTE  # RAM has run out
         if plan.kind == "recompute" and run.repeats:
             if self.planning.age <= REPLAN_AT[-1]:
-                run.tell_time = _telling(self.known, kind)
+                run.tell_time = functools.partial(self.known.learn_again, kind)
             if self.plan is None and plan.inputs_away:
                 self._input_bytes += input_bytes
             if run.is_settled:
@@ -330,17 +321,16 @@ class Saving:
             return KEEP if self.mode == "auto" else RECOMPUTE
         is_known, saved = self.known.size(kind) is not None, self.known.saved_bytes(kind)
         knows_the_end = self.planning.age > 1 or self._levels.knows_the_end
-        count = len(self._last_sequence) or len(self._blocks)
-        ahead = max(1, count - position) + 1  # one more, to compute with
+        ahead = max(1, self._count() - position) + 1  # one more, to compute with
         if self._keeps_all and is_known and knows_the_end and 2 * saved * ahead + end <= room:
             return KEEP
         self._keeps_all = False
         is_tight = input_bytes * ahead + 2 * saved + end > room or (not knows_the_end and self._gauge.is_filling())
         return RECOMPUTE_FROM_RAM if is_tight else RECOMPUTE
 
-    def _is_last(self) -> bool:
-        """Whether the block that is being called should be the last of the pass."""
-        return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
+    def _count(self) -> int:
+        """How many blocks this pass should call."""
+        return len(self._last_sequence) or len(self._anatomies)
 
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward reaches the block: its output gets a gradient. Not where that tells nothing. Where
@@ -394,8 +384,18 @@ class Saving:
         self._is_noting = self.planning.notes_levels()
         self._set_ways()
         if self.mode == "auto":
-            self._sending = self._loose.forget(leaving=self._sending)
+            self._loose.forget()
 
 
-def _telling(known: Profiles, kind: Any) -> Callable[[Reading], None]:
-    return lambda reading: known.learn_again(kind, reading)
+class _BlockCall(ModuleCall[Saving]):
+    """The wrapped call of block number ``index``."""
+
+    def __init__(self, saving: Saving, module: nn.Module, index: int, original: Call) -> None:
+        super().__init__(saving, module, original)
+        self._index = index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        saving, module = self._owner(), self._module()
+        if saving is None or module is None or not saving.rules_here():
+            return self._original(*args, **kwargs)
+        return saving.call(self._index, module, self._original, args, kwargs)

@@ -70,10 +70,6 @@ class ActivationPlan:
     way_bytes: list[int]
     spare_bytes: int = 0  # unused part of the room that all blocks have together
 
-    def sent_bytes(self, profiles: Sequence[BlockProfile]) -> int:
-        """Bytes that all blocks offload in a forward."""
-        return sum(plan.sent_bytes(profile) for plan, profile in zip(self.blocks, profiles, strict=True))
-
     @functools.cached_property
     def offloads(self) -> bool:
         """Whether any block does. Asked for each block of a pass."""
@@ -115,10 +111,6 @@ class _Rooms:
             return False
         self.left[block:] = [left - size for left in self.left[block:]]
         return True
-
-    def take_inputs(self, block: int, size: int) -> bool:
-        """Like ``take``, for the inputs of a block that is recomputed."""
-        return self.take(block + 1, size)
 
     def take_instead(self, block: int, profile: BlockProfile, rise: Rises, *, held_bytes: int) -> bool:
         """Let ``block`` be kept, instead of recomputed from ``held_bytes`` of inputs; False if there is no room."""
@@ -204,7 +196,7 @@ def _mixed(profiles: list[BlockProfile], means: Means, *, way_bytes: int) -> Act
                 break
             blocks[index] = KEEP
     link = _Link(profiles, means, slack=rooms.way_bytes // 2)
-    ram = means.ram_bytes - ActivationPlan(blocks=blocks, reason="", way_bytes=[]).sent_bytes(profiles)
+    ram = means.ram_bytes - sum(block.sent_bytes(profile) for block, profile in zip(blocks, profiles, strict=True))
     for index, profile in enumerate(profiles):
         if blocks[index].sent_bytes(profile):
             link.take(index, blocks[index].sent_bytes(profile))
@@ -222,7 +214,7 @@ def _recomputed(profiles: list[BlockProfile], means: Means, rooms: _Rooms) -> li
         if not profile.repeatable:
             if rooms.take_instead(index, profile, means.rises[index], held_bytes=0):
                 blocks[index] = KEEP
-        elif rooms.take_inputs(index, profile.input_bytes):
+        elif rooms.take(index + 1, profile.input_bytes):  # they do not count in its own room
             blocks[index] = RECOMPUTE
     return blocks
 
@@ -246,7 +238,3 @@ def _with_others(reason: str, blocks: list[BlockPlan]) -> str:
 
 
 _NAMES = (("kept", "keep"), ("offloaded", "offload"), ("recomputed", "recompute"))
-
-
-def with_reason(plan: ActivationPlan, reason: str) -> ActivationPlan:
-    return replace(plan, reason=f"{plan.reason}; {reason}")

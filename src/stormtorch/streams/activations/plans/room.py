@@ -66,9 +66,11 @@ class Surroundings:
 class Gauge:
     """Free memory, from the device, the ledger and the notes of earlier passes."""
 
-    def __init__(self, around: Surroundings, levels: Levels, *, fixed_room: int | None = None) -> None:
+    def __init__(self, around: Surroundings, fixed_room: int | None) -> None:
         """``fixed_room``: free device bytes to assume, for tests."""
-        self._around, self._levels, self._fixed_room = around, levels, fixed_room
+        self._around, self._fixed_room = around, fixed_room
+        allocated, peak = around.meter.allocated if around.meter is not None else lambda: 0, around.peak
+        self.levels = Levels(allocated, peak.seen_bytes, lambda: peak.grown_bytes)
         self._usable = usable_bytes(around)
 
     def room(self) -> int:
@@ -91,7 +93,7 @@ class Gauge:
 
     def over(self) -> str:
         """A message if the last passes have taken more than the budget; otherwise empty."""
-        around, top = self._around, self._levels.risen_top()
+        around, top = self._around, self.levels.risen_top()
         if top is None or top <= around.limit_bytes + around.foreign_bytes:
             return ""
         return (
@@ -103,7 +105,7 @@ class Gauge:
 
     def means(self, kinds: list[Hashable], profiles: list[BlockProfile], held: list[int]) -> Means:
         """Resources for blocks of these kinds, given the bytes that each held in the last pass."""
-        around, levels = self._around, self._levels
+        around, levels = self._around, self.levels
         self._usable = usable_bytes(around, max((profile.input_bytes for profile in profiles), default=0))
         if around.meter is not None and self._fixed_room is None:
             rooms = levels.rooms(self._usable, len(kinds), held, around.peak.unseen_bytes)
