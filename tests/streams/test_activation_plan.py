@@ -23,7 +23,7 @@ from stormtorch.streams.activations.plans.plan import (
     recompute,
 )
 
-BLOCK = BlockProfile(forward_s=0.010, again_s=0.010, input_bytes=100 * MiB, saved_bytes=1500 * MiB)
+BLOCK = BlockProfile(forward_s=0.010, input_bytes=100 * MiB, saved_bytes=1500 * MiB)
 BLOCKS = [BLOCK] * 10
 WAY = 400 * MiB
 

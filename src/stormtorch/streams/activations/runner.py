@@ -282,8 +282,6 @@ class Saving:
         if plan.kind == "offload" and is_refused and run.repeats:
             plan = RECOMPUTE  # RAM has run out
         if plan.kind == "recompute" and run.repeats:
-            if self.planning.age <= REPLAN_AT[-1]:
-                run.tell_time = functools.partial(self.known.learn_again, kind)
             if self.plan is None and plan.inputs_away:
                 self._input_bytes += input_bytes
             if run.is_settled:

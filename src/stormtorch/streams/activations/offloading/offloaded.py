@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
@@ -17,43 +16,16 @@ from ...bridge.torch_private import VersionProbe
 from .held import Held
 
 
-class Owner(Protocol):
-    """The stream that offloads them."""
-
-    def place(self) -> Hashable:
-        """The place where compute runs: on a GPU, the stream."""
-
-    def bury(self, offloaded: Offloaded) -> None:
-        """Autograd keeps none of its views any more."""
-
-
 class Offloaded:
     """An offloaded tensor: a storage, or the part of one, of which autograd has saved views."""
 
-    __slots__ = (
-        "__weakref__",
-        "_stream",
-        "arrivals",
-        "asked_for",
-        "back",
-        "ended",
-        "first",
-        "here",
-        "loaded",
-        "notes",
-        "number",
-        "place",
-        "ride",
-        "served",
-        "size",
-        "slab",
-        "stored",
-    )
-
-    def __init__(self, stream: Owner, ride: Ride, here: torch.Tensor, first: int) -> None:
-        self._stream, self.ride, self.number = stream, ride, len(ride.sizes)
+    def __init__(
+        self, ride: Ride, here: torch.Tensor, first: int, place: Hashable, bury: Callable[[Offloaded], None]
+    ) -> None:
+        """``place``: where compute runs. ``bury`` is called when autograd keeps none of its views any more."""
+        self.ride, self.number, self._bury = ride, len(ride.sizes), bury
         self.first, self.size = first, here.nbytes
-        self.place = stream.place()  # the stream that made it; later, the one that fetched it
+        self.place = place  # the stream that made it; later, the one that fetched it
         self.here: torch.Tensor | None = here  # bytes
         self.slab: Piece | None = None
         self.stored: Event | None = None
@@ -73,7 +45,7 @@ class Offloaded:
         return self.served >= self.notes
 
     def __del__(self) -> None:
-        self._stream.bury(self)
+        self._bury(self)
 
 
 class Note:

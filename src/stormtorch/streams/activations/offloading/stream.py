@@ -170,7 +170,7 @@ class ActivationStream:
         known = self._known.get(key)
         offloaded = known[1]() if known is not None and not known[0].gone else None
         if offloaded is None:
-            offloaded = Offloaded(self, self._ride, bytes_of(tensor)[first : first + size], first)
+            offloaded = Offloaded(self._ride, bytes_of(tensor)[first : first + size], first, self.place(), self.bury)
             self._known[key] = (StorageReference(storage), weakref.ref(offloaded))
             self._ride.add(offloaded)
             if made:

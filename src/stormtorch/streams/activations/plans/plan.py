@@ -24,8 +24,7 @@ class BlockProfile:
     """Measurements of one block. Times are the device's, from the first kernel to the last: where the host launches
     kernels more slowly than the device runs them, it is the host's time."""
 
-    forward_s: float
-    again_s: float  # a second run in backward
+    forward_s: float  # a second run in backward takes as long
     input_bytes: int
     saved_bytes: int  # by autograd, if nothing is recomputed
     repeatable: bool = True  # whether it may run a second time: it changes no buffers and has no hooks
@@ -181,7 +180,7 @@ def choose(profiles: list[BlockProfile], means: Means, *, offload: bool = True) 
 def cost_s(profiles: list[BlockProfile], plan: ActivationPlan) -> float:
     """The time for recomputing, in seconds."""
     blocks = zip(profiles, plan.blocks, strict=True)
-    return sum(profile.again_s for profile, block in blocks if block.kind == "recompute")
+    return sum(profile.forward_s for profile, block in blocks if block.kind == "recompute")
 
 
 def _mixed(profiles: list[BlockProfile], means: Means, *, way_bytes: int) -> ActivationPlan:

@@ -35,7 +35,7 @@ _COPIED_BYTES = 64 * KiB  # tensors and arrays up to this size are copied
 _ITEMS, _DEPTH = 256, 4  # of containers: those that are looked into
 
 
-class Graphless:
+class _Graphless:
     """Stands for a tensor that has a graph, and does not keep that alive."""
 
     __slots__ = ("_data", "_reference")
@@ -49,42 +49,35 @@ class Graphless:
         return self._data.detach().requires_grad_() if tensor is None else tensor
 
 
-def without_graph(value: Any) -> Any:
+class _Items(tuple[Any, ...]):
+    """Stands for a tuple in which tensors were replaced."""
+
+
+def _without_graph(value: Any) -> Any:
     """``value``, to be kept: a tensor that has a graph, also in tuples, is replaced."""
     if isinstance(value, torch.Tensor):
-        return Graphless(value) if value.grad_fn is not None else value
+        return _Graphless(value) if value.grad_fn is not None else value
     if type(value) is tuple:
-        items = tuple([without_graph(item) for item in value])
-        return value if all(map(operator.is_, items, value)) else _Items(items)
+        items = _Items(map(_without_graph, value))
+        return value if all(map(operator.is_, items, value)) else items
     return value
 
 
-class _Items:
-    """Stands for a tuple in which tensors were replaced."""
-
-    __slots__ = ("items",)
-
-    def __init__(self, items: tuple[Any, ...]) -> None:
-        self.items = items
-
-
-def given_back(kept: Any, copies: dict[int, torch.Tensor]) -> Any:
+def _given_back(kept: Any, copies: dict[int, torch.Tensor]) -> Any:
     """The value that was kept; tensors that were written to since are replaced by ``copies``, by their id."""
-    if isinstance(kept, Graphless):
+    if isinstance(kept, _Graphless):
         kept = kept.get()
-    if isinstance(kept, _Items):
-        return tuple([given_back(item, copies) for item in kept.items])
-    if copies and type(kept) is tuple:
-        return tuple([given_back(item, copies) for item in kept])
-    return copies.get(id(kept), kept) if copies else kept
+    if type(kept) is _Items or (copies and type(kept) is tuple):
+        return tuple([_given_back(item, copies) for item in kept])
+    return copies.get(id(kept), kept)
 
 
-def is_kept(value: Any, kept: Any) -> bool:
+def _is_kept(value: Any, kept: Any) -> bool:
     """Whether ``kept`` stands for ``value``."""
-    if isinstance(kept, Graphless):
+    if isinstance(kept, _Graphless):
         return value is not None and kept._reference() is value
-    if isinstance(kept, _Items):
-        return type(value) is tuple and len(value) == len(kept.items) and all(map(is_kept, value, kept.items))
+    if type(kept) is _Items:
+        return type(value) is tuple and len(value) == len(kept) and all(map(_is_kept, value, kept))
     return value is kept
 
 
@@ -105,7 +98,7 @@ class Contents:
         remaining = layout.remaining()
         for value in (*layout.buffers(entries), *remaining):
             self._see(value)
-        self._remaining = list(map(without_graph, remaining))
+        self._remaining = list(map(_without_graph, remaining))
 
     def weights(self) -> list[Any]:
         """The block's parameters."""
@@ -235,7 +228,7 @@ def _content(value: Any, *, strongly: bool = False) -> Any:
     values = kept.values() if isinstance(kept, dict) else kept
     if strongly or not any(issubclass(kind, (torch.Tensor, tuple)) for kind in set(map(type, values))):
         return kept
-    graphless = map(without_graph, values)
+    graphless = map(_without_graph, values)
     return dict(zip(kept, graphless, strict=True)) if isinstance(kept, dict) else list(graphless)
 
 
@@ -246,7 +239,7 @@ def _is_same(value: Any, before: Any) -> bool:
             return bool(now.tobytes() == before.tobytes() if isinstance(now, np.ndarray) else now == before)
         case "module":
             now = attributes_of(value)
-            return now.keys() == before.keys() and all(is_kept(now[name], kept) for name, kept in before.items())
+            return now.keys() == before.keys() and all(_is_kept(now[name], kept) for name, kept in before.items())
     if len(value) != len(before):
         return False
     if isinstance(value, set):
@@ -261,11 +254,11 @@ def _is_same(value: Any, before: Any) -> bool:
 
 def _are_kept(values: Collection[Any], kept: Collection[Any]) -> bool:
     """Most are the same object: then no Python runs."""
-    return all(map(operator.is_, values, kept)) or all(map(is_kept, values, kept))
+    return all(map(operator.is_, values, kept)) or all(map(_is_kept, values, kept))
 
 
 def _put(entries: Iterable[tuple[Any, Any]], copies: dict[int, torch.Tensor]) -> None:
-    """Give modules, containers and generators what they contained before; see ``given_back``."""
+    """Give modules, containers and generators what they contained before; see ``_given_back``."""
     for value, before in entries:
         if copies or not _is_same(value, before):
             _fill(value, before, copies)
@@ -284,16 +277,16 @@ def _fill(value: Any, before: Any, copies: dict[int, torch.Tensor]) -> None:
                 del value.__dict__[name]
             for name, item in before.items():
                 if name not in parameters:
-                    value.__dict__[name] = given_back(item, copies)
+                    value.__dict__[name] = _given_back(item, copies)
         case _ if isinstance(value, dict):
             base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
             base.clear(value)
             for name, item in before.items():
-                base.__setitem__(value, name, given_back(item, copies))
+                base.__setitem__(value, name, _given_back(item, copies))
         case _:
             base = next(base for base in CONTAINERS if isinstance(value, base))
             base.clear(value)
-            (base.update if base is set else base.extend)(value, [given_back(item, copies) for item in before])
+            (base.update if base is set else base.extend)(value, [_given_back(item, copies) for item in before])
 
 
 def _state_of(generator: Any) -> Any:

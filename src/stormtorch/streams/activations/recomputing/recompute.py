@@ -38,7 +38,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ....core.errors import StaleGraph
-from ....memory.cuda.stopwatch import Reading, timed
 from ...bridge.torch_private import (
     VersionProbe,
     at_end_of_backward,
@@ -109,7 +108,7 @@ class BlockRun:
         ``compares``: how many of the tensors that it saves last are compared with those of the second run.
         ``is_certain`` is given whether they differ, as a tensor; True: act on it now. ``unpack``: the hook of the
         pass."""
-        self._block, self._original, self._stream, self._device = block, original, stream, around.device
+        self._block, self._original, self._stream = block, original, stream
         self._is_streamed, self._note_of, self._weights = around.is_streamed, around.note_of, around.weights
         self._sends, self.is_settled, self._compares, self._is_certain = sends, settled, compares, is_certain
         self._names = list(kwargs)
@@ -122,7 +121,6 @@ class BlockRun:
         self._results: list[torch.Tensor | None] = []  # samples of what the block has returned
         # By number: made by a second run, not asked for yet; with their versions, unless they have none.
         self._again: dict[int, tuple[torch.Tensor, int | None]] = {}
-        self.tell_time: Callable[[Reading], None] | None = None  # is given the time of the second run
         self._unpack = unpack
         self.repeats = settled  # whether a second run would give the same
         self._refusal = ""  # why there can be no second run, if that is known
@@ -373,21 +371,13 @@ class BlockRun:
             at_end_of_backward(self._again.clear)  # tensors that backward has not asked for by its end are not needed
         args, names = self._arguments()
 
-        def call() -> bool:
+        # The graph of this run is never used, but a block that computes gradients itself needs its tensors.
+        with saved_tensors_hooks(pack, lambda tensor: tensor), self._conditions.again():
             try:
                 self._original(*args, **names)
             except _Enough:
-                return True
-            return has_all
-
-        # The graph of this run is never used, but a block that computes gradients itself needs its tensors.
-        with saved_tensors_hooks(pack, lambda tensor: tensor), self._conditions.again():
-            if self.tell_time is None:
-                is_enough = call()
-            else:
-                is_enough, reading = timed(self._device, call)
-                self.tell_time(reading)
-        if not is_enough:
+                has_all = True
+        if not has_all:
             raise self._other(f"it saves {count} tensors; in forward there were {last + 1} or more")
 
     def _other(self, what: str) -> StaleGraph:
