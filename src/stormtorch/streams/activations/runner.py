@@ -209,7 +209,7 @@ class Saving:
         position = len(self._sequence)
         self._sequence.append(kind)
         plan = self.planning.for_block(position, kind) or self._provisional(position, kind, input_bytes)
-        is_measured = self.known.wants(kind, self.passes)
+        is_measured = self.known.wants(kind, self.planning.passes)
         compares, waits = self._compares(index, is_measured)
         may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(anatomy, kind, block, given)
         if plan.kind == "recompute" and not may_drop:
@@ -244,7 +244,9 @@ class Saving:
             self.planning.never_again(kind)
         if reading is not None:
             saved_bytes = run.saved_bytes()
-            self.known.learn(kind, self.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading)
+            self.known.learn(
+                kind, self.planning.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading
+            )
         plan = self._end_block(run, kind, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
         if len(self._sequence) == self._count():
             self._drop_last()  # the loss needs the memory, and comes before the next block
@@ -338,16 +340,16 @@ class Saving:
             return
         way = self.plan.way_bytes if self.plan is not None else []
         ahead = way[position] if position < len(way) - 1 else 0 if self._stream.is_strict else self._way_bytes
-        noting, this, number = self._is_noting, weakref.ref(self), self.passes
+        noting, this, number = self._is_noting, weakref.ref(self), self.planning.passes
 
         def reached(_gradient: torch.Tensor) -> None:
             saving = this()
             if saving is None:
                 return
-            if noting and saving.passes == number:
+            if noting and saving.planning.passes == number:
                 saving._levels.reach(position, saving._stream.travelling_bytes(), ahead)
                 at_end_of_backward(saving._levels.end)
-            if saving.passes == number:
+            if saving.planning.passes == number:
                 saving._stream.look_ahead(ahead)
             else:
                 saving._stream.ahead_bytes = ahead

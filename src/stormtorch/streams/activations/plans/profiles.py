@@ -23,6 +23,18 @@ class _Known:
     passes: set[int] = field(default_factory=set)
     forward: list[Reading] = field(default_factory=list)
 
+    def profile(self, repeatable: bool) -> BlockProfile | None:
+        """The profile; None while the device has reported no time."""
+        times_s = [time_s for reading in self.forward if (time_s := reading()) is not None]
+        if not times_s:
+            return None
+        return BlockProfile(
+            forward_s=min(times_s),
+            input_bytes=self.input_bytes,
+            saved_bytes=self.saved_bytes,
+            repeatable=repeatable,
+        )
+
 
 class Profiles:
     """Measurements by kind: a tuple that begins with the block's shape (blocks.py)."""
@@ -77,20 +89,12 @@ class Profiles:
 
     def of(self, kinds: Sequence[Any]) -> list[BlockProfile] | None:
         """The profiles of blocks of these kinds; None as long as one of them is not measured."""
-        made = {kind: self._profile(kind) for kind in set(kinds)}
-        found = [profile for kind in kinds if (profile := made[kind]) is not None]
-        return found if kinds and len(found) == len(kinds) else None
-
-    def _profile(self, kind: Any) -> BlockProfile | None:
-        known = self._known.get(kind)
-        if known is None or len(known.passes) < ROUNDS:
-            return None
-        times_s = [time_s for reading in known.forward if (time_s := reading()) is not None]
-        if not times_s:
-            return None  # the device has reported none yet
-        return BlockProfile(
-            forward_s=min(times_s),
-            input_bytes=known.input_bytes,
-            saved_bytes=known.saved_bytes,
-            repeatable=self.is_repeatable(kind),
-        )
+        found: dict[Any, BlockProfile] = {}
+        for kind in set(kinds):
+            known = self._known.get(kind)
+            if known is None or len(known.passes) < ROUNDS:
+                return None
+            if (profile := known.profile(self.is_repeatable(kind))) is None:
+                return None
+            found[kind] = profile
+        return [found[kind] for kind in kinds] or None

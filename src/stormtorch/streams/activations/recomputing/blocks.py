@@ -32,8 +32,6 @@ class Anatomy:
     """A block's modules and what is registered in them, found once: walking through them at each call takes longer than
     many an operation."""
 
-    __slots__ = ("_children", "_own", "_scripted", "has_its_own", "layout", "modules", "shape")
-
     def __init__(self, block: nn.Module, numbers: dict[Any, int]) -> None:
         """``numbers``: of shapes. A number is hashed and compared faster than a shape."""
         self.shape = numbers.setdefault(_shape_of(block), len(numbers))

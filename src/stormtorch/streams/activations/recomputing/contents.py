@@ -222,7 +222,7 @@ def _content(value: Any, *, strongly: bool = False) -> Any:
         case "array":
             return value.copy()
         case "module":
-            kept = attributes_of(value)
+            kept: Any = attributes_of(value)
         case _:
             kept = dict(value) if isinstance(value, dict) else list(value)
     values = kept.values() if isinstance(kept, dict) else kept

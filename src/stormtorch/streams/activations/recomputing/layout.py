@@ -54,11 +54,6 @@ class Layout:
     """Kept from call to call, so it keeps no object alive that user code may drop: it holds numbers, words, functions
     and the tables of modules, weak references to what the tables contain, and only the names of other attributes."""
 
-    __slots__ = (
-        "_buffers", "_changed", "_counts", "_entries", "_filled", "_getters", "_names", "_references", "_sizes",
-        "_values", "_views", "_weights", "fixed", "modules", "rest", "tables",
-    )  # fmt: skip
-
     def __init__(self, modules: Sequence[nn.Module], past: Layout | None = None) -> None:
         """``past``: the layout before. An attribute that has another value now is not expected to keep this one."""
         self.modules = modules
@@ -70,7 +65,7 @@ class Layout:
             found = {(number, name) for number, name, value in before if own[number].get(name, value) is not value}
             self._changed = past._changed | found
         # Attributes that the next call should find, by module; the tables always.
-        self.fixed = [
+        self.fixed: list[dict[str, Any]] = [
             {name: value for name, value in each.items() if self._is_fixed(number, name, value)}
             for number, each in enumerate(own)
         ]
