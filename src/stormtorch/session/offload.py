@@ -23,8 +23,8 @@ from ..memory.lanes.build import open_lanes
 from ..memory.lanes.waits import WaitMeter
 from ..observe.recorder import Recorder, link_rates
 from ..observe.report import ActivationReport, make_activation_report
-from ..streams.activations.build import open_saving
 from ..streams.activations.plans.room import Surroundings
+from ..streams.activations.runner import Saving
 from ..streams.bridge import handlers
 from ..streams.settings import ACTIVATIONS, Trial
 
@@ -113,8 +113,8 @@ class OffloadedActivations:
         def weights() -> list[torch.Tensor]:
             return [*model.parameters(), *model.buffers()] if model is not None else []
 
-        self.saving, end = open_saving(model, mode, around, weights, trial)
-        self._endings.before_others(end)
+        self.saving = Saving(model, mode, around, weights, trial)
+        self._endings.before_others(self.saving.close)
         self._endings.before_others(lanes.synchronize)
 
     @handlers.undisturbed
@@ -137,7 +137,6 @@ class OffloadedActivations:
             if torch.is_grad_enabled():
                 saving: Any = self.saving
                 hooks = saving.pack, saving.unpack
-                self._pack = hooks[0]
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
                 stack.enter_context(saving.passing(*hooks))
             self._context = stack.pop_all()

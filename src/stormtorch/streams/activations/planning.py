@@ -18,7 +18,7 @@ from .outside_blocks import Loose
 from .plans.comparison import Comparison
 from .plans.plan import KEEP, ActivationPlan, BlockPlan, choose, cost_s, recompute
 from .plans.profiles import ROUNDS, Profiles
-from .plans.room import Gauge, Surroundings
+from .plans.room import Gauge
 
 REPLAN_AT = (4, 8)  # passes after which the plan is made again from the peak
 _NOTED = 64  # passes to wait for a comparison to begin: noting levels costs queries of the device
@@ -28,11 +28,9 @@ _COMPARE_AT = (8, 64, 512)  # passes after which the second plan is tried; the m
 class Planning:
     """The plan in force (``plan``), and the measurements that it is made from (``known``)."""
 
-    def __init__(
-        self, mode: str, *, stream: ActivationStream, gauge: Gauge, loose: Loose, around: Surroundings
-    ) -> None:
-        self._mode, self._stream, self._levels = mode, stream, gauge.levels
-        self._gauge, self._loose, self._around = gauge, loose, around
+    def __init__(self, mode: str, stream: ActivationStream, gauge: Gauge, loose: Loose) -> None:
+        self._mode, self._stream, self._gauge, self._loose = mode, stream, gauge, loose
+        self._levels, self._around = gauge.levels, gauge.around
         self.known = Profiles()
         self.plan: ActivationPlan | None = None
         self.passes = 0

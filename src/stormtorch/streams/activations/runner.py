@@ -11,8 +11,7 @@ forward hooks. Such a block is kept or offloaded.
 
 Tensors saved outside of blocks are *loose* (outside_blocks.py). Those saved after the last block remain on the
 device.
-
-The file is long because one call of a block passes through all of `Saving`, and reads top to bottom here."""
+"""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ import functools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +39,8 @@ from ..bridge.torch_private import (
     innermost_hooks,
     never_traced,
 )
+from ..settings import Trial
+from ..units.partition import blocks_of
 from .offloading.held import Held
 from .offloading.stream import ActivationStream
 from .outside_blocks import Loose
@@ -48,7 +49,7 @@ from .plans.levels import UNCOUNTED
 from .plans.plan import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_FROM_RAM, ActivationPlan, BlockPlan
 from .plans.profiles import ROUNDS
 from .plans.room import Gauge, Surroundings
-from .recomputing.blocks import Anatomy, leaves_of, object_in, tensors_in
+from .recomputing.blocks import Anatomy, object_in, tensors_in
 from .recomputing.conditions import Conditions
 from .recomputing.recompute import BlockRun, Saved
 from .recomputing.samples import Doubts
@@ -65,16 +66,21 @@ class Saving:
 
     def __init__(
         self,
-        blocks: list[nn.Module],
-        *,
+        model: nn.Module | None,
         mode: str,
-        stream: ActivationStream,
-        gauge: Gauge,
         around: Surroundings,
+        weights: Callable[[], Iterable[torch.Tensor]],
+        trial: Trial,
     ) -> None:
-        self.mode, self._stream, self._levels, self._gauge, self._around = mode, stream, gauge.levels, gauge, around
-        self._way_bytes = stream.ahead_bytes  # in-flight budget while there is no plan
-        self._loose = Loose(stream, gauge)
+        """``weights``: parameters and buffers that are permanently on the device."""
+        self.mode, self._around = mode, around
+        self._stream = ActivationStream(around, weights, must_leave=mode == "offload", trial=trial)
+        self._gauge = Gauge(around, trial.activation_room)
+        self._levels, self._loose = self._gauge.levels, Loose(self._stream, self._gauge)
+        self.planning = Planning(mode, self._stream, self._gauge, self._loose)
+        self.known = self.planning.known
+        self._way_bytes = self._stream.ahead_bytes  # in-flight budget while there is no plan
+        blocks = blocks_of(model) if model is not None else []
         self._noted_task = -1  # the last backward whose end will be noted
         self._chance, self._turn = random.Random(0), 0  # the block whose two runs are compared in this pass
         self._doubts = Doubts()
@@ -88,16 +94,13 @@ class Saving:
         self._closed = False
         self._hooks: Hooks | None = None  # of the pass that runs
         self._run: BlockRun | None = None  # the block that is running
-        # The previous block: its kind, and whether its inputs are offloaded.
-        self._undropped: tuple[BlockRun, Any, bool] | None = None
+        self._undropped: BlockRun | None = None  # the previous block
         self._fits: dict[Any, bool] = {}  # of this pass, by shape: whether a second run has room for the weights
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._is_past_blocks = False
         self._keeps_all = False  # whether this pass, for which there is no plan, has kept every block so far
         self._input_bytes = 0  # of this pass: inputs of blocks that were offloaded for want of a plan
         self._is_noting = True  # how full the device is at each block of this pass
-        self.planning = Planning(mode, stream=stream, gauge=gauge, loose=self._loose, around=around)
-        self.known = self.planning.known
 
     @property
     def plan(self) -> ActivationPlan | None:
@@ -185,10 +188,11 @@ class Saving:
 
     # --- blocks
 
-    def detach(self) -> None:
-        """Unwrap the calls of the blocks. Safe to call twice."""
+    def close(self) -> None:
+        """Unwrap the calls of the blocks, and return memory. The lanes must be empty."""
         self._closed = True
         self._wrapped.unwrap()
+        self._stream.close()
 
     def call(self, index: int, block: nn.Module, original: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and handle the tensors that it saves by the plan."""
@@ -202,8 +206,8 @@ class Saving:
         anatomy, entries = self._look(index, block)
         manner = anatomy.manner(entries)
         kind = (anatomy.shape, manner, tuple([leaf.requires_grad for leaf in leaves]))
-        sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
-        size, input_bytes = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+        plain = [leaf for leaf in leaves if has_plain_storage(leaf)]
+        size, input_bytes = sum(x.nbytes for x in plain), sum(x.nbytes for x in plain if x.requires_grad)
         if self.planning.begin_block(kind, size):
             self._begin_larger()
         position = len(self._sequence)
@@ -216,14 +220,17 @@ class Saving:
             plan = OFFLOAD
         run = BlockRun(
             block,
+            kind,
             original,
             args,
             kwargs,
             Conditions(anatomy, entries, manner[1], self._around.device) if may_drop else None,
             stream=self._stream,
-            around=self._around,
             sends=plan.kind == "offload",
-            settled=plan.kind == "recompute" and not compares and not is_measured and self._is_settled(),
+            # Plans have been made from enough passes to take it that blocks go on as they did.
+            settled=plan.kind == "recompute"
+            and not (compares or is_measured or self.plan is None)
+            and self.planning.age > SETTLED_AT,
             compares=compares,
             is_certain=functools.partial(self._doubts.ask if waits else self._doubts.note, index),
             unpack=self._hooks[1],
@@ -247,7 +254,7 @@ class Saving:
             self.known.learn(
                 kind, self.planning.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading
             )
-        plan = self._end_block(run, kind, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
+        plan = self._end_block(run, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
         if len(self._sequence) == self._count():
             self._drop_last()  # the loss needs the memory, and comes before the next block
             # Backward begins with what is saved from here on.
@@ -275,41 +282,36 @@ class Saving:
             return _COMPARED, True
         return (_COMPARED if index == self._turn else 0), self._around.device.type not in _ASYNCHRONOUS
 
-    def _is_settled(self) -> bool:
-        """Whether plans have been made from enough passes to take it that blocks go on as they did."""
-        return self.plan is not None and self.planning.age > SETTLED_AT
-
-    def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
+    def _end_block(self, run: BlockRun, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
         """Decide what becomes of a block that has run; may differ from ``plan``."""
         if plan.kind == "offload" and is_refused and run.repeats:
             plan = RECOMPUTE  # RAM has run out
-        if plan.kind == "recompute" and run.repeats:
-            if self.plan is None and plan.inputs_away:
-                self._input_bytes += input_bytes
-            if run.is_settled:
-                run.drop(inputs_away=plan.inputs_away)
-            else:
-                self._undropped = run, kind, plan.inputs_away
+        if plan.kind != "recompute":
+            run.stay()
             return plan
-        if plan.kind == "recompute":
+        if not run.repeats:
             run.send()
-            plan = OFFLOAD
-        run.stay()
+            return OFFLOAD
+        if self.plan is None and plan.inputs_away:
+            self._input_bytes += input_bytes
+        run.inputs_away = plan.inputs_away
+        if run.is_settled:
+            run.drop()
+        else:
+            self._undropped = run
         return plan
 
     def _drop_last(self) -> None:
         """Release what the previous block has saved. Called when the next one begins: inputs may be overwritten in
         between, as by ``x.add_(block(x))``, and then it cannot run again."""
-        last, self._undropped = self._undropped, None
-        if last is None:
+        run, self._undropped = self._undropped, None
+        if run is None:
             return
-        run, kind, inputs_away = last
         if run.has_its_inputs():
-            run.drop(inputs_away=inputs_away)
+            run.drop()
         else:
-            self.planning.never_again(kind)
+            self.planning.never_again(run.kind)
             run.send()
-            run.stay()
 
     def _provisional(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
         """Decide before there is a plan. Recompute, with inputs on the device if there is room for those of all later
@@ -354,10 +356,9 @@ class Saving:
             else:
                 saving._stream.ahead_bytes = ahead
 
-        for leaf in leaves_of(result):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(reached)
-                return
+        output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)
+        if output is not None:
+            output.register_hook(reached)
 
     def _may_run_again(self, anatomy: Anatomy, kind: Any, block: nn.Module, given: tuple[Any, ...]) -> bool:
         """Whether a second run of the block would go unnoticed, as far as is known before it runs."""

@@ -49,10 +49,9 @@ from ...bridge.torch_private import (
 from ..offloading.held import Held, stale
 from ..offloading.offloaded import Note
 from ..offloading.stream import ActivationStream
-from ..plans.room import Surroundings
 from .blocks import mapped, tensors_in
 from .conditions import Conditions
-from .samples import results_differ, sample_of, saved_differ
+from .samples import RESULTS, SAVED, differ, sample_of
 
 
 class Saved:
@@ -91,13 +90,13 @@ class BlockRun:
     def __init__(
         self,
         block: nn.Module,
+        kind: Any,
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         conditions: Conditions | None,
         *,
         stream: ActivationStream,
-        around: Surroundings,
         sends: bool,
         settled: bool,
         compares: int,
@@ -108,7 +107,8 @@ class BlockRun:
         ``compares``: how many of the tensors that it saves last are compared with those of the second run.
         ``is_certain`` is given whether they differ, as a tensor; True: act on it now. ``unpack``: the hook of the
         pass."""
-        self._block, self._original, self._stream = block, original, stream
+        self._block, self.kind, self._original, self._stream = block, kind, original, stream
+        around = stream.around
         self._is_streamed, self._note_of, self._weights = around.is_streamed, around.note_of, around.weights
         self._sends, self.is_settled, self._compares, self._is_certain = sends, settled, compares, is_certain
         self._names = list(kwargs)
@@ -123,6 +123,7 @@ class BlockRun:
         self._again: dict[int, tuple[torch.Tensor, int | None]] = {}
         self._unpack = unpack
         self.repeats = settled  # whether a second run would give the same
+        self.inputs_away = False  # whether `drop` offloads its inputs
         self._refusal = ""  # why there can be no second run, if that is known
         self._has_ended = self._is_asked_early = False  # it has returned; autograd wanted a tensor before that
 
@@ -201,7 +202,7 @@ class BlockRun:
                 sizes[storage._cdata] = storage.nbytes()
         return sum(sizes.values())
 
-    def drop(self, *, inputs_away: bool) -> None:
+    def drop(self) -> None:
         """Release the saved tensors; backward will run the block again. Its inputs remain, or are offloaded."""
         if self._compares:
             self._take_samples()
@@ -222,7 +223,7 @@ class BlockRun:
             if type(leaf) is not torch.Tensor:
                 return leaf
             if id(leaf) not in kept:
-                kept[id(leaf)] = _Input(leaf, self._stream, inputs_away)
+                kept[id(leaf)] = _Input(leaf, self._stream, self.inputs_away)
             return kept[id(leaf)]
 
         self._given = mapped(self._given, keep)
@@ -242,7 +243,8 @@ class BlockRun:
         self._given, self._versions, self._conditions = (), [], None
 
     def send(self) -> None:
-        """Offload saved tensors that are on the device, as far as there is room."""
+        """The same, but offload saved tensors that are on the device, as far as there is room."""
+        self.stay()
         for saved in self._alive():
             if saved.tensor is not None and not saved.changed:
                 saved.away, saved.tensor = self._stream.pack(saved.tensor, made=True), None
@@ -281,7 +283,7 @@ class BlockRun:
             self._again.clear()
         if saved.sample is None:
             return made
-        if self._is_certain(saved_differ(saved.sample, sample_of(made))) and self._returns_others():
+        if self._is_certain(differ(saved.sample, sample_of(made), SAVED)) and self._returns_others():
             raise self._other(
                 f"tensor {saved.number} that it saves has other values than in forward. Its modules use something that "
                 "changes from call to call, where STORM does not find it"
@@ -304,9 +306,12 @@ class BlockRun:
         with self._conditions.again(), torch.no_grad():
             result = self._original(*args, **kwargs)
             samples = [sample_of(tensor) for tensor in _tensors_in(result)]
-        if len(samples) != len(self._results) or not any(sample is not None for sample in samples):
+        pairs = list(zip(self._results, samples, strict=False))
+        if len(samples) != len(self._results) or all(sample is None for sample in samples):
             return True
-        return any(map(results_differ, self._results, samples))
+        if any((first is None) != (second is None) for first, second in pairs):
+            return True
+        return any(bool(differ(first, second, RESULTS)) for first, second in pairs if first is not None)
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, without their graphs."""
