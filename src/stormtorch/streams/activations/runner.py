@@ -261,7 +261,7 @@ class Saving:
             self._loose.is_leaving, self._is_past_blocks = False, True
         held = plan.held_bytes(input_bytes=input_bytes, saved_bytes=self.known.saved_bytes(kind))
         self._held.append(held)
-        self._levels.hold(kind, plan.way, held)
+        self._levels.hold(kind, plan.kind, held)
         self._watch(position, result)
         return result
 
@@ -348,13 +348,13 @@ class Saving:
             saving = this()
             if saving is None:
                 return
-            if noting and saving.planning.passes == number:
+            if saving.planning.passes != number:
+                saving._stream.ahead_bytes = ahead
+                return
+            if noting:
                 saving._levels.reach(position, saving._stream.travelling_bytes(), ahead)
                 at_end_of_backward(saving._levels.end)
-            if saving.planning.passes == number:
-                saving._stream.look_ahead(ahead)
-            else:
-                saving._stream.ahead_bytes = ahead
+            saving._stream.look_ahead(ahead)
 
         output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)
         if output is not None:

@@ -24,8 +24,7 @@ error; the caller reads ``refused_bytes`` and may recompute instead.
 **Several user streams.** Torch hands freed memory out again on the stream that allocated it, in that stream's order. So
 compute may wait for a lane on the GPU, and free memory at once, only where one stream has all memory. As soon as a
 second stream has some, memory that a lane still uses is held until that lane is done with it.
-
-The file is long because both directions share one set of queues, and their bounds hold only together."""
+"""
 
 from __future__ import annotations
 
@@ -199,9 +198,9 @@ class ActivationStream:
         """Whether it is worth offloading, and can be copied as bytes."""
         if tensor.device != self._lanes.device or type(tensor) is not torch.Tensor or not has_plain_storage(tensor):
             return False
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
             return False
-        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._small_bytes:
+        if tensor.untyped_storage().nbytes() < self._small_bytes:
             return False
         return not self.is_weight(tensor) and span_of(tensor)[1] >= self._small_bytes
 
@@ -219,11 +218,8 @@ class ActivationStream:
             self._make_way()
             return
         staying, self._staying = self._staying, []
-        for reference, _ in staying:  # this pass differs from the last
-            other = reference()
-            if other is not None:
-                self._store(other)
-        self._store(offloaded)
+        for other in (*_alive(staying), offloaded):  # this pass differs from the last
+            self._store(other)
 
     def _store(self, offloaded: Offloaded) -> None:
         store = self._lanes.store
@@ -362,12 +358,9 @@ class ActivationStream:
 
     def _still_here_bytes(self, ride: Ride) -> int:
         """Bytes that backward has yet to ask for and that need not be fetched."""
-        total = 0
-        for reference, size in (*self._leaving, *self._staying):
-            offloaded = reference()
-            if offloaded is not None and offloaded.here is not None and offloaded.number not in ride.asked:
-                total += size
-        return max(0, total - self.stay_bytes)
+        waiting = _alive((*self._leaving, *self._staying))
+        sizes = [each.size for each in waiting if each.here is not None and each.number not in ride.asked]
+        return max(0, sum(sizes) - self.stay_bytes)
 
     # --- endings
 
@@ -401,3 +394,8 @@ class ActivationStream:
             self._ahead_bytes -= size
             self._orphans.popleft()
         self._bound_lingering()
+
+
+def _alive(entries: Iterable[tuple[weakref.ref[Offloaded], int]]) -> list[Offloaded]:
+    """Those of which autograd still keeps notes."""
+    return [offloaded for reference, _ in entries if (offloaded := reference()) is not None]

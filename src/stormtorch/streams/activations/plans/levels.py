@@ -22,18 +22,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 UNCOUNTED = sys.maxsize  # the room on a device that does not report allocations, such as the CPU
 
-Way = Literal["keep", "whole", "other"]
-"""How a block gets through backward: with all that it saved, recomputed, or otherwise."""
-_WAYS: tuple[Way, ...] = ("keep", "whole", "other")
+_WAYS = ("keep", "recompute", "offload")  # how a block gets through backward (plan.py)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rises:
-    """Rises of one kind of block, by the way it is run."""
+    """Rises of one kind of block: with all that it saved, and recomputed."""
 
     keep: int = 0
     whole: int = 0
@@ -41,7 +39,7 @@ class Rises:
 
 class _Block(NamedTuple):
     kind: Hashable
-    way: Way
+    way: str
     held: int
 
 
@@ -96,7 +94,7 @@ class Levels:
         self._now = _Pass()
         self._peak_before = 0
         self.bases: dict[int, int] = {}  # the highest: gradients may remain from one pass to the next
-        self.seen: dict[tuple[Hashable, Way], _Bounds] = {}  # rises
+        self.seen: dict[tuple[Hashable, str], _Bounds] = {}  # rises
         self._end: _Bounds | None = None  # of the rise from the end of forward to the first block of backward: the loss
         self._guessed_end: int | None = None  # scaled up, until it is measured with inputs of the present size
         self._risen: int | None = None  # the highest peak that a pass under the present plan has set
@@ -148,12 +146,12 @@ class Levels:
                 self._end = found.narrowed(self._end or found)
             else:
                 block = past.blocks[position]
-                own = block.held if block.way == "whole" else 0
+                own = block.held if block.way == "recompute" else 0
                 found = _Bounds(rise + visit.early + own, 0 if shown is None else shown + own)
                 key = block.kind, block.way
                 self.seen[key] = found.narrowed(self.seen.get(key, found))
 
-    def hold(self, kind: Hashable, way: Way, held: int) -> None:
+    def hold(self, kind: Hashable, way: str, held: int) -> None:
         """Note that the next block has run forward and holds ``held`` bytes on the device."""
         self._now.blocks.append(_Block(kind, way, held))
 

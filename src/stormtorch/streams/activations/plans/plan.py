@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ....core.sizes import format_bytes
-from .levels import Rises, Way
+from .levels import Rises
 
 _HIDDEN = 0.9  # of compute time that transfers may take
 
@@ -37,11 +37,6 @@ class BlockPlan:
 
     kind: str
     inputs_away: bool = False
-
-    @property
-    def way(self) -> Way:
-        """How a block gets through backward."""
-        return {"keep": "keep", "recompute": "whole"}.get(self.kind, "other")  # type: ignore[return-value]
 
     def sent_bytes(self, profile: BlockProfile) -> int:
         """Bytes that a block of that profile offloads in forward."""

@@ -33,11 +33,6 @@ _BACKENDS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 class Conditions:
     """The conditions at construction, before the block runs."""
 
-    __slots__ = (
-        "_autocast", "_backends", "_default", "_device", "_numpy", "_random", "_replay", "_trained", "contents",
-        "is_hooked",
-    )  # fmt: skip
-
     def __init__(
         self, anatomy: Anatomy, entries: Sequence[Any], trained: tuple[bool, ...], device: torch.device
     ) -> None:
