@@ -17,7 +17,6 @@ from ...core.sizes import format_bytes
 from .offloading.held import Held
 from .offloading.offloaded import Note, Undecided, span_of
 from .offloading.stream import ActivationStream
-from .plans.plan import ActivationPlan
 from .plans.room import Gauge
 
 
@@ -88,10 +87,6 @@ class Loose:
             if isinstance(undecided.now, Note):
                 sent.add(undecided.now.offloaded)
         self.away_bytes += sum(offloaded.size for offloaded in sent)
-
-    def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
-        """Keep all of it, unless memory ``is_short`` and it exceeds the bytes that ``plan`` spares."""
-        self.leaves = is_short and self.size > plan.spare_bytes
 
     def plan_alone(self, room_of: Callable[[int], int]) -> None:
         """Without blocks: keep as much as there is room for; ``room_of`` takes the bytes that were kept so far."""

@@ -1,17 +1,9 @@
 """Runs blocks so that their activations survive until backward: kept, offloaded, or recomputed.
 
 Blocks are wrapped as the user's own ``torch.utils.checkpoint`` around them would wrap them, and only while a pass of
-the model runs under our saved-tensor hooks. What happens to a block is decided after it has run (recompute.py).
-
-planning.py makes the plan that says what happens to each block. Before there is one, every block is recomputed; blocks
-are kept at once only where there is room for all of them twice over.
-
-A block is never run twice where user code would notice: where it changes its buffers, as batch norm does, or has
-forward hooks. Such a block is kept or offloaded.
-
-Tensors saved outside of blocks are *loose* (outside_blocks.py). Those saved after the last block remain on the
-device.
-"""
+the model runs under our saved-tensor hooks. planning.py says what happens to each block; whether it can happen is
+decided after the block has run (recompute.py). A block is never run twice where user code would notice: where it
+changes its buffers, as batch norm does, or has forward hooks. Such a block is kept or offloaded."""
 
 from __future__ import annotations
 
@@ -250,10 +242,7 @@ class Saving:
         if run.end(result, look_inside=is_measured) != may_drop:
             self.planning.never_again(kind)
         if reading is not None:
-            saved_bytes = run.saved_bytes()
-            self.known.learn(
-                kind, self.planning.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading
-            )
+            self.known.learn(kind, self.planning.passes, size, input_bytes, run.saved_bytes(), reading)
         plan = self._end_block(run, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
         if len(self._sequence) == self._count():
             self._drop_last()  # the loss needs the memory, and comes before the next block

@@ -28,12 +28,8 @@ class _Known:
         times_s = [time_s for reading in self.forward if (time_s := reading()) is not None]
         if not times_s:
             return None
-        return BlockProfile(
-            forward_s=min(times_s),
-            input_bytes=self.input_bytes,
-            saved_bytes=self.saved_bytes,
-            repeatable=repeatable,
-        )
+        sizes = {"input_bytes": self.input_bytes, "saved_bytes": self.saved_bytes}
+        return BlockProfile(forward_s=min(times_s), repeatable=repeatable, **sizes)
 
 
 class Profiles:
@@ -62,13 +58,11 @@ class Profiles:
         known = self._known.get(kind)
         return known is None or (len(known.passes) < ROUNDS and in_pass not in known.passes)
 
-    def learn(
-        self, kind: Any, in_pass: int, size: int, *, input_bytes: int, saved_bytes: int, forward: Reading
-    ) -> None:
+    def learn(self, kind: Any, in_pass: int, size: int, input_bytes: int, saved_bytes: int, forward: Reading) -> None:
         """Note a measured call with inputs of ``size``. Calls of a kind may differ: the largest counts."""
         known = self._known.setdefault(kind, _Known())
-        known.size, known.input_bytes = max(known.size, size), max(known.input_bytes, input_bytes)
-        known.saved_bytes = max(known.saved_bytes, saved_bytes)
+        known.size = max(known.size, size)
+        known.input_bytes, known.saved_bytes = max(known.input_bytes, input_bytes), max(known.saved_bytes, saved_bytes)
         known.passes.add(in_pass)
         known.forward.append(forward)
 
@@ -92,9 +86,7 @@ class Profiles:
         found: dict[Any, BlockProfile] = {}
         for kind in set(kinds):
             known = self._known.get(kind)
-            if known is None or len(known.passes) < ROUNDS:
-                return None
-            if (profile := known.profile(self.is_repeatable(kind))) is None:
+            if known is None or len(known.passes) < ROUNDS or not (profile := known.profile(self.is_repeatable(kind))):
                 return None
             found[kind] = profile
         return [found[kind] for kind in kinds] or None

@@ -69,8 +69,8 @@ class Gauge:
     def __init__(self, around: Surroundings, fixed_room: int | None) -> None:
         """``fixed_room``: free device bytes to assume, for tests."""
         self.around, self._fixed_room = around, fixed_room
-        allocated, peak = around.meter.allocated if around.meter is not None else lambda: 0, around.peak
-        self.levels = Levels(allocated, peak.seen_bytes, lambda: peak.grown_bytes)
+        allocated = around.meter.allocated if around.meter is not None else lambda: 0
+        self.levels = Levels(allocated, around.peak.seen_bytes, lambda: around.peak.grown_bytes)
         self._usable = usable_bytes(around)
 
     def room(self) -> int:
@@ -81,11 +81,9 @@ class Gauge:
 
     def is_filling(self) -> bool:
         """Whether so much VRAM is taken that a loss which was not seen yet may find too little."""
-        if self._fixed_room is not None:
-            return self._fixed_room <= 0
         around = self.around
-        if around.meter is None:
-            return False
+        if self._fixed_room is not None or around.meter is None:
+            return self._fixed_room is not None and self._fixed_room <= 0
         return around.meter.allocated() - around.foreign_bytes > around.limit_bytes // _FILLING
 
     def is_nearly_full(self) -> bool:

@@ -40,7 +40,7 @@ class Anatomy:
         self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.modules)
         # TorchScript keeps parameters elsewhere, and is not run again.
         self.layout = Layout([] if self._scripted else self.modules)
-        self._own = set(map(id, self.layout.weights(self.layout.entries())))
+        self._own = set(map(id, self.layout.registered("_parameters", self.layout.entries())))
         # Whether it has its own parameters, not those of ``functional_call``, which are gone in backward.
         self.has_its_own = True
 
@@ -57,12 +57,14 @@ class Anatomy:
             return None
         self.layout = Layout(self.layout.modules, self.layout)
         entries = self.layout.entries()
-        self.has_its_own = self._own <= set(map(id, self.layout.weights(entries)))
+        self.has_its_own = self._own <= set(map(id, self.layout.registered("_parameters", entries)))
         return entries
 
     def manner(self, entries: Sequence[Any]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """The modes that may change between calls: which modules are training, which parameters are trained."""
-        return tuple([module.training for module in self.modules]), are_trained(self.layout.weights(entries))
+        return tuple([module.training for module in self.modules]), are_trained(
+            self.layout.registered("_parameters", entries)
+        )
 
     def is_listened_to(self) -> bool:
         """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, which does not
@@ -99,8 +101,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change`` of its items, see ``leaves_of``."""
+def replaced(value: Any, kind: type, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
+    """``value`` with ``change`` of its items of that type, see ``leaves_of``; of one that is there twice only once."""
+    made = {} if made is None else made
     if type(value) is tuple:
-        return tuple([mapped(item, change) for item in value])
-    return change(value)
+        return tuple([replaced(item, kind, change, made) for item in value])
+    if type(value) is not kind:
+        return value
+    if id(value) not in made:
+        made[id(value)] = change(value)
+    return made[id(value)]

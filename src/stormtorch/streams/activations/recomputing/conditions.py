@@ -47,12 +47,10 @@ class Conditions:
         ]
 
     def has_drawn(self) -> bool:
-        """Whether numbers of numpy's were drawn since."""
-        return self._numpy != numpy_state()
-
-    def replay_numpy(self) -> None:
-        """Let the second run draw from numpy's first state. It must end in the present state, or draw nothing."""
-        self._replay = numpy_state()
+        """Whether numbers of numpy's were drawn since. If so, a second run draws them again: it must end in the same
+        state, or draw nothing."""
+        self._replay = state if (state := numpy_state()) != self._numpy else None
+        return self._replay is not None
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -96,13 +96,13 @@ class Contents:
         self._objects: dict[int, tuple[Any, Any]] = {}
         self._tensors: list[tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = []  # version, copy
         remaining = layout.remaining()
-        for value in (*layout.buffers(entries), *remaining):
+        for value in (*layout.registered("_buffers", entries), *remaining):
             self._see(value)
         self._remaining = list(map(_without_graph, remaining))
 
     def weights(self) -> list[Any]:
         """The block's parameters."""
-        return self._layout.weights(self._entries)
+        return self._layout.registered("_parameters", self._entries)
 
     def _see(self, value: Any, depth: int = 0) -> None:
         """Note what a value contains."""
@@ -149,19 +149,23 @@ class Contents:
         with without_torch_function():
             if any(weight._version != at for weight, at in self._versions):
                 return True
-        return any(
-            copy is None and (tensor := reference()) is not None and tensor._version != at
-            for reference, at, copy in self._tensors
-        )
+        return any(copy is None for _, copy in self._written())
 
     def tensors_changed(self) -> bool:
         """Whether a tensor that is neither parameter nor argument was changed in place."""
-        return any((tensor := reference()) is not None and tensor._version != at for reference, at, _ in self._tensors)
+        return bool(self._written())
+
+    def _written(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """These tensors, and copies of what they were."""
+        alive = ((reference(), at, copy) for reference, at, copy in self._tensors)
+        return [(tensor, copy) for tensor, at, copy in alive if tensor is not None and tensor._version != at]
 
     def restore(self) -> Callable[[], None]:
         """Set what was there. Returns a call that sets what is there now, whatever the second run has set meanwhile:
         it is cut short, before it would have undone that itself."""
-        copies = self._copies()
+        # The former values of tensors that were changed in place, by their id. The second run may write to them, and
+        # there may be a third.
+        copies = {id(tensor): copy.clone() for tensor, copy in self._written() if copy is not None}
         found = [*self._containers, *self._objects.values()]
         is_there = not copies and self._is_there()
         if not is_there:
@@ -175,14 +179,6 @@ class Contents:
                 _put(self._of_modules(), {})
 
         return set_back
-
-    def _copies(self) -> dict[int, torch.Tensor]:
-        """The former values of tensors that were changed in place, by their id."""
-        found: dict[int, torch.Tensor] = {}
-        for reference, at, copy in self._tensors:
-            if copy is not None and (tensor := reference()) is not None and tensor._version != at:
-                found[id(tensor)] = copy.clone()  # the second run may write to it, and there may be a third
-        return found
 
     def _is_there(self) -> bool:
         """Whether modules and tables have the objects that they had."""

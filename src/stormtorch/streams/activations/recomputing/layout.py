@@ -12,7 +12,7 @@ import operator
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,11 +76,13 @@ class Layout:
         self._sizes, self._filled = list(map(len, self.tables)), [table for table in self.tables if table]
         self._views = list(map(_values_of, self._filled))  # of their values at any time
         self._names = list(_chained(self._filled))
-        kinds = _chained(map(itertools.repeat, itertools.cycle(TABLES), self._sizes))
-        entries = list(enumerate(zip(kinds, self.entries(), strict=True)))
-        self._weights = [at for at, (kind, value) in entries if kind == "_parameters" and value is not None]
-        self._buffers = [at for at, (kind, _) in entries if kind == "_buffers"]
-        self._references = [_nothing if value is None else weakref.ref(value) for _, (_, value) in entries]
+        self._places: dict[str, list[int]] = {name: [] for name in TABLES}  # of entries that are not None
+        self._references: list[Callable[[], Any]] = []
+        for name, table in zip(itertools.cycle(TABLES), self.tables, strict=False):
+            for value in table.values():
+                if value is not None:
+                    self._places[name].append(len(self._references))
+                self._references.append(_nothing if value is None else weakref.ref(value))
 
     def _is_fixed(self, number: int, name: str, value: Any) -> bool:
         """Whether a value cannot change inside, and the attribute has not changed so far."""
@@ -94,13 +96,9 @@ class Layout:
         """What the tables contain now."""
         return list(_chained(self._views))
 
-    def weights(self, entries: Sequence[Any]) -> list[Any]:
-        """The parameters among ``entries``."""
-        return [entries[at] for at in self._weights]
-
-    def buffers(self, entries: Sequence[Any]) -> list[Any]:
-        """The buffers among ``entries``."""
-        return [entries[at] for at in self._buffers]
+    def registered(self, table: str, entries: Sequence[Any]) -> list[Any]:
+        """The parameters or buffers among ``entries``, by the name of the tables that contain them."""
+        return [entries[at] for at in self._places[table]]
 
     def remaining(self) -> list[Any]:
         """The values that the attributes have now that may change from call to call, or inside."""

@@ -1,7 +1,9 @@
 """One call of a block in a forward, and how backward gets the tensors that autograd saved in it.
 
-Torch's own checkpointing decides before a block runs that it will run again. Here the decision comes afterwards, when
-it is known what the block has saved and whether a second run would go unnoticed. Each saved tensor (`Saved`) is one of:
+``torch.utils.checkpoint`` decides before a block runs that it will run again: blocks would have to be measured in a
+pass of their own, kept on the device or in RAM for that, and a block that begins to change its buffers would be an
+error. Here the decision comes afterwards, when it is known what the block has saved and whether a second run would go
+unnoticed. Each saved tensor (`Saved`) is one of:
 
     tensor is not None    on the device
     away is not None      in RAM, or on its way, or on the device because it is small
@@ -22,10 +24,7 @@ repeats, and the plan recomputes it, its tensors are dropped while it runs. A se
 attributes, buffers or items of containers: the second run finds those of the first, as it does after changes by user
 code. If it begins to write to a tensor in place or to compute gradients, backward raises an error. If it begins to draw
 random numbers from numpy, the second run draws them again, and backward raises an error where it cannot repeat them.
-Writes to its result by user code are no error: gradients are those of the forward.
-
-The road not taken: ``torch.utils.checkpoint``. It drops before it knows, so that blocks had to be measured in a pass of
-their own, kept on the device or in RAM for that; and a block that began to change its buffers later was an error."""
+Writes to its result by user code are no error: gradients are those of the forward."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ from ...bridge.torch_private import (
 from ..offloading.held import Held, stale
 from ..offloading.offloaded import Note
 from ..offloading.stream import ActivationStream
-from .blocks import mapped, tensors_in
+from .blocks import replaced, tensors_in
 from .conditions import Conditions
 from .samples import RESULTS, SAVED, differ, sample_of
 
@@ -172,11 +171,7 @@ class BlockRun:
         assert self._conditions is not None
         if self._conditions.contents.tensors_changed() or self._inputs_changed():
             self._refusal = "it wrote to one of its tensors or arguments in place, for the first time"
-        elif self._conditions.has_drawn():
-            self._conditions.replay_numpy()
-        else:
-            return True
-        return False
+        return not (self._refusal or self._conditions.has_drawn())
 
     def has_its_inputs(self) -> bool:
         """Whether the block's arguments, buffers and other tensors are unchanged since the call."""
@@ -217,16 +212,8 @@ class BlockRun:
                 if any(first <= saved.address < end for first, end in self._outputs):
                     saved.probe = VersionProbe(tensor)
             saved.tensor = saved.away = None
-        kept: dict[int, Any] = {}  # an argument that is given twice is kept once
-
-        def keep(leaf: Any) -> Any:
-            if type(leaf) is not torch.Tensor:
-                return leaf
-            if id(leaf) not in kept:
-                kept[id(leaf)] = _Input(leaf, self._stream, self.inputs_away)
-            return kept[id(leaf)]
-
-        self._given = mapped(self._given, keep)
+        away, stream = self.inputs_away, self._stream
+        self._given = replaced(self._given, torch.Tensor, lambda tensor: _Input(tensor, stream, away))
 
     def _take_samples(self) -> None:
         left = self._compares
@@ -306,25 +293,16 @@ class BlockRun:
         with self._conditions.again(), torch.no_grad():
             result = self._original(*args, **kwargs)
             samples = [sample_of(tensor) for tensor in _tensors_in(result)]
-        pairs = list(zip(self._results, samples, strict=False))
         if len(samples) != len(self._results) or all(sample is None for sample in samples):
             return True
-        if any((first is None) != (second is None) for first, second in pairs):
-            return True
-        return any(bool(differ(first, second, RESULTS)) for first, second in pairs if first is not None)
+        pairs = zip(self._results, samples, strict=True)
+        return any(
+            bool(differ(first, second, RESULTS)) if first is not None else second is not None for first, second in pairs
+        )
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, without their graphs."""
-        made: dict[int, torch.Tensor] = {}
-
-        def get(leaf: Any) -> Any:
-            if type(leaf) is not _Input:
-                return leaf
-            if id(leaf) not in made:
-                made[id(leaf)] = leaf.get()
-            return made[id(leaf)]
-
-        args, values = mapped(self._given, get)
+        args, values = replaced(self._given, _Input, _Input.get)
         return args, dict(zip(self._names, values, strict=True))
 
     def _run_again(self) -> None:
