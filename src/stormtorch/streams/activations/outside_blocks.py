@@ -14,8 +14,7 @@ from collections.abc import Callable
 import torch
 
 from ...core.sizes import format_bytes
-from .offloading.held import Held
-from .offloading.offloaded import Note, Undecided, span_of
+from .offloading.offloaded import Held, Note, Undecided, span_of
 from .offloading.stream import ActivationStream
 from .plans.room import Gauge
 

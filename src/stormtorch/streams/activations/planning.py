@@ -71,8 +71,7 @@ class Planning:
         )
 
     def _blocks(self) -> tuple[Block, ...]:
-        profiles = self.known.of(self._planned) if self.plan is not None else None
-        if self.plan is None or profiles is None:
+        if self.plan is None or (profiles := self.known.of(self._planned)) is None:
             return ()
         return tuple(
             Block(

@@ -33,7 +33,7 @@ from ..bridge.torch_private import (
 )
 from ..settings import Trial
 from ..units.partition import blocks_of
-from .offloading.held import Held
+from .offloading.offloaded import Held
 from .offloading.stream import ActivationStream
 from .outside_blocks import Loose
 from .planning import REPLAN_AT, Planning

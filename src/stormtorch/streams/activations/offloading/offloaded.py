@@ -1,5 +1,5 @@
-"""Tensors that are offloaded: where each is, which views autograd has saved of it, and the order in which backward asks
-for them."""
+"""Saved tensors. `Held` are those that remain on the device. Of offloaded ones: where each is, which views autograd has
+saved of it, and the order in which backward asks for them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,43 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
+from ....core.errors import StaleGraph
 from ....core.sizes import round_down
 from ....memory.lanes.lane import Event
 from ....memory.pools.pool import GRAIN, Piece
 from ...bridge.torch_private import VersionProbe
-from .held import Held
+
+
+class Held:
+    """``tensor`` without its graph, and its version.
+
+    A saved-tensor hook must not return the tensor that it was given: if that is the output of its own node, node and
+    tensor would keep each other alive, and a dropped graph would never be freed. Also, with hooks, torch leaves the
+    check for in-place changes to them."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = None if tensor.is_inference() else tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was written to after it was saved."""
+        return self.version is not None and self.tensor._version != self.version
+
+    def get(self) -> torch.Tensor:
+        if self.changed:
+            raise stale(self.tensor.shape, self.tensor.dtype)
+        return self.tensor
+
+
+def stale(shape: torch.Size, dtype: torch.dtype) -> StaleGraph:
+    """autograd's own error, with its words for code that matches them."""
+    return StaleGraph(
+        "Cannot run backward: one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation (shape {tuple(shape)}, {dtype})."
+    )
 
 
 class Offloaded:

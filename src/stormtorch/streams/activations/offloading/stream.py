@@ -52,8 +52,7 @@ from ...bridge.torch_private import (
 )
 from ...settings import Trial
 from ..plans.room import WAY, Surroundings
-from .held import Held, stale
-from .offloaded import Note, Offloaded, Ride, Undecided, span_of
+from .offloaded import Held, Note, Offloaded, Ride, Undecided, span_of, stale
 
 _SMALL_BYTES = 64 * KiB  # smaller tensors cost more to move than to keep
 
@@ -368,10 +367,9 @@ class ActivationStream:
     def close(self) -> None:
         """Stop offloading and fetching. The lanes must be empty."""
         self._closed = True
-        self._orphans.clear()
-        self._lingering.clear()
-        self._leaving.clear()
-        self._unsent.clear()
+        queues: tuple[deque[Any], ...] = self._orphans, self._lingering, self._leaving, self._unsent
+        for queue in queues:
+            queue.clear()
         self._slabs.close()
 
     def bury(self, offloaded: Offloaded) -> None:

@@ -101,16 +101,17 @@ class Levels:
 
     def forget(self, growth: float) -> None:
         """Inputs have grown by the factor ``growth``: drop the rises. The running pass goes on."""
-        if self._end is not None:
-            self._guessed_end = self._end.rise
-        if self._guessed_end is not None:
-            self._guessed_end = round(self._guessed_end * growth)
+        if (end := self._rise_of_end()) is not None:
+            self._guessed_end = round(end * growth)
         self.bases, self.seen, self._end = {}, {}, None
 
     @property
     def knows_the_end(self) -> bool:
         """Whether ``rise_at_the_end`` includes the loss, at least as a guess."""
-        return self._end is not None or self._guessed_end is not None
+        return self._rise_of_end() is not None
+
+    def _rise_of_end(self) -> int | None:
+        return self._guessed_end if self._end is None else self._end.rise
 
     def begin_plan(self) -> None:
         """Another plan is used from here on."""
@@ -208,5 +209,6 @@ class Levels:
 
     def rise_at_the_end(self, kind: Hashable) -> int:
         """The largest rise from the end of forward until backward has left the last block, of this kind."""
-        at_once = (self._guessed_end or 0) if self._end is None else self._end.rise
-        return max(at_once, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0)
+        return max(
+            self._rise_of_end() or 0, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0
+        )

@@ -52,6 +52,7 @@ class BlockPlan:
 
 
 KEEP, OFFLOAD, RECOMPUTE = (BlockPlan(kind=kind) for kind in ("keep", "offload", "recompute"))
+_DONE = {"keep": "kept", "offload": "offloaded", "recompute": "recomputed"}
 RECOMPUTE_FROM_RAM = BlockPlan(kind="recompute", inputs_away=True)
 
 
@@ -146,10 +147,10 @@ class _Draft:
 
     def made(self, reason: str = "") -> ActivationPlan:
         """The plan. To ``reason`` comes the number of blocks that are not recomputed, where there are any."""
-        counts = {name: sum(plan.kind == kind for plan in self.blocks) for name, kind in _NAMES}
-        if not reason or counts["recomputed"] < len(self.blocks):
-            listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-            more = f"; {reason}" if reason and counts["recomputed"] else ""
+        counts = {kind: sum(plan.kind == kind for plan in self.blocks) for kind in _DONE}
+        if not reason or counts["recompute"] < len(self.blocks):
+            listed = ", ".join(f"{count} {_DONE[kind]}" for kind, count in counts.items() if count)
+            more = f"; {reason}" if reason and counts["recompute"] else ""
             reason = f"{listed} of {len(self.blocks)} blocks{more}"
         spare_bytes = max(0, min(self._left, default=0))
         return ActivationPlan(blocks=self.blocks, reason=reason, way_bytes=self._ways(), spare_bytes=spare_bytes)
@@ -162,9 +163,6 @@ class _Draft:
         asked = [profile.input_bytes if plan.inputs_away else 0 for profile, plan in blocks]
         each = zip(rooms[1:-1], rooms, asked, strict=False)
         return [rooms[0], *(min(room, max(then, first)) for room, then, first in each), rooms[-1]]
-
-
-_NAMES = (("kept", "keep"), ("offloaded", "offload"), ("recomputed", "recompute"))
 
 
 class _Link:

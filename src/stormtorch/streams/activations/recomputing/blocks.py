@@ -36,28 +36,27 @@ class Anatomy:
         """``numbers``: of shapes. A number is hashed and compared faster than a shape."""
         self.shape = numbers.setdefault(_shape_of(block), len(numbers))
         self.modules = list(block.modules())
-        self._children = self._children_now()
         self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.modules)
         # TorchScript keeps parameters elsewhere, and is not run again.
         self.layout = Layout([] if self._scripted else self.modules)
-        self._own = set(map(id, self.layout.registered("_parameters", self.layout.entries())))
+        entries = self.layout.entries()
+        self._children = self.layout.registered("_modules", entries)
+        self._own = set(map(id, self.layout.registered("_parameters", entries)))
         # Whether it has its own parameters, not those of ``functional_call``, which are gone in backward.
         self.has_its_own = True
-
-    def _children_now(self) -> list[nn.Module | None]:
-        return [child for module in self.modules for child in module._modules.values()]
 
     def look(self) -> list[Any] | None:
         """What the tables of ``layout`` contain, which is brought up to date; None if the block has other modules than
         it had."""
-        if not self._scripted and self.layout.is_there():
+        if self.layout.is_there():
             return self.layout.entries()
-        now = self._children_now()
-        if len(now) != len(self._children) or not all(map(operator.is_, now, self._children)):
+        layout = Layout(self.layout.modules, self.layout)
+        entries = layout.entries()
+        children = layout.registered("_modules", entries)
+        if len(children) != len(self._children) or not all(map(operator.is_, children, self._children)):
             return None
-        self.layout = Layout(self.layout.modules, self.layout)
-        entries = self.layout.entries()
-        self.has_its_own = self._own <= set(map(id, self.layout.registered("_parameters", entries)))
+        self.layout = layout
+        self.has_its_own = self._own <= set(map(id, layout.registered("_parameters", entries)))
         return entries
 
     def manner(self, entries: Sequence[Any]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

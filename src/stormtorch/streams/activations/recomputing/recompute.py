@@ -45,8 +45,7 @@ from ...bridge.torch_private import (
     never_traced,
     sequence_number,
 )
-from ..offloading.held import Held, stale
-from ..offloading.offloaded import Note
+from ..offloading.offloaded import Held, Note, stale
 from ..offloading.stream import ActivationStream
 from .blocks import replaced, tensors_in
 from .conditions import Conditions
@@ -66,7 +65,7 @@ class Saved:
         # A nested tensor may have no shape: the number of its tensors.
         self.shape = torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
         self.dtype = tensor.dtype
-        self.tensor: torch.Tensor | None = None  # without its graph (held.py)
+        self.tensor: torch.Tensor | None = None  # without its graph (`Held`)
         self.version: int | None = None
         self.away: Held | Note | None = None
         self.probe: VersionProbe | None = None  # of a dropped tensor that user code may still write to
