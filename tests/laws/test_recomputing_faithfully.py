@@ -1353,6 +1353,16 @@ def test_a_condition_with_a_graph_that_is_removed_before_backward() -> None:
     same([weights[0].grad], [weights[1].grad], "of the condition")
 
 
+def test_a_parameter_that_is_removed_later() -> None:
+    def remove(side: nn.Module, step: int) -> None:
+        for module in side.modules():
+            if isinstance(module, Part) and step == 2:
+                module.wide.bias = None
+        gc.collect()
+
+    assert len(list(train_alike(Part, before=remove))) == STEPS
+
+
 def test_a_child_that_is_added_later() -> None:
     def add(side: nn.Module, step: int) -> None:
         for module in list(side.modules()):

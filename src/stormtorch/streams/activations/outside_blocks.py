@@ -1,10 +1,9 @@
 """Tensors saved outside of blocks ("loose"), or by a checkpoint of the user's around blocks.
 
-STORM cannot recompute these, so they remain on the device as far as there is room, and those saved first are offloaded.
-Their size, and the memory that the loss takes on top, is not known beforehand. So in the passes that measure, they
-remain until the device begins to fill. In later passes, where they exceed all earlier ones, they remain until the
-device is nearly full: it must not run out of memory in the pass that would tell. Then all of them are offloaded,
-including those that have remained so far."""
+STORM cannot recompute these, so they remain on the device as far as there is room. Their size, and the memory that the
+loss takes on top, is not known beforehand. So in the passes that measure, they remain until the device begins to fill;
+in later passes, where they exceed all earlier ones, until it is nearly full. Then all of them are offloaded, including
+those that have remained so far."""
 
 from __future__ import annotations
 

@@ -62,25 +62,22 @@ class Planning:
             reason = "not measured yet"
         else:
             reason, origin = self._loose.reason or "kept: no blocks were found to arrange", Origin.MEASURED
-        return Activations(
-            mode=self._mode,
-            blocks=self._blocks(),
-            outside="offload" if self._mode == "offload" or self._loose.leaves else "keep",
-            reason=reason,
-            origin=origin if self._mode == "auto" else Origin.FORCED,
-        )
-
-    def _blocks(self) -> tuple[Block, ...]:
-        if self.plan is None or (profiles := self.known.of(self._planned)) is None:
-            return ()
-        return tuple(
+        plans, profiles = (self.plan.blocks, self.known.of(self._planned)) if self.plan is not None else ([], None)
+        blocks = [
             Block(
                 kind=plan.kind,
                 inputs_away=plan.inputs_away,
                 device_bytes=plan.held_bytes(input_bytes=profile.input_bytes, saved_bytes=profile.saved_bytes),
                 host_bytes=plan.sent_bytes(profile),
             )
-            for plan, profile in zip(self.plan.blocks, profiles, strict=True)
+            for plan, profile in zip(plans, profiles or (), strict=False)
+        ]
+        return Activations(
+            mode=self._mode,
+            blocks=tuple(blocks),
+            outside="offload" if self._mode == "offload" or self._loose.leaves else "keep",
+            reason=reason,
+            origin=origin if self._mode == "auto" else Origin.FORCED,
         )
 
     def notes_levels(self) -> bool:

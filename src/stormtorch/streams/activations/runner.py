@@ -112,9 +112,8 @@ class Saving:
         self._is_noting = self.planning.notes_levels()
         self._loose.begin_pass()
         self._held, self._sequence, self._input_bytes = [], [], 0
-        self._keeps_all = self.mode == "auto"
+        self._keeps_all, self._is_past_blocks = self.mode == "auto", False
         self._fits.clear()
-        self._is_past_blocks = False
         self._turn = self._chance.randrange(len(self._anatomies) or 1)
         self._doubts.look_back()
         self._hooks = pack, unpack
@@ -159,8 +158,7 @@ class Saving:
 
     @never_traced
     def unpack(self, saved: Any) -> torch.Tensor:
-        if self._is_noting:
-            self.note_end()
+        self.note_end()
         return saved.run.get(saved) if isinstance(saved, Saved) else self._stream.unpack(saved)
 
     def note_end(self) -> None:

@@ -58,10 +58,10 @@ class Offloaded:
         self.ride, self.number, self._bury = ride, len(ride.sizes), bury
         self.first, self.size = first, here.nbytes
         self.place = place  # the stream that made it; later, the one that fetched it
-        self.here: torch.Tensor | None = here  # bytes
-        self.slab: Piece | None = None
+        self.here: torch.Tensor | None = here  # bytes on the device, from the beginning; None once they are in RAM only
+        self.slab: Piece | None = None  # in RAM
         self.stored: Event | None = None
-        self.back: torch.Tensor | None = None
+        self.back: torch.Tensor | None = None  # bytes on the device again, or on their way
         self.loaded: Event | None = None
         self.arrivals = 0  # how often it came back
         self.asked_for = False  # since the last arrival

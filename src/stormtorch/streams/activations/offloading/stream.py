@@ -1,11 +1,7 @@
 """Offloads activations to RAM while compute goes on, and prefetches them just before backward needs them.
 
 Tensors that autograd saves are handled by storage: views of one storage are one offloaded tensor (`Offloaded`), which
-is copied once and comes back with every view's exact strides. Its states:
-
-    here      on the device; a copy to RAM may be on its way
-    away      in RAM only
-    back      on the device again, or on its way
+is copied once and comes back with every view's exact strides.
 
 **Offloading.** The store lane copies a tensor as soon as the operation that saved it has been launched. The device's
 copy is held in a queue until the queue exceeds ``window_bytes``; then compute waits for the oldest store, on the GPU,
@@ -23,8 +19,7 @@ error; the caller reads ``refused_bytes`` and may recompute instead.
 
 **Several user streams.** Torch hands freed memory out again on the stream that allocated it, in that stream's order. So
 compute may wait for a lane on the GPU, and free memory at once, only where one stream has all memory. As soon as a
-second stream has some, memory that a lane still uses is held until that lane is done with it.
-"""
+second stream has some, memory that a lane still uses is held until that lane is done with it."""
 
 from __future__ import annotations
 

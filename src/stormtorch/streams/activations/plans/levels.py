@@ -101,16 +101,16 @@ class Levels:
 
     def forget(self, growth: float) -> None:
         """Inputs have grown by the factor ``growth``: drop the rises. The running pass goes on."""
-        if (end := self._rise_of_end()) is not None:
+        if (end := self._end_rise()) is not None:
             self._guessed_end = round(end * growth)
         self.bases, self.seen, self._end = {}, {}, None
 
     @property
     def knows_the_end(self) -> bool:
         """Whether ``rise_at_the_end`` includes the loss, at least as a guess."""
-        return self._rise_of_end() is not None
+        return self._end_rise() is not None
 
-    def _rise_of_end(self) -> int | None:
+    def _end_rise(self) -> int | None:
         return self._guessed_end if self._end is None else self._end.rise
 
     def begin_plan(self) -> None:
@@ -209,6 +209,4 @@ class Levels:
 
     def rise_at_the_end(self, kind: Hashable) -> int:
         """The largest rise from the end of forward until backward has left the last block, of this kind."""
-        return max(
-            self._rise_of_end() or 0, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0
-        )
+        return max(self._end_rise() or 0, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0)

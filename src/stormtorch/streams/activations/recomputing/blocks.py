@@ -21,11 +21,7 @@ def _shape_of(block: nn.Module) -> Any:
     with without_torch_function():
         tensors = (*block.named_parameters(), *block.named_buffers())
         modules = tuple((name, type(module)) for name, module in block.named_modules())
-        return modules, tuple((name, _shape(tensor), tensor.dtype) for name, tensor in tensors)
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return () if is_lazy(tensor) else tuple(tensor.shape)
+        return modules, tuple((name, is_lazy(tensor) or tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
 
 
 class Anatomy:

@@ -1,10 +1,8 @@
 """The conditions of a forward, for running it a second time in backward.
 
 A second run comes later, on another thread, and must compute the same as the first one. So everything besides its
-arguments that a forward may depend on is noted before it and set again for the second run: random numbers of torch and
-Python, autocast, the default dtype and device, backend switches, and the attributes and modes of the block's modules.
-STORM does not recompute a block that draws numpy's random numbers, except where a settled block (recompute.py) begins
-to draw them."""
+arguments that a forward may depend on is noted before it and set again for the second run. STORM does not recompute a
+block that draws numpy's random numbers, except where a settled block (recompute.py) begins to draw them."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ class Conditions:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
             # STORM stops this run early, so the block may not reach the code that would restore what it sets.
             stack.callback(self.contents.restore())
-            weights = self.contents.weights()
+            weights = self.contents.weights
             stack.callback(_set_trained, weights, are_trained(weights))
             _set_trained(weights, self._trained)
             stack.callback(_set_backends, [ask() for ask, _ in _BACKENDS])
@@ -82,8 +80,6 @@ class Conditions:
 
 def _set_trained(weights: Sequence[Any], values: tuple[bool, ...]) -> None:
     """Set which parameters require a gradient."""
-    if are_trained(weights) == values:
-        return
     with without_torch_function():
         for weight, value in zip(weights, values, strict=True):
             if weight.requires_grad != value:

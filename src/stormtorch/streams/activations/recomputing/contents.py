@@ -1,9 +1,9 @@
 """What a forward finds in a block, to be set again for its second run: attributes, parameters, buffers and children of
 its modules (layout.py), and what those objects contain.
 
-The contents of lists, dicts, arrays and random generators, and a module's parameters, buffers and children, are noted
-before the block runs. A block that changes these may not run again. If other code changes them before backward, they
-are restored for the second run, and what that run changes is undone.
+A block that changes the contents of lists, dicts, arrays or random generators, or which parameters, buffers and
+children a module has, may not run again. If other code changes them before backward, they are restored for the second
+run, and what that run changes is undone.
 
 Tensors are too large to copy. One that is written to before backward is an error, as it is in plain PyTorch where
 autograd has saved it. Small ones, such as counters and scales, are copied, and the second run computes with the copy.
@@ -84,13 +84,14 @@ def _is_kept(value: Any, kept: Any) -> bool:
 class Contents:
     """Of all objects of a block, at one moment. Keeps no graph alive."""
 
-    __slots__ = ("_containers", "_entries", "_layout", "_objects", "_remaining", "_tensors", "_versions")
+    __slots__ = ("_containers", "_entries", "_layout", "_objects", "_remaining", "_tensors", "_versions", "weights")
 
     def __init__(self, layout: Layout, entries: Sequence[Any]) -> None:
         """``entries``: what the tables of ``layout`` contain now."""
         self._layout, self._entries = layout, entries
+        self.weights = layout.registered("_parameters", entries)
         with without_torch_function():
-            self._versions = [(weight, weight._version) for weight in self.weights() if not weight.is_inference()]
+            self._versions = [(weight, weight._version) for weight in self.weights if not weight.is_inference()]
         self._containers: list[tuple[Any, Any]] = []
         # Attributes of objects, by the object's id: a config belongs to many modules.
         self._objects: dict[int, tuple[Any, Any]] = {}
@@ -100,10 +101,6 @@ class Contents:
             self._see(value)
         self._remaining = list(map(_without_graph, remaining))
 
-    def weights(self) -> list[Any]:
-        """The block's parameters."""
-        return self._layout.registered("_parameters", self._entries)
-
     def _see(self, value: Any, depth: int = 0) -> None:
         """Note what a value contains."""
         match sort_of(type(value)):
@@ -111,18 +108,18 @@ class Contents:
                 self._see_object(value)
             case "tensor" if not value.is_inference():
                 self._tensors.append((weakref.ref(value), value._version, _copy_of(value)))
+            case "generator":
+                self._containers.append((value, _content(value)))
+            case "array" if value.nbytes <= _COPIED_BYTES and value.dtype != object:
+                self._containers.append((value, _content(value)))
+            case "tuple" if depth < _DEPTH:
+                for item in value[:_ITEMS]:
+                    self._see(item, depth + 1)
             case "container":
                 self._containers.append((value, _content(value)))
                 if len(value) <= _ITEMS and depth < _DEPTH:
                     for item in list(value.values() if isinstance(value, dict) else value):
                         self._see(item, depth + 1)
-            case "tuple" if depth < _DEPTH:
-                for item in value[:_ITEMS]:
-                    self._see(item, depth + 1)
-            case "generator":
-                self._containers.append((value, _content(value)))
-            case "array" if value.nbytes <= _COPIED_BYTES and value.dtype != object:
-                self._containers.append((value, value.copy()))
 
     def _see_object(self, value: Any) -> None:
         """Note the attributes of an object that is no container. The block's own modules are in the layout."""
@@ -138,7 +135,7 @@ class Contents:
         """Whether all of it is as it was, besides attributes and what ``written_to`` tells. ``look_inside``: compare
         small tensors too, for which the host waits: a write through ``.data`` does not count as one."""
         return (
-            not self.tensors_changed()
+            not self.written()
             and self._layout.holds(self._entries)
             and all(itertools.starmap(_is_same, self._containers))
             and not (look_inside and any(map(_differs, self._tensors)))
@@ -149,14 +146,10 @@ class Contents:
         with without_torch_function():
             if any(weight._version != at for weight, at in self._versions):
                 return True
-        return any(copy is None for _, copy in self._written())
+        return any(copy is None for _, copy in self.written())
 
-    def tensors_changed(self) -> bool:
-        """Whether a tensor that is neither parameter nor argument was changed in place."""
-        return bool(self._written())
-
-    def _written(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """These tensors, and copies of what they were."""
+    def written(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The tensors, neither parameters nor arguments, that were changed in place; with copies of what they were."""
         alive = ((reference(), at, copy) for reference, at, copy in self._tensors)
         return [(tensor, copy) for tensor, at, copy in alive if tensor is not None and tensor._version != at]
 
@@ -165,7 +158,7 @@ class Contents:
         it is cut short, before it would have undone that itself."""
         # The former values of tensors that were changed in place, by their id. The second run may write to them, and
         # there may be a third.
-        copies = {id(tensor): copy.clone() for tensor, copy in self._written() if copy is not None}
+        copies = {id(tensor): copy.clone() for tensor, copy in self.written() if copy is not None}
         found = [*self._containers, *self._objects.values()]
         is_there = not copies and self._is_there()
         if not is_there:
@@ -194,10 +187,8 @@ class Contents:
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    if not has_plain_storage(tensor) or tensor.nbytes > _COPIED_BYTES or tensor.requires_grad:
-        return None
-    with torch.no_grad():
-        return tensor.clone()
+    is_small = has_plain_storage(tensor) and tensor.nbytes <= _COPIED_BYTES and not tensor.requires_grad
+    return tensor.clone() if is_small else None
 
 
 def _differs(entry: tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]) -> bool:

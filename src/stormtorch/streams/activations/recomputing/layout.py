@@ -78,11 +78,12 @@ class Layout:
         self._names = list(_chained(self._filled))
         self._places: dict[str, list[int]] = {name: [] for name in TABLES}  # of entries that are not None
         self._references: list[Callable[[], Any]] = []
+        self._dead: list[Any] = []  # references to entries that are gone: these give None, as entries that are None do
         for name, table in zip(itertools.cycle(TABLES), self.tables, strict=False):
             for value in table.values():
                 if value is not None:
                     self._places[name].append(len(self._references))
-                self._references.append(_nothing if value is None else weakref.ref(value))
+                self._references.append(_nothing if value is None else weakref.ref(value, self._dead.append))
 
     def _is_fixed(self, number: int, name: str, value: Any) -> bool:
         """Whether a value cannot change inside, and the attribute has not changed so far."""
@@ -131,7 +132,8 @@ class Layout:
         dicts = list(map(vars, self.modules))
         try:
             return (
-                list(map(len, dicts)) == self._counts
+                not self._dead
+                and list(map(len, dicts)) == self._counts
                 and all(map(operator.is_, _chained(map(operator.call, self._getters, dicts)), self._values))
                 and all(name in dicts[number] for number, name in self.rest)
                 and self._contains(map(operator.call, self._references) if entries is None else entries)

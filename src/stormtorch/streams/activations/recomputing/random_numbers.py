@@ -88,16 +88,16 @@ def numpy_replayed(before: bytes, after: bytes) -> Iterator[None]:
     """Draw again from the state ``before``, then restore the present one. Raises unless nothing was drawn, or what led
     to the state ``after``. It is not known whether numpy held back a normal number then: it holds none now."""
     state: Any = np.random.get_state(legacy=False)
+    refusal = StaleGraph(
+        'Cannot recompute a block that draws random numbers from numpy, for the first time. Set activations="offload".'
+    )
     if len(before) != _TWISTER_BYTES or state["bit_generator"] != "MT19937":
-        raise StaleGraph("Cannot recompute a block that draws random numbers from a generator given to numpy.")
+        raise refusal
     words, position = np.frombuffer(before, np.uint32, _WORDS), int(np.frombuffer(before, np.int32)[-1])
     np.random.set_state({**state, "state": {"key": words, "pos": position}, "has_gauss": 0, "gauss": 0.0})
     try:
         yield
         if numpy_state() not in (before, after):
-            raise StaleGraph(
-                "Cannot recompute a block that draws random numbers from numpy, for the first time. Set "
-                'activations="offload".'
-            )
+            raise refusal
     finally:
         np.random.set_state(state)

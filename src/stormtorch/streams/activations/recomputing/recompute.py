@@ -109,9 +109,8 @@ class BlockRun:
         around = stream.around
         self._is_streamed, self._note_of, self._weights = around.is_streamed, around.note_of, around.weights
         self._sends, self.is_settled, self._compares, self._is_certain = sends, settled, compares, is_certain
-        self._names = list(kwargs)
+        self._names, self._conditions, self._unpack = list(kwargs), conditions, unpack
         self._given: tuple[Any, ...] = args, tuple(kwargs.values())  # after `drop`, tensors in the form of `_Input`
-        self._conditions = conditions
         watched = tensors_in(self._given) if conditions is not None else ()
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
@@ -119,7 +118,6 @@ class BlockRun:
         self._results: list[torch.Tensor | None] = []  # samples of what the block has returned
         # By number: made by a second run, not asked for yet; with their versions, unless they have none.
         self._again: dict[int, tuple[torch.Tensor, int | None]] = {}
-        self._unpack = unpack
         self.repeats = settled  # whether a second run would give the same
         self.inputs_away = False  # whether `drop` offloads its inputs
         self._refusal = ""  # why there can be no second run, if that is known
@@ -168,7 +166,7 @@ class BlockRun:
 
     def _end_settled(self) -> bool:
         assert self._conditions is not None
-        if self._conditions.contents.tensors_changed() or self._inputs_changed():
+        if self._conditions.contents.written() or self._inputs_changed():
             self._refusal = "it wrote to one of its tensors or arguments in place, for the first time"
         return not (self._refusal or self._conditions.has_drawn())
 
