@@ -31,10 +31,6 @@ class Loose:
         self.leaves = self.is_leaving = False  # whether they are offloaded: in later passes too, in this one
         self.reason = ""
 
-    @property
-    def kept_bytes(self) -> int:
-        return self.size - self.away_bytes
-
     def begin_pass(self) -> None:
         self._known_bytes = max(self._known_bytes, self.size)
         self.size = self.away_bytes = 0
@@ -88,7 +84,7 @@ class Loose:
 
     def plan_alone(self, room_of: Callable[[int], int]) -> None:
         """Without blocks: keep as much as there is room for; ``room_of`` takes the bytes that were kept so far."""
-        room = max(0, room_of(self.kept_bytes + min(self._stream.stay_bytes, self.away_bytes)))
+        room = max(0, room_of(self.size - self.away_bytes + min(self._stream.stay_bytes, self.away_bytes)))
         self.leaves = self.size > room
         self.way_bytes = min(self._most_way_bytes, room // 2)
         self._stream.stay_bytes = room - self.way_bytes

@@ -125,7 +125,9 @@ class Saving:
             self._stream.send_all()
             self._hooks = None
             if self._is_noting:
-                ours = self._stream.travelling_bytes() + (0 if self._held else self._loose.kept_bytes)
+                ours = self._stream.travelling_bytes() + (
+                    0 if self._held else self._loose.size - self._loose.away_bytes
+                )
                 self._levels.reach(len(self._held), ours, self._stream.window_bytes)
 
     def _set_ways(self) -> None:

@@ -84,12 +84,11 @@ class ActivationStream:
         self._lingering: deque[tuple[torch.Tensor, Event]] = deque()
         self._unsent: deque[tuple[weakref.ref[Offloaded], int]] = deque()  # saved by an operation that may not have run
         self._places: set[Hashable] = set()  # the streams that have computed or have memory
-        self._passes = 0
+        self._passes, self._closed = 0, False
         self.refused_bytes = 0  # of this pass: bytes that remained because RAM is short
         self._least_refused = 0  # of this pass: no tensor as large as that is tried again; 0: none was refused
         self._orphans: deque[tuple[torch.Tensor, Event, int]] = deque()  # with their part of _ahead_bytes
         self.misses = 0  # tensors that were not prefetched when backward asked for them
-        self._closed = False
 
     def place(self) -> Hashable:
         """The place where compute runs: on a GPU, the stream."""

@@ -83,7 +83,7 @@ class Layout:
             for value in table.values():
                 if value is not None:
                     self._places[name].append(len(self._references))
-                self._references.append(_nothing if value is None else weakref.ref(value, self._dead.append))
+                self._references.append(type(None) if value is None else weakref.ref(value, self._dead.append))
 
     def _is_fixed(self, number: int, name: str, value: Any) -> bool:
         """Whether a value cannot change inside, and the attribute has not changed so far."""
@@ -144,7 +144,3 @@ class Layout:
 
 def _tables_of(dicts: Iterable[dict[str, Any]]) -> Iterable[Any]:
     return _chained(map(_its_tables, dicts))
-
-
-def _nothing() -> None:
-    """In place of a weak reference to None."""
