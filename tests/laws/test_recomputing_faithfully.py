@@ -1357,7 +1357,7 @@ def test_a_parameter_that_is_removed_later() -> None:
     def remove(side: nn.Module, step: int) -> None:
         for module in side.modules():
             if isinstance(module, Part) and step == 2:
-                module.wide.bias = None
+                module.wide.bias = None  # type: ignore[assignment]
         gc.collect()
 
     assert len(list(train_alike(Part, before=remove))) == STEPS
