@@ -33,7 +33,7 @@ WIDTH, STEPS = 16, 6
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["", "settled"])
 def settled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether blocks count as settled (settled.py) as soon as they were measured."""
+    """Whether blocks count as settled (recompute.py) as soon as they were measured."""
     if request.param:
         monkeypatch.setattr("stormtorch.streams.activations.runner.SETTLED_AT", ROUNDS)
     return bool(request.param)
@@ -1351,6 +1351,16 @@ def test_a_condition_with_a_graph_that_is_removed_before_backward() -> None:
                 loss.backward()
             same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], f"step {step}")
     same([weights[0].grad], [weights[1].grad], "of the condition")
+
+
+def test_a_parameter_that_is_removed_later() -> None:
+    def remove(side: nn.Module, step: int) -> None:
+        for module in side.modules():
+            if isinstance(module, Part) and step == 2:
+                module.wide.bias = None  # type: ignore[assignment]
+        gc.collect()
+
+    assert len(list(train_alike(Part, before=remove))) == STEPS
 
 
 def test_a_child_that_is_added_later() -> None:

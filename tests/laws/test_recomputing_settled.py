@@ -1,4 +1,4 @@
-"""What blocks do in their forward, and user code around them, when blocks count as settled (settled.py): losses,
+"""What blocks do in their forward, and user code around them, when blocks count as settled (recompute.py): losses,
 gradients, random numbers and ``requires_grad`` are those of plain PyTorch, or there is an error."""
 
 from __future__ import annotations

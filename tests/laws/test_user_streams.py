@@ -160,8 +160,7 @@ def test_notes_that_end_on_any_thread_are_counted_right() -> None:
 
 def _prepared(offloaded: Any) -> None:
     from collections import deque
-    from types import SimpleNamespace
 
-    offloaded._stream = SimpleNamespace(bury=lambda _offloaded: None)
+    offloaded._bury = lambda _offloaded: None
     offloaded.first = offloaded.notes = offloaded.served = offloaded.arrivals = 0
     offloaded.ended = deque()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stormtorch.streams.activations.plans.levels import Levels, Rises, Way
+from stormtorch.streams.activations.plans.levels import Levels, Rises
 
 WEIGHTS, GRADIENT, SAVED, WORK, LOSS = 1000, 50, 200, 70, 30
 
@@ -21,7 +21,7 @@ def train(device: Device, levels: Levels, held: list[int], *, travelling: int = 
     levels.begin()
     for size in held:
         device.take(size)
-        levels.hold("block", "keep" if size == SAVED else "whole", size)
+        levels.hold("block", "keep" if size == SAVED else "recompute", size)
     device.take(travelling)
     levels.reach(len(held), travelling)
     device.take(LOSS)
@@ -83,7 +83,7 @@ def test_what_came_early_is_part_of_the_rise() -> None:
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     levels.begin()
     for _ in range(3):
-        levels.hold("block", "whole", 0)
+        levels.hold("block", "recompute", 0)
     device.take(SAVED)  # of the first block, fetched ahead from the beginning on
     levels.reach(3, SAVED)
     for position in (2, 1, 0):
@@ -122,9 +122,9 @@ def test_forgetting_in_the_middle_of_a_pass() -> None:
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     train(device, levels, [10] * 4)
     levels.begin()
-    levels.hold("block", "whole", 10)
+    levels.hold("block", "recompute", 10)
     levels.forget(1.5)
-    levels.hold("block", "whole", 10)
+    levels.hold("block", "recompute", 10)
     device.take(20)
     levels.reach(2, 0)
     levels.reach(1, 0)
@@ -162,7 +162,7 @@ def test_a_block_that_has_only_been_offloaded() -> None:
     allocated, peak = [10], [10]
     levels = Levels(lambda: allocated[0], lambda: peak[0])
     levels.begin()
-    levels.hold("kind", "other", 0)
+    levels.hold("kind", "offload", 0)
     levels.reach(0, 0)
     peak[0] = 40
     levels.begin()
@@ -171,11 +171,11 @@ def test_a_block_that_has_only_been_offloaded() -> None:
 
 
 def test_one_way_follows_from_another() -> None:
-    whole = seen_once("whole", SAVED + WORK)
+    whole = seen_once("recompute", SAVED + WORK)
     assert whole.rises("block", saved_bytes=SAVED).keep == WORK
 
 
-def seen_once(way: Way, rise: int) -> Levels:
+def seen_once(way: str, rise: int) -> Levels:
     """Of a device with one block, which rises by so much."""
     device = Device()
     levels = Levels(lambda: device.allocated, lambda: device.peak)
@@ -192,7 +192,7 @@ def test_the_end_of_backward_is_noted_before_the_user_resets_the_peak() -> None:
     device = Device()
     levels = Levels(lambda: device.allocated, lambda: device.peak)
     levels.begin()
-    levels.hold("the only one", "whole", 0)
+    levels.hold("the only one", "recompute", 0)
     levels.reach(1, 0)
     levels.reach(0, 0)
     device.take(SAVED)
@@ -221,7 +221,7 @@ def backward(
     """A pass whose blocks rise by so much, beside what arrives ahead of use and what stays for good."""
     levels.begin()
     for _ in rises:
-        levels.hold("block", "whole", 0)
+        levels.hold("block", "recompute", 0)
     for position in reversed(range(len(rises))):
         levels.reach(position, 0, way)
         device.take(rises[position] + arriving + stays)

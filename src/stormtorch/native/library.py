@@ -56,7 +56,11 @@ class SamplerCounts(ctypes.Structure):
 class RowsOutcome(ctypes.Structure):
     """``storm_rows_outcome`` of csrc/storm.h."""
 
-    _fields_ = (("state", ctypes.c_uint32), ("error", ctypes.c_int32), *_all(ctypes.c_int64, "piece got begin_ns end_ns"))
+    _fields_ = (
+        ("state", ctypes.c_uint32),
+        ("error", ctypes.c_int32),
+        *_all(ctypes.c_int64, "piece got begin_ns end_ns"),
+    )
 
 
 _P, _I32, _I64, _F64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double

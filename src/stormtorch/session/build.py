@@ -25,8 +25,8 @@ from ..native.worker.jobs import UpdateMeter
 from ..native.worker.open import open_worker
 from ..planner.inference import Inference
 from ..planner.online import Tuning
-from ..streams.activations.build import open_saving
 from ..streams.activations.plans.room import Surroundings
+from ..streams.activations.runner import Saving
 from ..streams.bridge.ranks import refuse_ranks, refuse_wrapped
 from ..streams.gradients.home import GradHome
 from ..streams.gradients.stream import GradientStream
@@ -240,8 +240,8 @@ def _arrange(
             if (module := reference()) is not None:
                 yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
-    schedule.saving, end = open_saving(model, mode, around, on_device, trial)
-    ground.endings.before_others(end)
+    schedule.saving = Saving(model, mode, around, on_device, trial)
+    ground.endings.before_others(schedule.saving.close)
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

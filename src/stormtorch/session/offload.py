@@ -22,8 +22,8 @@ from ..memory.lanes.build import open_lanes
 from ..memory.lanes.waits import WaitMeter
 from ..observe.recorder import Recorder, link_rates
 from ..observe.report import ActivationReport, make_activation_report
-from ..streams.activations.build import open_saving
 from ..streams.activations.plans.room import Surroundings
+from ..streams.activations.runner import Saving
 from ..streams.bridge import handlers
 from ..streams.settings import ACTIVATIONS, Trial
 
@@ -113,8 +113,8 @@ class OffloadedActivations:
         def weights() -> list[torch.Tensor]:
             return [*model.parameters(), *model.buffers()] if model is not None else []
 
-        self.saving, end = open_saving(model, mode, around, weights, trial)
-        self._endings.before_others(end)
+        self.saving = Saving(model, mode, around, weights, trial)
+        self._endings.before_others(self.saving.close)
         self._endings.before_others(lanes.synchronize)
 
     @handlers.undisturbed
@@ -123,7 +123,7 @@ class OffloadedActivations:
         self._waits.emit()
         return make_activation_report(
             self.recorder.snapshot(),
-            passes=self.saving.passes,
+            passes=self.saving.planning.passes,
             ledger=self.ledger,
             reason=self.saving.planning.choice.reason,
         )

@@ -1,10 +1,9 @@
 """Tensors saved outside of blocks ("loose"), or by a checkpoint of the user's around blocks.
 
-STORM cannot recompute these, so they remain on the device as far as there is room, and those saved first are offloaded.
-Their size, and the memory that the loss takes on top, is not known beforehand. So in the passes that measure, they
-remain until the device begins to fill. In later passes, where they exceed all earlier ones, they remain until the
-device is nearly full: it must not run out of memory in the pass that would tell. Then all of them are offloaded,
-including those that have remained so far."""
+STORM cannot recompute these, so they remain on the device as far as there is room. Their size, and the memory that the
+loss takes on top, is not known beforehand. So in the passes that measure, they remain until the device begins to fill;
+in later passes, where they exceed all earlier ones, until it is nearly full. Then all of them are offloaded, including
+those that have remained so far."""
 
 from __future__ import annotations
 
@@ -14,10 +13,8 @@ from collections.abc import Callable
 import torch
 
 from ...core.sizes import format_bytes
-from .offloading.held import Held
-from .offloading.offloaded import Note, Undecided, span_of
+from .offloading.offloaded import Held, Note, Undecided, span_of
 from .offloading.stream import ActivationStream
-from .plans.plan import ActivationPlan
 from .plans.room import Gauge
 
 
@@ -31,49 +28,42 @@ class Loose:
         self._seen: set[tuple[int, int, int]] = set()  # parts of storages
         self.size = self.away_bytes = 0  # of this pass: all bytes, and those offloaded
         self._undecided: list[weakref.ref[Undecided]] = []  # of this pass
-        self.leaves = False
+        self.leaves = self.is_leaving = False  # whether they are offloaded: in later passes too, in this one
         self.reason = ""
-
-    @property
-    def kept_bytes(self) -> int:
-        return self.size - self.away_bytes
 
     def begin_pass(self) -> None:
         self._known_bytes = max(self._known_bytes, self.size)
         self.size = self.away_bytes = 0
         self._seen.clear()
         self._undecided.clear()
+        self.is_leaving = self.leaves
 
-    def forget(self, *, leaving: bool) -> bool:
-        """Measure again: inputs are larger now. Returns whether loose tensors are offloaded from now on; ``leaving``:
-        they are so far."""
+    def forget(self) -> None:
+        """Measure again: inputs are larger now."""
         self._known_bytes = 0
-        if not leaving and self._gauge.is_filling():
-            self.leaves = leaving = True
+        if not self.is_leaving and self._gauge.is_filling():
+            self.leaves = True
             self._send_all()
-        return leaving
 
-    def see(self, tensor: torch.Tensor, *, leaving: bool, measured: bool, settled: bool) -> bool:
-        """Count ``tensor``, which is being saved. Returns whether loose tensors are offloaded from now on in this pass;
-        ``leaving``: they are so far. ``measured``: whether a whole pass was seen; ``settled``: whether its decision is
-        final."""
+    def see(self, tensor: torch.Tensor, *, measured: bool, settled: bool) -> None:
+        """Count ``tensor``, which is being saved, and decide whether it and later ones are offloaded. ``measured``:
+        whether a whole pass was seen; ``settled``: whether its decision is final."""
         if (self.leaves and settled) or not self._stream.travels(tensor):
-            return leaving
+            return
         first, size = span_of(tensor)
         key = tensor.untyped_storage()._cdata, first, size
         if key in self._seen:
-            return leaving
+            return
         self._seen.add(key)
         self.size += size
-        if not leaving:
+        if not self.is_leaving:
             if measured:  # only in this pass: later ones may be smaller again
-                leaving = self.size > self._known_bytes and self._gauge.is_nearly_full()
+                is_full = self.size > self._known_bytes and self._gauge.is_nearly_full()
             else:
-                self.leaves = leaving = self._gauge.is_filling()
-            if leaving:
+                self.leaves = is_full = self._gauge.is_filling()
+            if is_full:
                 self._send_all()
-        self.away_bytes += size if leaving else 0
-        return leaving
+        self.away_bytes += size if self.is_leaving else 0
 
     def hold(self, tensor: torch.Tensor) -> Undecided | Held:
         """For autograd: keep ``tensor`` on the device for now."""
@@ -83,6 +73,7 @@ class Loose:
         return held
 
     def _send_all(self) -> None:
+        self.is_leaving = True
         held, self._undecided = self._undecided, []
         sent = set()
         for undecided in filter(None, (reference() for reference in held)):
@@ -91,13 +82,9 @@ class Loose:
                 sent.add(undecided.now.offloaded)
         self.away_bytes += sum(offloaded.size for offloaded in sent)
 
-    def plan_beside(self, plan: ActivationPlan, *, is_short: bool) -> None:
-        """Keep all of it, unless memory ``is_short`` and it exceeds the bytes that ``plan`` spares."""
-        self.leaves = is_short and self.size > plan.spare_bytes
-
     def plan_alone(self, room_of: Callable[[int], int]) -> None:
         """Without blocks: keep as much as there is room for; ``room_of`` takes the bytes that were kept so far."""
-        room = max(0, room_of(self.kept_bytes + min(self._stream.stay_bytes, self.away_bytes)))
+        room = max(0, room_of(self.size - self.away_bytes + min(self._stream.stay_bytes, self.away_bytes)))
         self.leaves = self.size > room
         self.way_bytes = min(self._most_way_bytes, room // 2)
         self._stream.stay_bytes = room - self.way_bytes

@@ -2,12 +2,12 @@
 
 The first passes recompute every block, and measure. Then comes a plan (plan.py): recompute, with inputs on the device
 where there is room; or keep all, if all have room. It is made again when the peak is better known. With
-``activations="auto"`` plans that keep and offload as much as they can take turns with it, and the first of them whose
-steps are faster is adopted (comparison.py). Larger inputs start all over."""
+``activations="auto"`` other plans take turns with it (comparison.py). Larger inputs start all over."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from ...core.notices import say_once
@@ -15,10 +15,9 @@ from ...core.plan import Activations, Block, Origin
 from .offloading.stream import ActivationStream
 from .outside_blocks import Loose
 from .plans.comparison import Comparison
-from .plans.levels import Levels
-from .plans.plan import KEEP, ActivationPlan, BlockPlan, choose, cost_s, recompute, with_reason
+from .plans.plan import KEEP, ActivationPlan, BlockPlan, choose, cost_s, recompute
 from .plans.profiles import ROUNDS, Profiles
-from .plans.room import Gauge, Surroundings
+from .plans.room import Gauge
 
 REPLAN_AT = (4, 8)  # passes after which the plan is made again from the peak
 _NOTED = 64  # passes to wait for a comparison to begin: noting levels costs queries of the device
@@ -28,11 +27,9 @@ _COMPARE_AT = (8, 64, 512)  # passes after which the second plan is tried; the m
 class Planning:
     """The plan in force (``plan``), and the measurements that it is made from (``known``)."""
 
-    def __init__(
-        self, mode: str, *, stream: ActivationStream, levels: Levels, gauge: Gauge, loose: Loose, around: Surroundings
-    ) -> None:
-        self._mode, self._stream, self._levels = mode, stream, levels
-        self._gauge, self._loose, self._around = gauge, loose, around
+    def __init__(self, mode: str, stream: ActivationStream, gauge: Gauge, loose: Loose) -> None:
+        self._mode, self._stream, self._gauge, self._loose = mode, stream, gauge, loose
+        self._levels, self._around = gauge.levels, gauge.around
         self.known = Profiles()
         self.plan: ActivationPlan | None = None
         self.passes = 0
@@ -41,9 +38,8 @@ class Planning:
         self._sequence: list[Any] = []  # the kinds of the blocks called in the last pass
         self._held: list[int] = []  # bytes that each of them has kept
         self._planned: list[Any] = []  # the kinds that the plan is for
-        self._simple: ActivationPlan | None = None  # of the two plans that are compared, the one that recomputes
-        self._candidates: list[ActivationPlan] = []  # plans that should be faster, the next one first
-        self._is_better = False  # whether a candidate has won
+        self._plans: list[ActivationPlan] = []  # to compare: the best so far, then those that should be faster
+        self._is_better = False  # whether one of these has won
         self._comparison: Comparison | None = None
         self._step_began: tuple[float, int] | None = None  # when, and after how many optimizer steps
         self._step_bytes = 0  # inputs of the blocks since then
@@ -66,26 +62,22 @@ class Planning:
             reason = "not measured yet"
         else:
             reason, origin = self._loose.reason or "kept: no blocks were found to arrange", Origin.MEASURED
-        return Activations(
-            mode=self._mode,
-            blocks=self._blocks(),
-            outside="offload" if self._mode == "offload" or self._loose.leaves else "keep",
-            reason=reason,
-            origin=origin if self._mode == "auto" else Origin.FORCED,
-        )
-
-    def _blocks(self) -> tuple[Block, ...]:
-        profiles = self.known.of(self._planned) if self.plan is not None else None
-        if self.plan is None or profiles is None:
-            return ()
-        return tuple(
+        plans, profiles = (self.plan.blocks, self.known.of(self._planned)) if self.plan is not None else ([], None)
+        blocks = [
             Block(
                 kind=plan.kind,
                 inputs_away=plan.inputs_away,
                 device_bytes=plan.held_bytes(input_bytes=profile.input_bytes, saved_bytes=profile.saved_bytes),
                 host_bytes=plan.sent_bytes(profile),
             )
-            for plan, profile in zip(self.plan.blocks, profiles, strict=True)
+            for plan, profile in zip(plans, profiles or (), strict=False)
+        ]
+        return Activations(
+            mode=self._mode,
+            blocks=tuple(blocks),
+            outside="offload" if self._mode == "offload" or self._loose.leaves else "keep",
+            reason=reason,
+            origin=origin if self._mode == "auto" else Origin.FORCED,
         )
 
     def notes_levels(self) -> bool:
@@ -151,7 +143,7 @@ class Planning:
         if self._mode == "auto":
             best = choose(profiles, means)
             plan = best if all(block == KEEP for block in best.blocks) else plan
-        self._planned, self._simple, self._candidates, self._comparison = self._sequence, None, [], None
+        self._planned, self._comparison = self._sequence, None
         self._set_plan(plan)
         self._stream.stay_bytes = 0  # only for passes without blocks
 
@@ -164,7 +156,7 @@ class Planning:
     def _plan_loose(self) -> None:
         is_short = self._loose.leaves or bool(self._gauge.over())
         if self.plan is not None:
-            self._loose.plan_beside(self.plan, is_short=is_short)
+            self._loose.leaves = is_short and self._loose.size > self.plan.spare_bytes
         elif is_short and not self._sequence:  # else blocks exist, and the device still shows their levels
             self._loose.plan_alone(lambda stayed: self._gauge.means([], [], [stayed]).rooms[-1])
             self._levels.begin_plan()
@@ -176,18 +168,17 @@ class Planning:
             if is_due and self._around.is_settled():
                 self._begin_comparison()
             return
-        assert self._simple is not None
         if not self._comparison.is_over:
-            self.plan = self._candidates[0] if self._comparison.second else self._simple
+            self.plan = self._plans[self._comparison.second]
             return
-        ratio, candidate = self._comparison.ratio, self._candidates.pop(0)
+        ratio, (best, candidate, *others) = self._comparison.ratio, self._plans
         if self._comparison.second_wins:
             took = f"{ratio:.2f} of the time of {'fewer' if self._is_better else 'no'} blocks so"
-            self._simple, self._is_better = with_reason(candidate, took), True
+            best, self._is_better = replace(candidate, reason=f"{candidate.reason}; {took}"), True
         else:
-            self._simple = with_reason(self._simple, f"to have {candidate.reason} took {ratio:.2f} of the time")
-        self._comparison = self._next_comparison()
-        self._set_plan(self._simple)
+            lost = f"to have {candidate.reason} took {ratio:.2f} of the time"
+            best = replace(best, reason=f"{best.reason}; {lost}")
+        self._take_turns([best, *others])
         self._trim_at = self.passes + 2  # also where the last turn was the simple plan's
 
     def _begin_comparison(self) -> None:
@@ -197,20 +188,19 @@ class Planning:
         if profiles is None or self._planned != self._sequence or self.plan.blocks[0] == KEEP:
             return
         means = self._gauge.means(self._planned, profiles, self._held)
-        simple, found = recompute(profiles, means), list[ActivationPlan]()
+        plans = [recompute(profiles, means)]
         for better in (choose(profiles, means, offload=False), choose(profiles, means)):
-            if cost_s(profiles, better) < cost_s(profiles, found[-1] if found else simple):
-                found.append(better)
+            if cost_s(profiles, better) < cost_s(profiles, plans[-1]):
+                plans.append(better)
         self._is_better = False
-        if found:
-            self._simple, self._candidates = simple, found
-            self._comparison = self._next_comparison()
-            self._set_plan(simple)
+        if len(plans) > 1:
+            self._take_turns(plans)
 
-    def _next_comparison(self) -> Comparison | None:
-        """Of the plan that has won so far with the next candidate."""
-        assert self._simple is not None
-        return Comparison(does_less=self._candidates[0].does_less_than(self._simple)) if self._candidates else None
+    def _take_turns(self, plans: list[ActivationPlan]) -> None:
+        """Use the first of ``plans``, and compare it with the next one."""
+        self._plans = plans
+        self._comparison = Comparison(does_less=plans[1].does_less_than(plans[0])) if len(plans) > 1 else None
+        self._set_plan(plans[0])
 
     def _end_step(self) -> None:
         """Note the time of the step that ends where this pass begins, if one does."""

@@ -1,18 +1,9 @@
 """Runs blocks so that their activations survive until backward: kept, offloaded, or recomputed.
 
 Blocks are wrapped as the user's own ``torch.utils.checkpoint`` around them would wrap them, and only while a pass of
-the model runs under our saved-tensor hooks. What happens to a block is decided after it has run (recompute.py).
-
-planning.py makes the plan that says what happens to each block. Before there is one, every block is recomputed; blocks
-are kept at once only where there is room for all of them twice over.
-
-A block is never run twice where user code would notice: where it changes its buffers, as batch norm does, or has
-forward hooks. Such a block is kept or offloaded.
-
-Tensors saved outside of blocks are *loose* (outside_blocks.py). Those saved after the last block remain on the
-device.
-
-The file is long because one call of a block passes through all of `Saving`, and reads top to bottom here."""
+the model runs under our saved-tensor hooks. planning.py says what happens to each block; whether it can happen is
+decided after the block has run (recompute.py). A block is never run twice where user code would notice: where it
+changes its buffers, as batch norm does, or has forward hooks. Such a block is kept or offloaded."""
 
 from __future__ import annotations
 
@@ -21,7 +12,7 @@ import functools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,8 +20,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...core.notices import say_once
-from ...memory.cuda.stopwatch import Reading, timed
-from ..bridge.module_calls import WrappedCalls
+from ...memory.cuda.stopwatch import timed
+from ..bridge.module_calls import ModuleCall, WrappedCalls
 from ..bridge.torch_private import (
     at_end_of_backward,
     current_pass,
@@ -40,20 +31,22 @@ from ..bridge.torch_private import (
     innermost_hooks,
     never_traced,
 )
-from .block_call import BlockCall, Call
-from .offloading.held import Held
+from ..settings import Trial
+from ..units.partition import blocks_of
+from .offloading.offloaded import Held
 from .offloading.stream import ActivationStream
 from .outside_blocks import Loose
 from .planning import REPLAN_AT, Planning
-from .plans.levels import UNCOUNTED, Levels
+from .plans.levels import UNCOUNTED
 from .plans.plan import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_FROM_RAM, ActivationPlan, BlockPlan
-from .plans.profiles import ROUNDS, Profiles
+from .plans.profiles import ROUNDS
 from .plans.room import Gauge, Surroundings
-from .recomputing.blocks import Anatomy, leaves_of, object_in, shape_of, tensors_in
+from .recomputing.blocks import Anatomy, object_in, tensors_in
+from .recomputing.conditions import Conditions
 from .recomputing.recompute import BlockRun, Saved
 from .recomputing.samples import Doubts
-from .recomputing.settled import SettledRun
 
+Call = Callable[..., Any]
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # for saved tensors: pack and unpack
 SETTLED_AT = REPLAN_AT[-1]  # passes after which blocks are taken to go on as they did
 _COMPARED = 4  # saved tensors of a block; the very last ones may be casts of weights
@@ -65,45 +58,41 @@ class Saving:
 
     def __init__(
         self,
-        blocks: list[nn.Module],
-        *,
+        model: nn.Module | None,
         mode: str,
-        stream: ActivationStream,
-        levels: Levels,
-        gauge: Gauge,
         around: Surroundings,
+        weights: Callable[[], Iterable[torch.Tensor]],
+        trial: Trial,
     ) -> None:
-        self.mode, self._stream, self._levels, self._gauge, self._around = mode, stream, levels, gauge, around
-        self._way_bytes = stream.ahead_bytes  # in-flight budget while there is no plan
-        self._loose = Loose(stream, gauge)
+        """``weights``: parameters and buffers that are permanently on the device."""
+        self.mode, self._around = mode, around
+        self._stream = ActivationStream(around, weights, must_leave=mode == "offload", trial=trial)
+        self._gauge = Gauge(around, trial.activation_room)
+        self._levels, self._loose = self._gauge.levels, Loose(self._stream, self._gauge)
+        self.planning = Planning(mode, self._stream, self._gauge, self._loose)
+        self.known = self.planning.known
+        self._way_bytes = self._stream.ahead_bytes  # in-flight budget while there is no plan
+        blocks = blocks_of(model) if model is not None else []
         self._noted_task = -1  # the last backward whose end will be noted
         self._chance, self._turn = random.Random(0), 0  # the block whose two runs are compared in this pass
         self._doubts = Doubts()
-        self._blocks = [weakref.ref(block) for block in blocks]
-        self._numbers: dict[Any, int] = {}  # a number is hashed and compared faster than a shape
-        self._shapes = [self._numbers.setdefault(shape_of(block), len(self._numbers)) for block in blocks]
-        self._anatomies = [Anatomy(block) for block in blocks]
+        self._numbers: dict[Any, int] = {}  # of shapes
+        self._anatomies = [Anatomy(block, self._numbers) for block in blocks]
         self._wrapped = WrappedCalls(self)
+        for index, block in enumerate(blocks):
+            self._wrapped.wrap(block, functools.partial(_BlockCall, self, block, index))
         self._sequence: list[Any] = []  # the kinds of the blocks called in this pass
         self._last_sequence: list[Any] = []
         self._closed = False
         self._hooks: Hooks | None = None  # of the pass that runs
-        self._sending = False
         self._run: BlockRun | None = None  # the block that is running
-        # The previous block: its kind, and whether its inputs are offloaded.
-        self._undropped: tuple[BlockRun, Any, bool] | None = None
+        self._undropped: BlockRun | None = None  # the previous block
         self._fits: dict[Any, bool] = {}  # of this pass, by shape: whether a second run has room for the weights
         self._held: list[int] = []  # bytes that each block of this pass has kept
         self._is_past_blocks = False
         self._keeps_all = False  # whether this pass, for which there is no plan, has kept every block so far
         self._input_bytes = 0  # of this pass: inputs of blocks that were offloaded for want of a plan
         self._is_noting = True  # how full the device is at each block of this pass
-        self.planning = Planning(mode, stream=stream, levels=levels, gauge=gauge, loose=self._loose, around=around)
-        self.known = self.planning.known
-
-    @property
-    def passes(self) -> int:
-        return self.planning.passes
 
     @property
     def plan(self) -> ActivationPlan | None:
@@ -123,21 +112,22 @@ class Saving:
         self._is_noting = self.planning.notes_levels()
         self._loose.begin_pass()
         self._held, self._sequence, self._input_bytes = [], [], 0
-        self._keeps_all = self.mode == "auto"
+        self._keeps_all, self._is_past_blocks = self.mode == "auto", False
         self._fits.clear()
-        self._is_past_blocks = False
-        self._turn = self._chance.randrange(len(self._blocks) or 1)
+        self._turn = self._chance.randrange(len(self._anatomies) or 1)
         self._doubts.look_back()
-        self._hooks, self._sending = (pack, unpack), self.mode == "offload" or self._loose.leaves
+        self._hooks = pack, unpack
         self._set_ways()
         try:
             yield
         finally:
             self._drop_last()
             self._stream.send_all()
-            self._hooks, self._sending = None, False
+            self._hooks = None
             if self._is_noting:
-                ours = self._stream.travelling_bytes() + (0 if self._held else self._loose.kept_bytes)
+                ours = self._stream.travelling_bytes() + (
+                    0 if self._held else self._loose.size - self._loose.away_bytes
+                )
                 self._levels.reach(len(self._held), ours, self._stream.window_bytes)
 
     def _set_ways(self) -> None:
@@ -162,18 +152,15 @@ class Saving:
         """Hook for autograd: the object that stands for ``tensor``, saved outside of blocks, until backward."""
         is_loose = not self._is_past_blocks and self.mode == "auto"
         if is_loose:
-            settled = self.planning.age > REPLAN_AT[-1]
-            self._sending = self._loose.see(
-                tensor, leaving=self._sending, measured=self.planning.age > ROUNDS, settled=settled
-            )
-        if self._sending:
+            age = self.planning.age
+            self._loose.see(tensor, measured=age > ROUNDS, settled=age > REPLAN_AT[-1])
+        if self.mode == "offload" or self._loose.is_leaving:
             return self._stream.pack(tensor)
         return self._loose.hold(tensor) if is_loose else Held(tensor)
 
     @never_traced
     def unpack(self, saved: Any) -> torch.Tensor:
-        if self._is_noting:
-            self.note_end()
+        self.note_end()
         return saved.run.get(saved) if isinstance(saved, Saved) else self._stream.unpack(saved)
 
     def note_end(self) -> None:
@@ -193,17 +180,11 @@ class Saving:
 
     # --- blocks
 
-    def attach(self) -> None:
-        """Wrap the calls of the blocks."""
-        for index, reference in enumerate(self._blocks):
-            block = reference()
-            assert block is not None
-            self._wrapped.wrap(block, functools.partial(BlockCall, self, block, index))
-
-    def detach(self) -> None:
-        """Undo ``attach``. Safe to call twice."""
+    def close(self) -> None:
+        """Unwrap the calls of the blocks, and return memory. The lanes must be empty."""
         self._closed = True
         self._wrapped.unwrap()
+        self._stream.close()
 
     def call(self, index: int, block: nn.Module, original: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and handle the tensors that it saves by the plan."""
@@ -212,66 +193,73 @@ class Saving:
         assert self._hooks is not None
         self._stream.send_all()
         self._drop_last()
-        leaves = tensors_in(args, kwargs)
-        if not self._anatomies[index].is_current():  # user code has added or replaced children
-            self._anatomies[index] = Anatomy(block)
-            self._shapes[index] = self._numbers.setdefault(shape_of(block), len(self._numbers))
-        manner = self._anatomies[index].manner()
-        kind = (self._shapes[index], manner, tuple([leaf.requires_grad for leaf in leaves]))
-        sizes = [(leaf.nbytes, leaf.requires_grad) for leaf in leaves if has_plain_storage(leaf)]
-        size, input_bytes = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+        given = (args, tuple(kwargs.values()))
+        leaves = tensors_in(given)
+        anatomy, entries = self._look(index, block)
+        manner = anatomy.manner(entries)
+        kind = (anatomy.shape, manner, tuple([leaf.requires_grad for leaf in leaves]))
+        plain = [leaf for leaf in leaves if has_plain_storage(leaf)]
+        size, input_bytes = sum(x.nbytes for x in plain), sum(x.nbytes for x in plain if x.requires_grad)
         if self.planning.begin_block(kind, size):
             self._begin_larger()
         position = len(self._sequence)
         self._sequence.append(kind)
         plan = self.planning.for_block(position, kind) or self._provisional(position, kind, input_bytes)
-        is_measured = self.known.wants(kind, self.passes)
+        is_measured = self.known.wants(kind, self.planning.passes)
         compares, waits = self._compares(index, is_measured)
-        may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(index, kind, block, args, kwargs)
+        may_drop = (plan.kind != "keep" or is_measured) and self._may_run_again(anatomy, kind, block, given)
         if plan.kind == "recompute" and not may_drop:
             plan = OFFLOAD
-        settled = plan.kind == "recompute" and not compares and not is_measured and self._is_settled()
-        run = (SettledRun if settled else BlockRun)(
+        run = BlockRun(
             block,
-            self._anatomies[index],
+            kind,
             original,
             args,
             kwargs,
-            trained=manner[1],
+            Conditions(anatomy, entries, manner[1], self._around.device) if may_drop else None,
             stream=self._stream,
-            around=self._around,
             sends=plan.kind == "offload",
-            may_drop=may_drop,
+            # Plans have been made from enough passes to take it that blocks go on as they did.
+            settled=plan.kind == "recompute"
+            and not (compares or is_measured or self.plan is None)
+            and self.planning.age > SETTLED_AT,
             compares=compares,
             is_certain=functools.partial(self._doubts.ask if waits else self._doubts.note, index),
             unpack=self._hooks[1],
         )
         refused = self._stream.refused_bytes
-        result, reading = self._first_run(run, functools.partial(original, *args, **kwargs), is_measured)
+        self._run = run
+        try:
+            with saved_tensors_hooks(run.pack, run.unpack):
+                if is_measured:
+                    result, reading = timed(self._around.device, functools.partial(original, *args, **kwargs))
+                else:
+                    result, reading = original(*args, **kwargs), None
+        finally:
+            self._run = None
         if plan.kind == "offload":
             self._stream.send_all()  # no operation is running now: RAM has room for all of it, or not
         if run.end(result, look_inside=is_measured) != may_drop:
             self.planning.never_again(kind)
         if reading is not None:
-            saved_bytes = run.saved_bytes()
-            self.known.learn(kind, self.passes, size, input_bytes=input_bytes, saved_bytes=saved_bytes, forward=reading)
-        plan = self._end_block(run, kind, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
-        if self._is_last():
+            self.known.learn(kind, self.planning.passes, size, input_bytes, run.saved_bytes(), reading)
+        plan = self._end_block(run, plan, input_bytes, is_refused=self._stream.refused_bytes > refused)
+        if len(self._sequence) == self._count():
             self._drop_last()  # the loss needs the memory, and comes before the next block
-            self._sending, self._is_past_blocks = False, True  # backward begins with what is saved from here on
+            # Backward begins with what is saved from here on.
+            self._loose.is_leaving, self._is_past_blocks = False, True
         held = plan.held_bytes(input_bytes=input_bytes, saved_bytes=self.known.saved_bytes(kind))
         self._held.append(held)
-        self._levels.hold(kind, plan.way, held)
+        self._levels.hold(kind, plan.kind, held)
         self._watch(position, result)
         return result
 
-    def _first_run(self, run: BlockRun, call: Callable[[], Any], is_measured: bool) -> tuple[Any, Reading | None]:
-        self._run = run
-        try:
-            with saved_tensors_hooks(run.pack, run.unpack):
-                return timed(self._around.device, call) if is_measured else (call(), None)
-        finally:
-            self._run = None
+    def _look(self, index: int, block: nn.Module) -> tuple[Anatomy, list[Any]]:
+        """The block's modules, and what their tables contain."""
+        if (entries := self._anatomies[index].look()) is None:  # user code has added or replaced children
+            self._anatomies[index] = Anatomy(block, self._numbers)
+            entries = self._anatomies[index].layout.entries()
+        return self._anatomies[index], entries
 
     def _compares(self, index: int, is_measured: bool) -> tuple[int, bool]:
         """How many saved tensors of a block to compare between its two runs, and whether the host waits for that: all
@@ -283,43 +271,36 @@ class Saving:
             return _COMPARED, True
         return (_COMPARED if index == self._turn else 0), self._around.device.type not in _ASYNCHRONOUS
 
-    def _is_settled(self) -> bool:
-        """Whether plans have been made from enough passes to take it that blocks go on as they did."""
-        return self.plan is not None and self.planning.age > SETTLED_AT
-
-    def _end_block(self, run: BlockRun, kind: Any, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
+    def _end_block(self, run: BlockRun, plan: BlockPlan, input_bytes: int, *, is_refused: bool) -> BlockPlan:
         """Decide what becomes of a block that has run; may differ from ``plan``."""
         if plan.kind == "offload" and is_refused and run.repeats:
             plan = RECOMPUTE  # RAM has run out
-        if plan.kind == "recompute" and run.repeats:
-            if self.planning.age <= REPLAN_AT[-1]:
-                run.tell_time = _telling(self.known, kind)
-            if self.plan is None and plan.inputs_away:
-                self._input_bytes += input_bytes
-            if isinstance(run, SettledRun):
-                run.drop(inputs_away=plan.inputs_away)
-            else:
-                self._undropped = run, kind, plan.inputs_away
+        if plan.kind != "recompute":
+            run.stay()
             return plan
-        if plan.kind == "recompute":
+        if not run.repeats:
             run.send()
-            plan = OFFLOAD
-        run.stay()
+            return OFFLOAD
+        if self.plan is None and plan.inputs_away:
+            self._input_bytes += input_bytes
+        run.inputs_away = plan.inputs_away
+        if run.is_settled:
+            run.drop()
+        else:
+            self._undropped = run
         return plan
 
     def _drop_last(self) -> None:
         """Release what the previous block has saved. Called when the next one begins: inputs may be overwritten in
         between, as by ``x.add_(block(x))``, and then it cannot run again."""
-        last, self._undropped = self._undropped, None
-        if last is None:
+        run, self._undropped = self._undropped, None
+        if run is None:
             return
-        run, kind, inputs_away = last
         if run.has_its_inputs():
-            run.drop(inputs_away=inputs_away)
+            run.drop()
         else:
-            self.planning.never_again(kind)
+            self.planning.never_again(run.kind)
             run.send()
-            run.stay()
 
     def _provisional(self, position: int, kind: Any, input_bytes: int) -> BlockPlan:
         """Decide before there is a plan. Recompute, with inputs on the device if there is room for those of all later
@@ -331,17 +312,16 @@ class Saving:
             return KEEP if self.mode == "auto" else RECOMPUTE
         is_known, saved = self.known.size(kind) is not None, self.known.saved_bytes(kind)
         knows_the_end = self.planning.age > 1 or self._levels.knows_the_end
-        count = len(self._last_sequence) or len(self._blocks)
-        ahead = max(1, count - position) + 1  # one more, to compute with
+        ahead = max(1, self._count() - position) + 1  # one more, to compute with
         if self._keeps_all and is_known and knows_the_end and 2 * saved * ahead + end <= room:
             return KEEP
         self._keeps_all = False
         is_tight = input_bytes * ahead + 2 * saved + end > room or (not knows_the_end and self._gauge.is_filling())
         return RECOMPUTE_FROM_RAM if is_tight else RECOMPUTE
 
-    def _is_last(self) -> bool:
-        """Whether the block that is being called should be the last of the pass."""
-        return len(self._sequence) == (len(self._last_sequence) or len(self._blocks))
+    def _count(self) -> int:
+        """How many blocks this pass should call."""
+        return len(self._last_sequence) or len(self._anatomies)
 
     def _watch(self, position: int, result: Any) -> None:
         """Notice when backward reaches the block: its output gets a gradient. Not where that tells nothing. Where
@@ -351,31 +331,28 @@ class Saving:
             return
         way = self.plan.way_bytes if self.plan is not None else []
         ahead = way[position] if position < len(way) - 1 else 0 if self._stream.is_strict else self._way_bytes
-        noting, this, number = self._is_noting, weakref.ref(self), self.passes
+        noting, this, number = self._is_noting, weakref.ref(self), self.planning.passes
 
         def reached(_gradient: torch.Tensor) -> None:
             saving = this()
             if saving is None:
                 return
-            if noting and saving.passes == number:
+            if saving.planning.passes != number:
+                saving._stream.ahead_bytes = ahead
+                return
+            if noting:
                 saving._levels.reach(position, saving._stream.travelling_bytes(), ahead)
                 at_end_of_backward(saving._levels.end)
-            if saving.passes == number:
-                saving._stream.look_ahead(ahead)
-            else:
-                saving._stream.ahead_bytes = ahead
+            saving._stream.look_ahead(ahead)
 
-        for leaf in leaves_of(result):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(reached)
-                return
+        output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)
+        if output is not None:
+            output.register_hook(reached)
 
-    def _may_run_again(
-        self, index: int, kind: Any, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def _may_run_again(self, anatomy: Anatomy, kind: Any, block: nn.Module, given: tuple[Any, ...]) -> bool:
         """Whether a second run of the block would go unnoticed, as far as is known before it runs."""
-        if (given := object_in(args, kwargs)) is not None:
-            name, what = type(block).__name__, type(given).__name__
+        if (argument := object_in(given)) is not None:
+            name, what = type(block).__name__, type(argument).__name__
             hint = "; for models of transformers set model.config.use_cache = False" if "Cache" in what else ""
             say_once(
                 f"{name} is given a {what}, which a second run would change: its activations are kept or "
@@ -383,14 +360,13 @@ class Saving:
                 key=f"{name} is given a {what}",
             )
             return False
-        shape = self._shapes[index]
-        if shape not in self._fits:
-            self._fits[shape] = self._around.can_recompute(block)
+        if anatomy.shape not in self._fits:
+            self._fits[anatomy.shape] = self._around.can_recompute(block)
         return (
-            self._fits[shape]
+            self._fits[anatomy.shape]
             and self.known.is_repeatable(kind)
-            and not self._anatomies[index].is_listened_to()
-            and self._anatomies[index].has_its_own()
+            and not anatomy.is_listened_to()
+            and anatomy.has_its_own
         )
 
     def _begin_larger(self) -> None:
@@ -398,8 +374,18 @@ class Saving:
         self._is_noting = self.planning.notes_levels()
         self._set_ways()
         if self.mode == "auto":
-            self._sending = self._loose.forget(leaving=self._sending)
+            self._loose.forget()
 
 
-def _telling(known: Profiles, kind: Any) -> Callable[[Reading], None]:
-    return lambda reading: known.learn_again(kind, reading)
+class _BlockCall(ModuleCall[Saving]):
+    """The wrapped call of block number ``index``."""
+
+    def __init__(self, saving: Saving, module: nn.Module, index: int, original: Call) -> None:
+        super().__init__(saving, module, original)
+        self._index = index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        saving, module = self._owner(), self._module()
+        if saving is None or module is None or not saving.rules_here():
+            return self._original(*args, **kwargs)
+        return saving.call(self._index, module, self._original, args, kwargs)

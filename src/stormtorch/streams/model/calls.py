@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ...core.errors import StormError
-from ..activations.offloading.held import Held
+from ..activations.offloading.offloaded import Held
 from ..bridge import handlers
 from ..bridge.lock import locked
 from ..bridge.module_calls import ModuleCall, WrappedCalls

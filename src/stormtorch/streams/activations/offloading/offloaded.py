@@ -1,63 +1,67 @@
-"""Tensors that are offloaded: where each is, which views autograd has saved of it, and the order in which backward asks
-for them."""
+"""Saved tensors. `Held` are those that remain on the device. Of offloaded ones: where each is, which views autograd has
+saved of it, and the order in which backward asks for them."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
+from ....core.errors import StaleGraph
 from ....core.sizes import round_down
 from ....memory.lanes.lane import Event
 from ....memory.pools.pool import GRAIN, Piece
 from ...bridge.torch_private import VersionProbe
-from .held import Held
 
 
-class Owner(Protocol):
-    """The stream that offloads them."""
+class Held:
+    """``tensor`` without its graph, and its version.
 
-    def place(self) -> Hashable:
-        """The place where compute runs: on a GPU, the stream."""
+    A saved-tensor hook must not return the tensor that it was given: if that is the output of its own node, node and
+    tensor would keep each other alive, and a dropped graph would never be freed. Also, with hooks, torch leaves the
+    check for in-place changes to them."""
 
-    def bury(self, offloaded: Offloaded) -> None:
-        """Autograd keeps none of its views any more."""
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = None if tensor.is_inference() else tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was written to after it was saved."""
+        return self.version is not None and self.tensor._version != self.version
+
+    def get(self) -> torch.Tensor:
+        if self.changed:
+            raise stale(self.tensor.shape, self.tensor.dtype)
+        return self.tensor
+
+
+def stale(shape: torch.Size, dtype: torch.dtype) -> StaleGraph:
+    """autograd's own error, with its words for code that matches them."""
+    return StaleGraph(
+        "Cannot run backward: one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation (shape {tuple(shape)}, {dtype})."
+    )
 
 
 class Offloaded:
     """An offloaded tensor: a storage, or the part of one, of which autograd has saved views."""
 
-    __slots__ = (
-        "__weakref__",
-        "_stream",
-        "arrivals",
-        "asked_for",
-        "back",
-        "ended",
-        "first",
-        "here",
-        "loaded",
-        "notes",
-        "number",
-        "place",
-        "ride",
-        "served",
-        "size",
-        "slab",
-        "stored",
-    )
-
-    def __init__(self, stream: Owner, ride: Ride, here: torch.Tensor, first: int) -> None:
-        self._stream, self.ride, self.number = stream, ride, len(ride.sizes)
+    def __init__(
+        self, ride: Ride, here: torch.Tensor, first: int, place: Hashable, bury: Callable[[Offloaded], None]
+    ) -> None:
+        """``place``: where compute runs. ``bury`` is called when autograd keeps none of its views any more."""
+        self.ride, self.number, self._bury = ride, len(ride.sizes), bury
         self.first, self.size = first, here.nbytes
-        self.place = stream.place()  # the stream that made it; later, the one that fetched it
-        self.here: torch.Tensor | None = here  # bytes
-        self.slab: Piece | None = None
+        self.place = place  # the stream that made it; later, the one that fetched it
+        self.here: torch.Tensor | None = here  # bytes on the device, from the beginning; None once they are in RAM only
+        self.slab: Piece | None = None  # in RAM
         self.stored: Event | None = None
-        self.back: torch.Tensor | None = None
+        self.back: torch.Tensor | None = None  # bytes on the device again, or on their way
         self.loaded: Event | None = None
         self.arrivals = 0  # how often it came back
         self.asked_for = False  # since the last arrival
@@ -73,7 +77,7 @@ class Offloaded:
         return self.served >= self.notes
 
     def __del__(self) -> None:
-        self._stream.bury(self)
+        self._bury(self)
 
 
 class Note:

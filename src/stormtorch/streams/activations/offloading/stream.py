@@ -1,11 +1,7 @@
 """Offloads activations to RAM while compute goes on, and prefetches them just before backward needs them.
 
 Tensors that autograd saves are handled by storage: views of one storage are one offloaded tensor (`Offloaded`), which
-is copied once and comes back with every view's exact strides. Its states:
-
-    here      on the device; a copy to RAM may be on its way
-    away      in RAM only
-    back      on the device again, or on its way
+is copied once and comes back with every view's exact strides.
 
 **Offloading.** The store lane copies a tensor as soon as the operation that saved it has been launched. The device's
 copy is held in a queue until the queue exceeds ``window_bytes``; then compute waits for the oldest store, on the GPU,
@@ -23,13 +19,10 @@ error; the caller reads ``refused_bytes`` and may recompute instead.
 
 **Several user streams.** Torch hands freed memory out again on the stream that allocated it, in that stream's order. So
 compute may wait for a lane on the GPU, and free memory at once, only where one stream has all memory. As soon as a
-second stream has some, memory that a lane still uses is held until that lane is done with it.
-
-The file is long because both directions share one set of queues, and their bounds hold only together."""
+second stream has some, memory that a lane still uses is held until that lane is done with it."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -41,9 +34,7 @@ from ....core.errors import OutOfBudget, StaleGraph
 from ....core.sizes import KiB
 from ....core.tags import Tag
 from ....memory.cuda.allocator import streams_with_memory
-from ....memory.lanes.build import Lanes
 from ....memory.lanes.lane import Event
-from ....memory.lanes.waits import WaitMeter
 from ....memory.pools.device import bytes_for_graph, bytes_of
 from ....memory.pools.host import HostPool
 from ....memory.pools.pool import Piece
@@ -54,32 +45,34 @@ from ...bridge.torch_private import (
     is_made_from_weights,
     sequence_number,
 )
-from .held import Held, stale
-from .offloaded import Note, Offloaded, Ride, Undecided, span_of
+from ...settings import Trial
+from ..plans.room import WAY, Surroundings
+from .offloaded import Held, Note, Offloaded, Ride, Undecided, span_of, stale
 
-SMALL_BYTES = 64 * KiB  # smaller tensors cost more to move than to keep
+_SMALL_BYTES = 64 * KiB  # smaller tensors cost more to move than to keep
 
 
 class ActivationStream:
     """Offloads tensors and fetches them. ``pack`` and ``unpack`` are autograd's saved-tensor hooks."""
 
     def __init__(
-        self,
-        *,
-        lanes: Lanes,
-        slabs: HostPool,
-        waits: WaitMeter,
-        lock: threading.RLock,
-        weights: Callable[[], Iterable[torch.Tensor]],
-        window_bytes: int,
-        ahead_bytes: int,
-        small_bytes: int = SMALL_BYTES,
+        self, around: Surroundings, weights: Callable[[], Iterable[torch.Tensor]], *, must_leave: bool, trial: Trial
     ) -> None:
-        """``weights``: parameters and buffers permanently on the device. They and their casts are not offloaded."""
-        self._lanes, self._slabs, self._waits, self.lock = lanes, slabs, waits, lock
-        self._weights, self._small_bytes = weights, small_bytes
+        """``weights``: parameters and buffers permanently on the device. They and their casts are not offloaded.
+        ``must_leave``: whether a lack of RAM is an error."""
+        self.around, self._lanes, self._waits, self.lock = around, around.lanes, around.waits, around.lock
+        self._slabs = HostPool(
+            ledger=around.ledger,
+            tag=Tag.ACTIVATIONS,
+            lanes=around.lanes,
+            page_lock=around.page_lock,
+            pageable=around.lanes.ring is not None,
+            poison=around.lanes.store if trial.poison else None,
+        )
+        self._weights, self._must_leave = weights, must_leave
+        self._small_bytes = _SMALL_BYTES if trial.small_bytes is None else trial.small_bytes
         self._addresses: set[int] = set()  # of the weights
-        self.window_bytes, self.ahead_bytes = window_bytes, ahead_bytes
+        self.window_bytes = self.ahead_bytes = around.limit_bytes // WAY
         self.is_strict = False  # whether ``ahead_bytes`` holds even where it is less than one tensor
         self._leaving: deque[tuple[weakref.ref[Offloaded], int]] = deque()  # with their sizes
         self._leaving_bytes = 0
@@ -92,24 +85,17 @@ class ActivationStream:
         self._lingering: deque[tuple[torch.Tensor, Event]] = deque()
         self._unsent: deque[tuple[weakref.ref[Offloaded], int]] = deque()  # saved by an operation that may not have run
         self._places: set[Hashable] = set()  # the streams that have computed or have memory
-        self._passes = 0
-        self.must_leave = False  # whether a lack of RAM is an error
+        self._passes, self._closed = 0, False
         self.refused_bytes = 0  # of this pass: bytes that remained because RAM is short
         self._least_refused = 0  # of this pass: no tensor as large as that is tried again; 0: none was refused
         self._orphans: deque[tuple[torch.Tensor, Event, int]] = deque()  # with their part of _ahead_bytes
         self.misses = 0  # tensors that were not prefetched when backward asked for them
-        self._closed = False
 
     def place(self) -> Hashable:
         """The place where compute runs: on a GPU, the stream."""
         place = self._lanes.compute.place()
         self._places.add(getattr(place, "cuda_stream", place))
         return place
-
-    def _free_behind(self, memory: torch.Tensor, event: Event) -> None:
-        """Release ``memory``, which a lane uses until ``event``, where compute has several streams."""
-        self._lingering.append((memory, event))
-        self._bound_lingering()
 
     def _bound_lingering(self) -> None:
         """Keep no more of such memory than may be in flight now. The host waits where there is more."""
@@ -170,7 +156,7 @@ class ActivationStream:
         known = self._known.get(key)
         offloaded = known[1]() if known is not None and not known[0].gone else None
         if offloaded is None:
-            offloaded = Offloaded(self, self._ride, bytes_of(tensor)[first : first + size], first)
+            offloaded = Offloaded(self._ride, bytes_of(tensor)[first : first + size], first, self.place(), self.bury)
             self._known[key] = (StorageReference(storage), weakref.ref(offloaded))
             self._ride.add(offloaded)
             if made:
@@ -206,9 +192,9 @@ class ActivationStream:
         """Whether it is worth offloading, and can be copied as bytes."""
         if tensor.device != self._lanes.device or type(tensor) is not torch.Tensor or not has_plain_storage(tensor):
             return False
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
             return False
-        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._small_bytes:
+        if tensor.untyped_storage().nbytes() < self._small_bytes:
             return False
         return not self.is_weight(tensor) and span_of(tensor)[1] >= self._small_bytes
 
@@ -226,11 +212,8 @@ class ActivationStream:
             self._make_way()
             return
         staying, self._staying = self._staying, []
-        for reference, _ in staying:  # this pass differs from the last
-            other = reference()
-            if other is not None:
-                self._store(other)
-        self._store(offloaded)
+        for other in (*_alive(staying), offloaded):  # this pass differs from the last
+            self._store(other)
 
     def _store(self, offloaded: Offloaded) -> None:
         store = self._lanes.store
@@ -247,7 +230,7 @@ class ActivationStream:
 
     def _slab_for(self, size: int) -> Piece | None:
         """RAM for a tensor; None where there is too little and that is no error."""
-        if self.must_leave:
+        if self._must_leave:
             return self._slabs.room(size, self._lanes.store)
         if not self._least_refused or size < self._least_refused:  # asking the system costs more than many a kernel
             try:
@@ -268,22 +251,24 @@ class ActivationStream:
         staying_bytes = sum(size for _, size in self._staying) - self.stay_bytes
         least = 0 if self.is_strict else 1  # else compute would wait for the tensor it has just made
         while self._leaving_bytes + max(0, staying_bytes) > self.window_bytes and len(self._leaving) > least:
-            self._let_oldest_go()
+            reference, size = self._leaving.popleft()
+            self._leaving_bytes -= size
+            if (oldest := reference()) is not None:
+                assert oldest.here is not None
+                assert oldest.stored is not None
+                self._release(oldest.here, oldest.stored, "activations leaving")
+                oldest.here = None
 
-    def _let_oldest_go(self) -> None:
-        """Return the memory of the oldest tensor to torch; compute waits for its store."""
-        reference, size = self._leaving.popleft()
-        self._leaving_bytes -= size
-        offloaded = reference()
-        if offloaded is not None:
-            assert offloaded.stored is not None
-            assert offloaded.here is not None
-            self.place()
-            if len(self._places) == 1:
-                self._waits.wait(offloaded.stored, "activations leaving")
-            else:
-                self._free_behind(offloaded.here, offloaded.stored)
-            offloaded.here = None
+    def _release(self, memory: torch.Tensor, event: Event, cause: str | None = None) -> None:
+        """Return ``memory``, which a lane uses until ``event``, to torch: compute waits."""
+        self.place()
+        if len(self._places) > 1:
+            self._lingering.append((memory, event))
+            self._bound_lingering()
+        elif cause is None:
+            self._lanes.compute.wait(event)
+        else:
+            self._waits.wait(event, cause)
 
     # --- in backward
 
@@ -367,12 +352,9 @@ class ActivationStream:
 
     def _still_here_bytes(self, ride: Ride) -> int:
         """Bytes that backward has yet to ask for and that need not be fetched."""
-        total = 0
-        for reference, size in (*self._leaving, *self._staying):
-            offloaded = reference()
-            if offloaded is not None and offloaded.here is not None and offloaded.number not in ride.asked:
-                total += size
-        return max(0, total - self.stay_bytes)
+        waiting = _alive((*self._leaving, *self._staying))
+        sizes = [each.size for each in waiting if each.here is not None and each.number not in ride.asked]
+        return max(0, sum(sizes) - self.stay_bytes)
 
     # --- endings
 
@@ -380,10 +362,9 @@ class ActivationStream:
     def close(self) -> None:
         """Stop offloading and fetching. The lanes must be empty."""
         self._closed = True
-        self._orphans.clear()
-        self._lingering.clear()
-        self._leaving.clear()
-        self._unsent.clear()
+        queues: tuple[deque[Any], ...] = self._orphans, self._lingering, self._leaving, self._unsent
+        for queue in queues:
+            queue.clear()
         self._slabs.close()
 
     def bury(self, offloaded: Offloaded) -> None:
@@ -402,10 +383,12 @@ class ActivationStream:
         self.place()
         while self._orphans:
             memory, event, size = self._orphans[0]
-            if len(self._places) == 1:
-                self._lanes.compute.wait(event)
-            else:
-                self._free_behind(memory, event)
+            self._release(memory, event)
             self._ahead_bytes -= size
             self._orphans.popleft()
         self._bound_lingering()
+
+
+def _alive(entries: Iterable[tuple[weakref.ref[Offloaded], int]]) -> list[Offloaded]:
+    """Those of which autograd still keeps notes."""
+    return [offloaded for reference, _ in entries if (offloaded := reference()) is not None]

@@ -11,10 +11,8 @@ pair, and overall by 2 %, or by more where steps differ more. If it is clearly s
 ends. A good plan that is refused costs some speed. A bad plan that is taken makes "auto" slower than "recompute".
 
 A second plan that only leaves work out, by keeping blocks where there is room, should never be slower. Its gain may be
-smaller than what steps differ by: it has more pairs, and is taken if it is faster in the median.
-
-Inputs may differ in size from step to step. Times are taken per byte of input, and where sizes vary there are more
-pairs."""
+smaller than what steps differ by: it has more pairs, and is taken if it is faster in the median. Where inputs differ in
+size from step to step there are more pairs too, and times are taken per byte of input."""
 
 from __future__ import annotations
 

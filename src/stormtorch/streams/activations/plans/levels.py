@@ -22,32 +22,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import NamedTuple
 
 UNCOUNTED = sys.maxsize  # the room on a device that does not report allocations, such as the CPU
 
-Way = Literal["keep", "whole", "other"]
-"""How a block gets through backward: with all that it saved, recomputed, or otherwise."""
-_WAYS: tuple[Way, ...] = ("keep", "whole", "other")
+_WAYS = ("keep", "recompute", "offload")  # how a block gets through backward (plan.py)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rises:
-    """Rises of one kind of block, by the way it is run."""
+    """Rises of one kind of block: with all that it saved, and recomputed."""
 
     keep: int = 0
     whole: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Block:
+class _Block(NamedTuple):
     kind: Hashable
-    way: Way
+    way: str
     held: int
 
 
-@dataclass(kw_only=True)
-class _Bounds:
+class _Bounds(NamedTuple):
     """Bounds of a rise, from what was seen."""
 
     at_most: int
@@ -55,22 +51,32 @@ class _Bounds:
 
     @property
     def rise(self) -> int:
-        return max(self.at_most, self.at_least)
+        return max(self)
+
+    def narrowed(self, other: _Bounds) -> _Bounds:
+        return _Bounds(min(self.at_most, other.at_most), max(self.at_least, other.at_least))
+
+
+@dataclass(kw_only=True)
+class _Visit:
+    """Notes of backward in one block, or of the end of forward."""
+
+    level: int
+    base: int
+    travelling: int
+    way: int  # bytes that may have been in flight until backward had left the block
+    early: int = 0  # bytes in flight that were used up until then
+    top: int | None = None  # the peak then; None if it tells nothing
+    # The rise that a higher peak proves: less bytes that remained, or may have arrived.
+    shown: int | None = None
 
 
 @dataclass(kw_only=True)
 class _Pass:
-    """Notes of one pass. Index ``len(blocks)`` of the tables stands for the end of forward."""
+    """Notes of one pass. Visit ``len(blocks)`` is the end of forward."""
 
     blocks: list[_Block] = field(default_factory=list)
-    levels: dict[int, int] = field(default_factory=dict)
-    bases: dict[int, int] = field(default_factory=dict)
-    tops: dict[int, int] = field(default_factory=dict)  # the peak when backward had left the block
-    travelling: dict[int, int] = field(default_factory=dict)
-    early: dict[int, int] = field(default_factory=dict)  # bytes in flight that were used up until backward had left
-    ways: dict[int, int] = field(default_factory=dict)  # bytes that may have been in flight until then
-    # The rise that a higher peak proves: less bytes that remained, or may have arrived.
-    shown: dict[int, int] = field(default_factory=dict)
+    visits: dict[int, _Visit] = field(default_factory=dict)
     last: int | None = None
     is_through: bool = False
     grown: int = 0
@@ -88,23 +94,24 @@ class Levels:
         self._now = _Pass()
         self._peak_before = 0
         self.bases: dict[int, int] = {}  # the highest: gradients may remain from one pass to the next
-        self.seen: dict[tuple[Hashable, Way], _Bounds] = {}  # rises
+        self.seen: dict[tuple[Hashable, str], _Bounds] = {}  # rises
         self._end: _Bounds | None = None  # of the rise from the end of forward to the first block of backward: the loss
         self._guessed_end: int | None = None  # scaled up, until it is measured with inputs of the present size
         self._risen: int | None = None  # the highest peak that a pass under the present plan has set
 
     def forget(self, growth: float) -> None:
         """Inputs have grown by the factor ``growth``: drop the rises. The running pass goes on."""
-        if self._end is not None:
-            self._guessed_end = self._end.rise
-        if self._guessed_end is not None:
-            self._guessed_end = round(self._guessed_end * growth)
+        if (end := self._end_rise()) is not None:
+            self._guessed_end = round(end * growth)
         self.bases, self.seen, self._end = {}, {}, None
 
     @property
     def knows_the_end(self) -> bool:
         """Whether ``rise_at_the_end`` includes the loss, at least as a guess."""
-        return self._end is not None or self._guessed_end is not None
+        return self._end_rise() is not None
+
+    def _end_rise(self) -> int | None:
+        return self._guessed_end if self._end is None else self._end.rise
 
     def begin_plan(self) -> None:
         """Another plan is used from here on."""
@@ -127,43 +134,42 @@ class Levels:
             self._close_last(0)
         self._peak_before = self._peak()
         past, self._now = self._now, _Pass(grown=self._grown(), peak_before=self._peak_before)
-        if past.tops:
-            top = max(past.tops.values())
-            if top != past.peak_before:
-                self._risen = max(self._risen or 0, top - past.grown)
-        for position, base in past.bases.items():
-            self.bases[position] = max(base, self.bases.get(position, base))
-        for position, top in past.tops.items():
-            rise, shown = top - past.levels[position], past.shown.get(position)
+        top = max((visit.top for visit in past.visits.values() if visit.top is not None), default=None)
+        if top is not None and top != past.peak_before:
+            self._risen = max(self._risen or 0, top - past.grown)
+        for position, visit in past.visits.items():
+            self.bases[position] = max(visit.base, self.bases.get(position, visit.base))
+            if visit.top is None:
+                continue
+            rise, shown = visit.top - visit.level, visit.shown
             if position == len(past.blocks):
-                self._end = _narrowed(self._end, rise, shown or 0)
+                found = _Bounds(rise, shown or 0)
+                self._end = found.narrowed(self._end or found)
             else:
                 block = past.blocks[position]
-                own = block.held if block.way == "whole" else 0
-                at_least = 0 if shown is None else shown + own
+                own = block.held if block.way == "recompute" else 0
+                found = _Bounds(rise + visit.early + own, 0 if shown is None else shown + own)
                 key = block.kind, block.way
-                self.seen[key] = _narrowed(self.seen.get(key), rise + past.early[position] + own, at_least)
+                self.seen[key] = found.narrowed(self.seen.get(key, found))
 
-    def hold(self, kind: Hashable, way: Way, held: int) -> None:
+    def hold(self, kind: Hashable, way: str, held: int) -> None:
         """Note that the next block has run forward and holds ``held`` bytes on the device."""
-        self._now.blocks.append(_Block(kind=kind, way=way, held=held))
+        self._now.blocks.append(_Block(kind, way, held))
 
     def reach(self, position: int, travelling_bytes: int, way_bytes: int = 0) -> None:
         """Note that backward has reached a block, or the end of forward. ``travelling_bytes`` of ours are in flight on
         the device; up to ``way_bytes`` may be until backward reaches the next block."""
-        if position > len(self._now.blocks) or position in self._now.levels:
-            return
         now, left, peak_before = self._now, self._now.last, self._peak_before
+        if position > len(now.blocks) or position in now.visits:
+            return
         self._close_last(travelling_bytes)
-        level, held = self._allocated(), [block.held for block in now.blocks]
-        now.levels[position] = level
-        now.bases[position] = level - sum(held[: position + 1]) - travelling_bytes - now.grown
-        now.travelling[position], now.ways[position] = travelling_bytes, way_bytes
+        level, held = self._allocated(), sum(block.held for block in now.blocks[: position + 1])
+        base = level - held - travelling_bytes - now.grown
+        now.visits[position] = _Visit(level=level, base=base, travelling=travelling_bytes, way=way_bytes)
         now.last = position
-        if left is not None and now.tops.get(left, 0) > peak_before:
-            stayed = max(0, now.bases[position] - now.bases[left])
-            travelled = max(0, now.ways[left] - now.travelling[left])
-            now.shown[left] = now.tops[left] - now.levels[left] - stayed - travelled
+        if left is not None and (before := now.visits[left]).top is not None and before.top > peak_before:
+            stayed, travelled = max(0, base - before.base), max(0, before.way - before.travelling)
+            before.shown = before.top - before.level - stayed - travelled
 
     def _close_last(self, travelling_bytes: int) -> None:
         last, peak = self._now.last, self._peak()
@@ -171,8 +177,8 @@ class Levels:
         if last is not None:
             self._now.last = None
             if not was_reset:
-                self._now.tops[last] = peak
-                self._now.early[last] = max(0, self._now.travelling[last] - travelling_bytes)
+                visit = self._now.visits[last]
+                visit.top, visit.early = peak, max(0, visit.travelling - travelling_bytes)
 
     def rooms(self, limit_bytes: int, count: int, held: Sequence[int], unseen_bytes: int = 0) -> list[int]:
         """Bytes left for activations while backward is in each of ``count`` blocks and, as the last entry, at the end
@@ -203,11 +209,4 @@ class Levels:
 
     def rise_at_the_end(self, kind: Hashable) -> int:
         """The largest rise from the end of forward until backward has left the last block, of this kind."""
-        at_once = (self._guessed_end or 0) if self._end is None else self._end.rise
-        return max(at_once, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0)
-
-
-def _narrowed(known: _Bounds | None, at_most: int, at_least: int) -> _Bounds:
-    if known is None:
-        return _Bounds(at_most=at_most, at_least=at_least)
-    return _Bounds(at_most=min(at_most, known.at_most), at_least=max(at_least, known.at_least))
+        return max(self._end_rise() or 0, *(known.rise for (other, _), known in self.seen.items() if other == kind), 0)

@@ -10,11 +10,12 @@ The free VRAM differs from block to block (levels.py)."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ....core.sizes import format_bytes
-from .levels import Rises, Way
+from .levels import Rises
 
 _HIDDEN = 0.9  # of compute time that transfers may take
 
@@ -24,8 +25,7 @@ class BlockProfile:
     """Measurements of one block. Times are the device's, from the first kernel to the last: where the host launches
     kernels more slowly than the device runs them, it is the host's time."""
 
-    forward_s: float
-    again_s: float  # a second run in backward
+    forward_s: float  # a second run in backward takes as long
     input_bytes: int
     saved_bytes: int  # by autograd, if nothing is recomputed
     repeatable: bool = True  # whether it may run a second time: it changes no buffers and has no hooks
@@ -37,11 +37,6 @@ class BlockPlan:
 
     kind: str
     inputs_away: bool = False
-
-    @property
-    def way(self) -> Way:
-        """How a block gets through backward."""
-        return {"keep": "keep", "recompute": "whole"}.get(self.kind, "other")  # type: ignore[return-value]
 
     def sent_bytes(self, profile: BlockProfile) -> int:
         """Bytes that a block of that profile offloads in forward."""
@@ -57,6 +52,7 @@ class BlockPlan:
 
 
 KEEP, OFFLOAD, RECOMPUTE = (BlockPlan(kind=kind) for kind in ("keep", "offload", "recompute"))
+_DONE = {"keep": "kept", "offload": "offloaded", "recompute": "recomputed"}
 RECOMPUTE_FROM_RAM = BlockPlan(kind="recompute", inputs_away=True)
 
 
@@ -69,10 +65,6 @@ class ActivationPlan:
     reason: str
     way_bytes: list[int]
     spare_bytes: int = 0  # unused part of the room that all blocks have together
-
-    def sent_bytes(self, profiles: Sequence[BlockProfile]) -> int:
-        """Bytes that all blocks offload in a forward."""
-        return sum(plan.sent_bytes(profile) for plan, profile in zip(self.blocks, profiles, strict=True))
 
     @functools.cached_property
     def offloads(self) -> bool:
@@ -98,44 +90,77 @@ class Means:
     ram_bytes: int = 0
 
 
-class _Rooms:
-    """Bytes left of each room. What a block holds counts in its own room and in those of all later blocks. The inputs
-    of a recomputed block do not count in its own: they are part of what it takes itself (levels.py)."""
+class _Draft:
+    """A plan in the making, and the bytes left of each room. What a block holds counts in its own room and in those of
+    all later blocks. The inputs of a recomputed block do not count in its own: they are part of what it takes itself
+    (levels.py)."""
 
-    def __init__(self, means: Means, count: int, *, way_bytes: int, keep: bool = False) -> None:
-        """``keep``: all blocks are to be kept, not recomputed."""
-        self.way_bytes = way_bytes
-        self.left = [room - way_bytes for room in means.rooms]
-        for index in range(count):
-            self.left[index] -= means.rises[index].keep if keep else means.rises[index].whole
+    def __init__(self, profiles: list[BlockProfile], means: Means, way_bytes: int) -> None:
+        """All blocks are recomputed, with inputs on the device as far as they fit, the last ones first. A block that
+        may not run again is kept where there is room, or offloaded."""
+        self._profiles, self._means, self._way_bytes = profiles, means, min(means.way_bytes, way_bytes)
+        self._left = [room - self._way_bytes for room in means.rooms]
+        for index, rise in enumerate(means.rises):
+            self._left[index] -= rise.whole
+        self.blocks = [RECOMPUTE_FROM_RAM if profile.repeatable else OFFLOAD for profile in profiles]
+        for index, profile in reversed(list(enumerate(profiles))):
+            if not profile.repeatable:
+                self._keep(index)
+            elif self._take(index + 1, profile.input_bytes):
+                self.blocks[index] = RECOMPUTE
 
-    def take(self, block: int, size: int) -> bool:
+    def _take(self, block: int, size: int) -> bool:
         """Let ``block`` hold ``size`` more bytes; False if there is no room."""
-        if any(left < size for left in self.left[block:]):
+        if any(left < size for left in self._left[block:]):
             return False
-        self.left[block:] = [left - size for left in self.left[block:]]
+        self._left[block:] = [left - size for left in self._left[block:]]
         return True
 
-    def take_inputs(self, block: int, size: int) -> bool:
-        """Like ``take``, for the inputs of a block that is recomputed."""
-        return self.take(block + 1, size)
-
-    def take_instead(self, block: int, profile: BlockProfile, rise: Rises, *, held_bytes: int) -> bool:
-        """Let ``block`` be kept, instead of recomputed from ``held_bytes`` of inputs; False if there is no room."""
-        gain = rise.whole - rise.keep  # while backward is in a kept block, nothing is computed again
-        self.left[block] += gain
-        self.left[block + 1 :] = [left + held_bytes for left in self.left[block + 1 :]]
-        if self.take(block, profile.saved_bytes):
+    def _keep(self, block: int) -> bool:
+        """Keep ``block`` if there is room."""
+        profile, rise, before = self._profiles[block], self._means.rises[block], self._left
+        held = self.blocks[block].held_bytes(input_bytes=profile.input_bytes, saved_bytes=0)
+        self._left = [*before[: block + 1], *(left + held for left in before[block + 1 :])]
+        self._left[block] += rise.whole - rise.keep  # while backward is in a kept block, nothing is computed again
+        if self._take(block, profile.saved_bytes):
+            self.blocks[block] = KEEP
             return True
-        self.left[block] -= gain
-        self.left[block + 1 :] = [left - held_bytes for left in self.left[block + 1 :]]
+        self._left = before
         return False
 
-    def ways(self, profiles: Sequence[BlockProfile], blocks: Sequence[BlockPlan]) -> list[int]:
+    def mix(self) -> None:
+        """Keep the last blocks that would be recomputed, as far as there is room, and offload the first ones, as far as
+        link and RAM allow."""
+        for index in reversed(range(len(self.blocks))):
+            if self.blocks[index].kind == "recompute" and not self._keep(index):
+                break
+        link, ram = _Link(self._profiles, self._means, slack=self._way_bytes // 2), self._means.ram_bytes
+        sent = [block.sent_bytes(profile) for block, profile in zip(self.blocks, self._profiles, strict=True)]
+        ram -= sum(sent)
+        for index, profile in enumerate(self._profiles):
+            size = profile.saved_bytes
+            if sent[index]:
+                link.take(index, sent[index])
+            elif self.blocks[index].kind == "recompute" and size <= ram and link.take(index, size):
+                self.blocks[index] = OFFLOAD
+                ram -= size
+
+    def made(self, reason: str = "") -> ActivationPlan:
+        """The plan. To ``reason`` comes the number of blocks that are not recomputed, where there are any."""
+        counts = {kind: sum(plan.kind == kind for plan in self.blocks) for kind in _DONE}
+        if not reason or counts["recompute"] < len(self.blocks):
+            listed = ", ".join(f"{count} {_DONE[kind]}" for kind, count in counts.items() if count)
+            more = f"; {reason}" if reason and counts["recompute"] else ""
+            reason = f"{listed} of {len(self.blocks)} blocks{more}"
+        spare_bytes = max(0, min(self._left, default=0))
+        return ActivationPlan(blocks=self.blocks, reason=reason, way_bytes=self._ways(), spare_bytes=spare_bytes)
+
+    def _ways(self) -> list[int]:
         """In-flight budgets by block: some bytes are still there when backward has reached the next block. The tensors
         that this one asks for first are part of what it takes itself (levels.py)."""
-        rooms = [max(0, min(self.way_bytes, self.way_bytes + left)) for left in self.left]
-        asked = [profile.input_bytes if plan.inputs_away else 0 for profile, plan in zip(profiles, blocks, strict=True)]
+        rooms = [max(0, min(self._way_bytes, self._way_bytes + left)) for left in self._left]
+        blocks = zip(self._profiles, self.blocks, strict=True)
+        asked = [profile.input_bytes if plan.inputs_away else 0 for profile, plan in blocks]
         each = zip(rooms[1:-1], rooms, asked, strict=False)
         return [rooms[0], *(min(room, max(then, first)) for room, then, first in each), rooms[-1]]
 
@@ -165,88 +190,29 @@ class _Link:
 def recompute(profiles: list[BlockProfile], means: Means) -> ActivationPlan:
     """Recompute every block that may be, as with ``torch.utils.checkpoint`` around each. Inputs of blocks remain on the
     device as far as they fit, the last ones first; the rest is offloaded."""
-    largest = max((profile.input_bytes for profile in profiles), default=0)
-    rooms = _Rooms(means, len(profiles), way_bytes=min(means.way_bytes, 2 * largest))
-    blocks = _recomputed(profiles, means, rooms)
-    stay = sum(plan == RECOMPUTE for plan in blocks)
-    reason = f"recomputed; the inputs of {stay} of {len(profiles)} blocks stay on the device"
-    return _made(profiles, blocks, _with_others(reason, blocks), rooms)
+    draft = _Draft(profiles, means, 2 * max((profile.input_bytes for profile in profiles), default=0))
+    stay = draft.blocks.count(RECOMPUTE)
+    return draft.made(f"recomputed; the inputs of {stay} of {len(profiles)} blocks stay on the device")
 
 
 def choose(profiles: list[BlockProfile], means: Means, *, offload: bool = True) -> ActivationPlan:
     """The plan that should be fastest: keep what fits, offload what the link hides if wanted, recompute the rest."""
-    means = means if offload else replace(means, ram_bytes=0)
-    rooms = _Rooms(means, len(profiles), way_bytes=0, keep=True)
-    if all(rooms.take(index, profile.saved_bytes) for index, profile in enumerate(profiles)):
-        saved = sum(profile.saved_bytes for profile in profiles)
-        return _made(profiles, [KEEP] * len(profiles), f"kept: {format_bytes(saved)} of activations fit", rooms)
-    largest = max(profile.input_bytes for profile in profiles)
-    saved = max(profile.saved_bytes for profile in profiles)
-    plans = [_mixed(profiles, means, way_bytes=min(means.way_bytes, way)) for way in (2 * largest, 2 * saved)]
+    held = list(itertools.accumulate(profile.saved_bytes for profile in profiles))
+    taken = [*(size + rise.keep for size, rise in zip(held, means.rises, strict=True)), held[-1]]
+    spare_bytes = min(room - size for room, size in zip(means.rooms, taken, strict=True))
+    if spare_bytes >= 0:
+        reason = f"kept: {format_bytes(held[-1])} of activations fit"
+        blocks, ways = [KEEP] * len(profiles), [0] * len(means.rooms)
+        return ActivationPlan(blocks=blocks, reason=reason, way_bytes=ways, spare_bytes=spare_bytes)
+    plans = []
+    for size in (max(profile.input_bytes for profile in profiles), max(profile.saved_bytes for profile in profiles)):
+        draft = _Draft(profiles, means if offload else replace(means, ram_bytes=0), 2 * size)
+        draft.mix()
+        plans.append(draft.made())
     return min(plans, key=lambda plan: cost_s(profiles, plan))
 
 
 def cost_s(profiles: list[BlockProfile], plan: ActivationPlan) -> float:
     """The time for recomputing, in seconds."""
     blocks = zip(profiles, plan.blocks, strict=True)
-    return sum(profile.again_s for profile, block in blocks if block.kind == "recompute")
-
-
-def _mixed(profiles: list[BlockProfile], means: Means, *, way_bytes: int) -> ActivationPlan:
-    """Start from `recompute`; then keep the last blocks, as far as there is room, and offload the first ones, as far as
-    link and RAM allow."""
-    rooms = _Rooms(means, len(profiles), way_bytes=way_bytes)
-    blocks = _recomputed(profiles, means, rooms)
-    for index, profile in reversed(list(enumerate(profiles))):
-        held = blocks[index].held_bytes(input_bytes=profile.input_bytes, saved_bytes=profile.saved_bytes)
-        if blocks[index].kind == "recompute":
-            if not rooms.take_instead(index, profile, means.rises[index], held_bytes=held):
-                break
-            blocks[index] = KEEP
-    link = _Link(profiles, means, slack=rooms.way_bytes // 2)
-    ram = means.ram_bytes - ActivationPlan(blocks=blocks, reason="", way_bytes=[]).sent_bytes(profiles)
-    for index, profile in enumerate(profiles):
-        if blocks[index].sent_bytes(profile):
-            link.take(index, blocks[index].sent_bytes(profile))
-        elif blocks[index].kind == "recompute" and profile.saved_bytes <= ram and link.take(index, profile.saved_bytes):
-            blocks[index] = OFFLOAD
-            ram -= profile.saved_bytes
-    return _made(profiles, blocks, _with_others("", blocks), rooms)
-
-
-def _recomputed(profiles: list[BlockProfile], means: Means, rooms: _Rooms) -> list[BlockPlan]:
-    """Recompute all blocks, with inputs on the device as far as they fit. A block that may not run again is kept where
-    there is room, or offloaded."""
-    blocks = [RECOMPUTE_FROM_RAM if profile.repeatable else OFFLOAD for profile in profiles]
-    for index, profile in reversed(list(enumerate(profiles))):
-        if not profile.repeatable:
-            if rooms.take_instead(index, profile, means.rises[index], held_bytes=0):
-                blocks[index] = KEEP
-        elif rooms.take_inputs(index, profile.input_bytes):
-            blocks[index] = RECOMPUTE
-    return blocks
-
-
-def _made(profiles: list[BlockProfile], blocks: list[BlockPlan], reason: str, rooms: _Rooms) -> ActivationPlan:
-    return ActivationPlan(
-        blocks=blocks,
-        reason=reason,
-        way_bytes=rooms.ways(profiles, blocks),
-        spare_bytes=max(0, min(rooms.left, default=0)),
-    )
-
-
-def _with_others(reason: str, blocks: list[BlockPlan]) -> str:
-    """``reason`` with the number of blocks that are not recomputed, or that number alone."""
-    counts = {name: sum(plan.kind == kind for plan in blocks) for name, kind in _NAMES}
-    if reason and counts["recomputed"] == len(blocks):
-        return reason
-    listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return f"{listed} of {len(blocks)} blocks" + (f"; {reason}" if reason and counts["recomputed"] else "")
-
-
-_NAMES = (("kept", "keep"), ("offloaded", "offload"), ("recomputed", "recompute"))
-
-
-def with_reason(plan: ActivationPlan, reason: str) -> ActivationPlan:
-    return replace(plan, reason=f"{plan.reason}; {reason}")
+    return sum(profile.forward_s for profile, block in blocks if block.kind == "recompute")

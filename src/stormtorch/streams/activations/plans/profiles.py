@@ -17,25 +17,19 @@ ROUNDS = 2  # passes in which a kind is measured; the first one is cold
 class _Known:
     """A kind that is being measured. Its times are read when the device has reported them."""
 
-    size: int  # of all arguments
-    input_bytes: int  # of these, those that must be held for it
-    saved_bytes: int
+    size: int = 0  # of all arguments
+    input_bytes: int = 0  # of these, those that must be held for it
+    saved_bytes: int = 0
     passes: set[int] = field(default_factory=set)
     forward: list[Reading] = field(default_factory=list)
-    again: list[Reading] = field(default_factory=list)  # second runs
 
     def profile(self, repeatable: bool) -> BlockProfile | None:
         """The profile; None while the device has reported no time."""
-        forward, again = ([s for s in (read() for read in r) if s is not None] for r in (self.forward, self.again))
-        if not forward:
+        times_s = [time_s for reading in self.forward if (time_s := reading()) is not None]
+        if not times_s:
             return None
-        return BlockProfile(
-            forward_s=min(forward),
-            again_s=min(again, default=min(forward)),
-            input_bytes=self.input_bytes,
-            saved_bytes=self.saved_bytes,
-            repeatable=repeatable,
-        )
+        sizes = {"input_bytes": self.input_bytes, "saved_bytes": self.saved_bytes}
+        return BlockProfile(forward_s=min(times_s), repeatable=repeatable, **sizes)
 
 
 class Profiles:
@@ -64,21 +58,13 @@ class Profiles:
         known = self._known.get(kind)
         return known is None or (len(known.passes) < ROUNDS and in_pass not in known.passes)
 
-    def learn(
-        self, kind: Any, in_pass: int, size: int, *, input_bytes: int, saved_bytes: int, forward: Reading
-    ) -> None:
+    def learn(self, kind: Any, in_pass: int, size: int, input_bytes: int, saved_bytes: int, forward: Reading) -> None:
         """Note a measured call with inputs of ``size``. Calls of a kind may differ: the largest counts."""
-        known = self._known.setdefault(kind, _Known(size=size, input_bytes=input_bytes, saved_bytes=saved_bytes))
-        known.size, known.input_bytes = max(known.size, size), max(known.input_bytes, input_bytes)
-        known.saved_bytes = max(known.saved_bytes, saved_bytes)
+        known = self._known.setdefault(kind, _Known())
+        known.size = max(known.size, size)
+        known.input_bytes, known.saved_bytes = max(known.input_bytes, input_bytes), max(known.saved_bytes, saved_bytes)
         known.passes.add(in_pass)
         known.forward.append(forward)
-
-    def learn_again(self, kind: Any, reading: Reading) -> None:
-        """Note the time of a second run of such a block."""
-        known = self._known.get(kind)
-        if known is not None and len(known.again) < 2 * ROUNDS:
-            known.again.append(reading)
 
     def forget(self, kind: Any, growth: float) -> None:
         """Drop measurements: inputs have grown by the factor ``growth``."""
@@ -97,12 +83,10 @@ class Profiles:
 
     def of(self, kinds: Sequence[Any]) -> list[BlockProfile] | None:
         """The profiles of blocks of these kinds; None as long as one of them is not measured."""
-        made = {kind: self._profile(kind) for kind in set(kinds)}
-        found = [profile for kind in kinds if (profile := made[kind]) is not None]
-        return found if kinds and len(found) == len(kinds) else None
-
-    def _profile(self, kind: Any) -> BlockProfile | None:
-        known = self._known.get(kind)
-        if known is None or len(known.passes) < ROUNDS:
-            return None
-        return known.profile(self.is_repeatable(kind))
+        found: dict[Any, BlockProfile] = {}
+        for kind in set(kinds):
+            known = self._known.get(kind)
+            if known is None or len(known.passes) < ROUNDS or not (profile := known.profile(self.is_repeatable(kind))):
+                return None
+            found[kind] = profile
+        return [found[kind] for kind in kinds] or None

@@ -65,24 +65,24 @@ class Surroundings:
 class Gauge:
     """Free memory, from the device, the ledger and the notes of earlier passes."""
 
-    def __init__(self, around: Surroundings, levels: Levels, *, fixed_room: int | None = None) -> None:
+    def __init__(self, around: Surroundings, fixed_room: int | None) -> None:
         """``fixed_room``: free device bytes to assume, for tests."""
-        self._around, self._levels, self._fixed_room = around, levels, fixed_room
+        self.around, self._fixed_room = around, fixed_room
+        allocated = around.meter.allocated if around.meter is not None else lambda: 0
+        self.levels = Levels(allocated, around.peak.seen_bytes, lambda: around.peak.grown_bytes)
         self._usable = usable_bytes(around)
 
     def room(self) -> int:
         """Bytes of the VRAM budget that are free now."""
         if self._fixed_room is not None:
             return self._fixed_room
-        return self._usable - self._around.meter.allocated() if self._around.meter is not None else UNCOUNTED
+        return self._usable - self.around.meter.allocated() if self.around.meter is not None else UNCOUNTED
 
     def is_filling(self) -> bool:
         """Whether so much VRAM is taken that a loss which was not seen yet may find too little."""
-        if self._fixed_room is not None:
-            return self._fixed_room <= 0
-        around = self._around
-        if around.meter is None:
-            return False
+        around = self.around
+        if self._fixed_room is not None or around.meter is None:
+            return self._fixed_room is not None and self._fixed_room <= 0
         return around.meter.allocated() - around.foreign_bytes > around.limit_bytes // _FILLING
 
     def is_nearly_full(self) -> bool:
@@ -90,7 +90,7 @@ class Gauge:
 
     def over(self) -> str:
         """A message if the last passes have taken more than the budget; otherwise empty."""
-        around, top = self._around, self._levels.risen_top()
+        around, top = self.around, self.levels.risen_top()
         if top is None or top <= around.limit_bytes + around.foreign_bytes:
             return ""
         return (
@@ -102,7 +102,7 @@ class Gauge:
 
     def means(self, kinds: list[Hashable], profiles: list[BlockProfile], held: list[int]) -> Means:
         """Resources for blocks of these kinds, given the bytes that each held in the last pass."""
-        around, levels = self._around, self._levels
+        around, levels = self.around, self.levels
         self._usable = usable_bytes(around, max((profile.input_bytes for profile in profiles), default=0))
         if around.meter is not None and self._fixed_room is None:
             rooms = levels.rooms(self._usable, len(kinds), held, around.peak.unseen_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,94 +11,55 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...bridge.torch_private import has_global_hooks, has_user_modes, without_torch_function
-from .attributes import Looks
-from .contents import Tables
+from .layout import Layout
 
 _is_trained = operator.attrgetter("requires_grad")
-_RUNS = 8  # second runs of a block that show whether it draws random numbers
 
 
-def shape_of(block: nn.Module) -> Any:
+def _shape_of(block: nn.Module) -> Any:
     """A key: blocks of one shape do the same work in the same way."""
     with without_torch_function():
         tensors = (*block.named_parameters(), *block.named_buffers())
         modules = tuple((name, type(module)) for name, module in block.named_modules())
-        return modules, tuple((name, _shape(tensor), tensor.dtype) for name, tensor in tensors)
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return () if is_lazy(tensor) else tuple(tensor.shape)
+        return modules, tuple((name, is_lazy(tensor) or tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
 
 
 class Anatomy:
-    """A block's modules and the places of its parameters in them, found once: walking through them at each call takes
-    longer than many an operation."""
+    """A block's modules and what is registered in them, found once: walking through them at each call takes longer than
+    many an operation."""
 
-    __slots__ = (
-        "_asked",
-        "_children",
-        "_has_own",
-        "_own",
-        "_places",
-        "_scripted",
-        "draws",
-        "looks",
-        "modules",
-        "tables",
-    )
-
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, numbers: dict[Any, int]) -> None:
+        """``numbers``: of shapes. A number is hashed and compared faster than a shape."""
+        self.shape = numbers.setdefault(_shape_of(block), len(numbers))
         self.modules = list(block.modules())
-        self.looks, self._children = Looks(self.modules), self._children_now()
         self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in self.modules)
         # TorchScript keeps parameters elsewhere, and is not run again.
-        looked_at = [] if self._scripted else self.modules
-        found = {id(p): (m, name) for m in reversed(looked_at) for name, p in m._parameters.items() if p is not None}
-        self._places = list(found.values())
-        self._own, self._has_own = [id(parameter) for parameter in self.parameters()], True
-        self.draws, self._asked = False, 0  # whether its second runs have drawn random numbers
-        self.tables = Tables(looked_at)  # as `is_current` has found them
+        self.layout = Layout([] if self._scripted else self.modules)
+        entries = self.layout.entries()
+        self._children = self.layout.registered("_modules", entries)
+        self._own = set(map(id, self.layout.registered("_parameters", entries)))
+        # Whether it has its own parameters, not those of ``functional_call``, which are gone in backward.
+        self.has_its_own = True
 
-    def _children_now(self) -> list[nn.Module | None]:
-        return [child for module in self.modules for child in module._modules.values()]
+    def look(self) -> list[Any] | None:
+        """What the tables of ``layout`` contain, which is brought up to date; None if the block has other modules than
+        it had."""
+        if self.layout.is_there():
+            return self.layout.entries()
+        layout = Layout(self.layout.modules, self.layout)
+        entries = layout.entries()
+        children = layout.registered("_modules", entries)
+        if len(children) != len(self._children) or not all(map(operator.is_, children, self._children)):
+            return None
+        self.layout = layout
+        self.has_its_own = self._own <= set(map(id, layout.registered("_parameters", entries)))
+        return entries
 
-    def is_current(self) -> bool:
-        """Whether the block still has the modules that it had. Looks at its parameters and buffers too."""
-        if not self._scripted and self.tables.unchanged():
-            return True
-        now = self._children_now()
-        if len(now) != len(self._children) or not all(map(operator.is_, now, self._children)):
-            return False
-        self._has_own = [id(parameter) for parameter in self.parameters()] == self._own
-        self.tables = Tables([] if self._scripted else self.modules)
-        return True
-
-    def parameters(self) -> list[Any]:
-        """The tensors that are in the parameters' places now."""
-        return [module._parameters.get(name) for module, name in self._places]
-
-    def has_its_own(self) -> bool:
-        """Whether `is_current` has found the block's own parameters, not those of ``functional_call``, which are gone
-        in backward."""
-        return self._has_own
-
-    def manner(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    def manner(self, entries: Sequence[Any]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """The modes that may change between calls: which modules are training, which parameters are trained."""
-        return tuple([module.training for module in self.modules]), self.trained()
-
-    def trained(self) -> tuple[bool, ...]:
-        """Which parameters are trained."""
-        parameters = self.parameters()
-        with without_torch_function():
-            try:
-                return tuple(map(_is_trained, parameters))
-            except AttributeError:  # one was removed
-                return tuple([p is not None and p.requires_grad for p in parameters])
-
-    def may_draw(self) -> bool:
-        """Whether a second run may draw random numbers: it has, or there were few so far."""
-        self._asked += 1
-        return self.draws or self._asked <= _RUNS
+        return tuple([module.training for module in self.modules]), are_trained(
+            self.layout.registered("_parameters", entries)
+        )
 
     def is_listened_to(self) -> bool:
         """Whether user code would notice a second run: hooks, modes around the forward, and TorchScript, which does not
@@ -110,15 +71,18 @@ class Anatomy:
         return any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
 
 
+def are_trained(weights: Sequence[Any]) -> tuple[bool, ...]:
+    """Which of them require a gradient."""
+    with without_torch_function():
+        return tuple(map(_is_trained, weights))
+
+
 _VALUES = (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device, type(None))
 
 
-def object_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def object_in(given: Any) -> Any:
     """An argument that a second run would change again, e.g. a cache of keys or a list. None if there is none."""
-    for leaf in leaves_of((*args, *kwargs.values())):
-        if not isinstance(leaf, _VALUES):
-            return leaf
-    return None
+    return next((leaf for leaf in leaves_of(given) if not isinstance(leaf, _VALUES)), None)
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -128,12 +92,17 @@ def leaves_of(value: Any) -> list[Any]:
     return [value]
 
 
-def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves_of((*args, *kwargs.values())) if isinstance(leaf, torch.Tensor)]
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
-def filled(form: Any, leaves: Iterator[Any]) -> Any:
-    """``form`` with its items replaced by ``leaves``."""
-    if type(form) is tuple:
-        return tuple(filled(item, leaves) for item in form)
-    return next(leaves)
+def replaced(value: Any, kind: type, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
+    """``value`` with ``change`` of its items of that type, see ``leaves_of``; of one that is there twice only once."""
+    made = {} if made is None else made
+    if type(value) is tuple:
+        return tuple([replaced(item, kind, change, made) for item in value])
+    if type(value) is not kind:
+        return value
+    if id(value) not in made:
+        made[id(value)] = change(value)
+    return made[id(value)]

@@ -1,24 +1,26 @@
-"""What the objects of a block contain, besides which objects they are (attributes.py).
+"""What a forward finds in a block, to be set again for its second run: attributes, parameters, buffers and children of
+its modules (layout.py), and what those objects contain.
 
-The contents of lists, dicts, arrays and random generators, and a module's parameters, buffers and children, are noted
-before the block runs. A block that changes these may not run again. If other code changes them before backward, they
-are restored for the second run, and what that run changes is undone.
+A block that changes the contents of lists, dicts, arrays or random generators, or which parameters, buffers and
+children a module has, may not run again. If other code changes them before backward, they are restored for the second
+run, and what that run changes is undone.
 
 Tensors are too large to copy. One that is written to before backward is an error, as it is in plain PyTorch where
 autograd has saved it. Small ones, such as counters and scales, are copied, and the second run computes with the copy.
 
-Attributes of other objects, such as a config or a counter of calls, may change: they are restored as the modules' own
-are."""
+Attributes of the block's modules and of other objects, such as a config or a counter of calls, may change in any run:
+the second one finds those of the first, and leaves no changes."""
 
 from __future__ import annotations
 
 import itertools
 import operator
+import pickle
 import random
 import types
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,30 +29,13 @@ from torch import nn
 
 from ....core.sizes import KiB
 from ...bridge.torch_private import has_plain_storage, without_torch_function
+from .layout import CONTAINERS, Layout, attributes_of, sort_of
 
 _COPIED_BYTES = 64 * KiB  # tensors and arrays up to this size are copied
 _ITEMS, _DEPTH = 256, 4  # of containers: those that are looked into
-_CONTAINERS = (list, dict, set, deque)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, type(lambda: None), type)
-_sorts: dict[type, str] = {}
-_chained, _values_of = itertools.chain.from_iterable, operator.methodcaller("values")
 
 
-def sort_of(kind: type) -> str:
-    """How to compare a value of this type; empty: only whether it is the same object. By type: asking an object of
-    transformers for its class takes microseconds."""
-    if kind not in _sorts:
-        sorts: tuple[tuple[str, Any], ...] = (
-            ("tensor", torch.Tensor), ("container", _CONTAINERS), ("tuple", tuple),
-            ("generator", _GENERATORS), ("array", np.ndarray),
-        )  # fmt: skip
-        sort = next((sort for sort, kinds in sorts if issubclass(kind, kinds)), "")
-        _sorts[kind] = "plain" if kind in _PLAIN else sort
-    return _sorts[kind]
-
-
-class Graphless:
+class _Graphless:
     """Stands for a tensor that has a graph, and does not keep that alive."""
 
     __slots__ = ("_data", "_reference")
@@ -64,162 +49,94 @@ class Graphless:
         return self._data.detach().requires_grad_() if tensor is None else tensor
 
 
-def without_graph(value: Any) -> Any:
+class _Items(tuple[Any, ...]):
+    """Stands for a tuple in which tensors were replaced."""
+
+
+def _without_graph(value: Any) -> Any:
     """``value``, to be kept: a tensor that has a graph, also in tuples, is replaced."""
     if isinstance(value, torch.Tensor):
-        return Graphless(value) if value.grad_fn is not None else value
+        return _Graphless(value) if value.grad_fn is not None else value
     if type(value) is tuple:
-        items = tuple([without_graph(item) for item in value])
-        return value if all(map(operator.is_, items, value)) else _Items(items)
+        items = _Items(map(_without_graph, value))
+        return value if all(map(operator.is_, items, value)) else items
     return value
 
 
-class _Items:
-    """Stands for a tuple in which tensors were replaced."""
-
-    __slots__ = ("items",)
-
-    def __init__(self, items: tuple[Any, ...]) -> None:
-        self.items = items
-
-
-def given_back(kept: Any, copies: dict[int, torch.Tensor]) -> Any:
+def _given_back(kept: Any, copies: dict[int, torch.Tensor]) -> Any:
     """The value that was kept; tensors that were written to since are replaced by ``copies``, by their id."""
-    if isinstance(kept, Graphless):
+    if isinstance(kept, _Graphless):
         kept = kept.get()
-    if isinstance(kept, _Items):
-        return tuple([given_back(item, copies) for item in kept.items])
-    if copies and type(kept) is tuple:
-        return tuple([given_back(item, copies) for item in kept])
-    return copies.get(id(kept), kept) if copies else kept
+    if type(kept) is _Items or (copies and type(kept) is tuple):
+        return tuple([_given_back(item, copies) for item in kept])
+    return copies.get(id(kept), kept)
 
 
-def is_kept(value: Any, kept: Any) -> bool:
+def _is_kept(value: Any, kept: Any) -> bool:
     """Whether ``kept`` stands for ``value``."""
-    if isinstance(kept, Graphless):
+    if isinstance(kept, _Graphless):
         return value is not None and kept._reference() is value
-    if isinstance(kept, _Items):
-        return type(value) is tuple and len(value) == len(kept.items) and all(map(is_kept, value, kept.items))
+    if type(kept) is _Items:
+        return type(value) is tuple and len(value) == len(kept) and all(map(_is_kept, value, kept))
     return value is kept
 
 
-class Tables:
-    """Parameters, buffers and children of modules. A block has dozens of these dicts: comparing them one by one would
-    take longer than a small block. Kept from call to call, so it holds their values weakly."""
-
-    __slots__ = ("_filled", "_modules", "_names", "_references", "_sizes", "_tables")
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._tables = modules, list(_tables_of(modules))
-        self._sizes, self._filled = list(map(len, self._tables)), [table for table in self._tables if table]
-        self._names = list(_chained(self._filled))
-        self._references = [_nothing if value is None else weakref.ref(value) for value in self.values()]
-
-    def values(self) -> list[Any]:
-        """What they contain now."""
-        return list(_chained(map(_values_of, self._filled)))
-
-    def unchanged(self, values: Sequence[Any] | None = None) -> bool:
-        """Whether they contain what they did. ``values``: that, where the caller has it: following weak references
-        takes longer."""
-        before = map(operator.call, self._references) if values is None else values
-        # With the same sizes, they are equally long one after the other.
-        return (
-            all(map(operator.is_, _tables_of(self._modules), self._tables))  # user code may replace a whole dict
-            and list(map(len, self._tables)) == self._sizes
-            and all(map(operator.is_, self._names, _chained(self._filled)))
-            and all(map(operator.is_, before, _chained(map(_values_of, self._filled))))
-        )
-
-    def fill(self, values: Sequence[Any]) -> Callable[[], None]:
-        """Make the modules' tables these again, with ``values``. Returns a call that undoes it."""
-        now = [(module, name, module.__dict__[name]) for module in self._modules for name in _TABLES]
-        before = [(table, dict(table)) for table in {id(t): t for t in (*self._tables, *(e[2] for e in now))}.values()]
-        entries = zip(self._names, values, strict=True)
-        for (module, name, there), table, size in zip(now, self._tables, self._sizes, strict=True):
-            if there is not table:
-                module.__dict__[name] = table
-            _fill(table, dict(itertools.islice(entries, size)), {})
-
-        def undo() -> None:
-            for module, name, there in now:
-                if module.__dict__[name] is not there:
-                    module.__dict__[name] = there
-            for table, content in before:
-                _fill(table, content, {})
-
-        return undo
-
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
-_its_tables = operator.itemgetter(*_TABLES)
-
-
-def _tables_of(modules: Sequence[nn.Module]) -> Iterable[Any]:
-    return _chained(map(_its_tables, map(vars, modules)))
-
-
-def _nothing() -> None:
-    """In place of a weak reference to None."""
-
-
 class Contents:
-    """Of all objects of a block, at one moment."""
+    """Of all objects of a block, at one moment. Keeps no graph alive."""
 
-    __slots__ = ("_containers", "_modules", "_objects", "_tables", "_tensors", "_values", "_weights")
+    __slots__ = ("_containers", "_entries", "_layout", "_objects", "_remaining", "_tensors", "_versions", "weights")
 
-    def __init__(self, modules: Sequence[nn.Module], tables: Tables) -> None:
-        self._modules, self._tables, self._values = modules, tables, tables.values()
+    def __init__(self, layout: Layout, entries: Sequence[Any]) -> None:
+        """``entries``: what the tables of ``layout`` contain now."""
+        self._layout, self._entries = layout, entries
+        self.weights = layout.registered("_parameters", entries)
         with without_torch_function():
-            weights = [v for v in self._values if isinstance(v, nn.Parameter) and not v.is_inference()]
-            self._weights = [(weight, weight._version) for weight in weights]
+            self._versions = [(weight, weight._version) for weight in self.weights if not weight.is_inference()]
         self._containers: list[tuple[Any, Any]] = []
         # Attributes of objects, by the object's id: a config belongs to many modules.
         self._objects: dict[int, tuple[Any, Any]] = {}
         self._tensors: list[tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = []  # version, copy
-        for module in modules:
-            if module._buffers:
-                for buffer in module._buffers.values():
-                    self.see(buffer)
+        remaining = layout.remaining()
+        for value in (*layout.registered("_buffers", entries), *remaining):
+            self._see(value)
+        self._remaining = list(map(_without_graph, remaining))
 
-    def see(self, value: Any, depth: int = 0) -> None:
+    def _see(self, value: Any, depth: int = 0) -> None:
         """Note what a value contains."""
         match sort_of(type(value)):
+            case "" | "module":
+                self._see_object(value)
             case "tensor" if not value.is_inference():
                 self._tensors.append((weakref.ref(value), value._version, _copy_of(value)))
+            case "generator":
+                self._containers.append((value, _content(value)))
+            case "array" if value.nbytes <= _COPIED_BYTES and value.dtype != object:
+                self._containers.append((value, _content(value)))
+            case "tuple" if depth < _DEPTH:
+                for item in value[:_ITEMS]:
+                    self._see(item, depth + 1)
             case "container":
                 self._containers.append((value, _content(value)))
                 if len(value) <= _ITEMS and depth < _DEPTH:
                     for item in list(value.values() if isinstance(value, dict) else value):
-                        self.see(item, depth + 1)
-            case "tuple" if depth < _DEPTH:
-                for item in value[:_ITEMS]:
-                    self.see(item, depth + 1)
-            case "generator":
-                self._containers.append((value, _content(value)))
-            case "":
-                self.see_object(value)
-            case "array" if value.nbytes <= _COPIED_BYTES and value.dtype != object:
-                self._containers.append((value, value.copy()))
+                        self._see(item, depth + 1)
 
-    def see_object(self, value: Any) -> None:
-        """Note the attributes of an object that is no container. The block's own modules are looked at elsewhere."""
+    def _see_object(self, value: Any) -> None:
+        """Note the attributes of an object that is no container. The block's own modules are in the layout."""
         if id(value) in self._objects or isinstance(value, (type, types.ModuleType)):
             return
-        if isinstance(value, nn.Module) and any(value is module for module in self._modules):
+        if isinstance(value, nn.Module) and any(value is module for module in self._layout.modules):
             return
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict and attributes:
             self._objects[id(value)] = attributes, _content(attributes)
 
     def unchanged(self, *, look_inside: bool) -> bool:
-        """Whether all of it is as it was, besides what ``written_to`` tells. ``look_inside``: compare small tensors
-        too, for which the host waits: a write through ``.data`` does not count as one."""
+        """Whether all of it is as it was, besides attributes and what ``written_to`` tells. ``look_inside``: compare
+        small tensors too, for which the host waits: a write through ``.data`` does not count as one."""
         return (
-            not self.tensors_changed()
-            and self._tables.unchanged(self._values)
+            not self.written()
+            and self._layout.holds(self._entries)
             and all(itertools.starmap(_is_same, self._containers))
             and not (look_inside and any(map(_differs, self._tensors)))
         )
@@ -227,54 +144,51 @@ class Contents:
     def written_to(self) -> bool:
         """Whether a tensor of which there is no copy was changed in place."""
         with without_torch_function():
-            if any(weight._version != at for weight, at in self._weights):
+            if any(weight._version != at for weight, at in self._versions):
                 return True
-        return any(
-            copy is None and (tensor := reference()) is not None and tensor._version != at
-            for reference, at, copy in self._tensors
-        )
+        return any(copy is None for _, copy in self.written())
 
-    def copies(self) -> dict[int, torch.Tensor]:
-        """The former values of tensors that were changed in place, by their id."""
-        found: dict[int, torch.Tensor] = {}
-        for reference, at, copy in self._tensors:
-            if copy is not None and (tensor := reference()) is not None and tensor._version != at:
-                found[id(tensor)] = copy.clone()  # the second run may write to it, and there may be a third
-        return found
+    def written(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The tensors, neither parameters nor arguments, that were changed in place; with copies of what they were."""
+        alive = ((reference(), at, copy) for reference, at, copy in self._tensors)
+        return [(tensor, copy) for tensor, at, copy in alive if tensor is not None and tensor._version != at]
 
-    def tensors_changed(self) -> bool:
-        """Whether a tensor that is neither parameter nor argument was changed in place."""
-        return any((tensor := reference()) is not None and tensor._version != at for reference, at, _ in self._tensors)
-
-    def restore(self, copies: dict[int, torch.Tensor]) -> Callable[[], None]:
-        """Restore what was there. Returns a call that restores what is there now, also where only the second run has
-        changed it."""
+    def restore(self) -> Callable[[], None]:
+        """Set what was there. Returns a call that sets what is there now, whatever the second run has set meanwhile:
+        it is cut short, before it would have undone that itself."""
+        # The former values of tensors that were changed in place, by their id. The second run may write to them, and
+        # there may be a third.
+        copies = {id(tensor): copy.clone() for tensor, copy in self.written() if copy is not None}
         found = [*self._containers, *self._objects.values()]
+        is_there = not copies and self._is_there()
+        if not is_there:
+            found += self._of_modules()
         now = [(value, _content(value, strongly=True)) for value, _ in found]  # the second run may drop what it finds
-        for value, before in found:
-            if copies or not _is_same(value, before):
-                _fill(value, before, copies)
-        undo = None
-        if copies or not self._tables.unchanged(self._values):
-            undo = self._tables.fill([given_back(value, copies) for value in self._values])
+        _put(found, copies)
 
         def set_back() -> None:
-            for value, present in now:
-                if not _is_same(value, present):
-                    _fill(value, present, {})
-            if undo is not None:
-                undo()
-            elif not self._tables.unchanged(self._values):
-                self._tables.fill(self._values)
+            _put(now, {})
+            if is_there and not self._is_there():
+                _put(self._of_modules(), {})
 
         return set_back
 
+    def _is_there(self) -> bool:
+        """Whether modules and tables have the objects that they had."""
+        return self._layout.is_there(self._entries) and _are_kept(self._layout.remaining(), self._remaining)
+
+    def _of_modules(self) -> list[tuple[Any, Any]]:
+        """The modules with their attributes, and their tables with what they contained."""
+        layout = self._layout
+        attributes = list(map(dict, layout.fixed))
+        for (number, name), value in zip(layout.rest, self._remaining, strict=True):
+            attributes[number][name] = value
+        return [*zip(layout.modules, attributes, strict=True), *layout.filled(self._entries)]
+
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    if not has_plain_storage(tensor) or tensor.nbytes > _COPIED_BYTES or tensor.requires_grad:
-        return None
-    with torch.no_grad():
-        return tensor.clone()
+    is_small = has_plain_storage(tensor) and tensor.nbytes <= _COPIED_BYTES and not tensor.requires_grad
+    return tensor.clone() if is_small else None
 
 
 def _differs(entry: tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]) -> bool:
@@ -289,93 +203,99 @@ def _differs(entry: tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]) 
 def _content(value: Any, *, strongly: bool = False) -> Any:
     """A copy that keeps no graph, unless ``strongly``. Not by the object's own ``copy``: a subclass may do anything
     there."""
-    if strongly and type(value) is dict:
-        return dict(value)
-    if isinstance(value, _GENERATORS):
-        return _state_of(value)
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        kept = dict(value)
-        if not strongly and _may_have_graphs(kept.values()):
-            return {name: without_graph(item) for name, item in kept.items()}
+    match sort_of(type(value)):
+        case "generator":
+            return _state_of(value)
+        case "array":
+            return value.copy()
+        case "module":
+            kept: Any = attributes_of(value)
+        case _:
+            kept = dict(value) if isinstance(value, dict) else list(value)
+    values = kept.values() if isinstance(kept, dict) else kept
+    if strongly or not any(issubclass(kind, (torch.Tensor, tuple)) for kind in set(map(type, values))):
         return kept
-    kept_items = list(value)
-    may_have = not strongly and _may_have_graphs(kept_items)
-    return [without_graph(item) for item in kept_items] if may_have else kept_items
-
-
-def _may_have_graphs(values: Iterable[Any]) -> bool:
-    return any(issubclass(kind, (torch.Tensor, tuple)) for kind in set(map(type, values)))
+    graphless = map(_without_graph, values)
+    return dict(zip(kept, graphless, strict=True)) if isinstance(kept, dict) else list(graphless)
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    if sort_of(type(value)) in ("generator", "array"):
-        now = _content(value)
-        return bool(now.tobytes() == before.tobytes() if isinstance(now, np.ndarray) else now == before)
+    match sort_of(type(value)):
+        case "generator" | "array":
+            now = _content(value)
+            return bool(now.tobytes() == before.tobytes() if isinstance(now, np.ndarray) else now == before)
+        case "module":
+            now = attributes_of(value)
+            return now.keys() == before.keys() and all(_is_kept(now[name], kept) for name, kept in before.items())
     if len(value) != len(before):
         return False
-    if isinstance(value, dict):
-        # In this order: the block may go through it. Most values are the same object: then no Python runs.
-        if not all(map(operator.is_, value, before)):
-            return False
-        kept = before.values()
-        return all(map(operator.is_, value.values(), kept)) or all(map(is_kept, value.values(), kept))
     if isinstance(value, set):
         return value == set(before)
-    return all(map(operator.is_, value, before)) or all(map(is_kept, value, before))
+    if isinstance(value, dict):
+        # In this order: the block may go through it.
+        if not all(map(operator.is_, value, before)):
+            return False
+        value, before = value.values(), before.values()
+    return _are_kept(value, before)
+
+
+def _are_kept(values: Collection[Any], kept: Collection[Any]) -> bool:
+    """Most are the same object: then no Python runs."""
+    return all(map(operator.is_, values, kept)) or all(map(_is_kept, values, kept))
+
+
+def _put(entries: Iterable[tuple[Any, Any]], copies: dict[int, torch.Tensor]) -> None:
+    """Give modules, containers and generators what they contained before; see ``_given_back``."""
+    for value, before in entries:
+        if copies or not _is_same(value, before):
+            _fill(value, before, copies)
 
 
 def _fill(value: Any, before: Any, copies: dict[int, torch.Tensor]) -> None:
-    """Give a container or a generator what it contained before, by the methods of its base class."""
-    if isinstance(value, _GENERATORS):
-        _set_state(value, before)
-    elif isinstance(value, np.ndarray):
-        value[...] = before
-    elif isinstance(value, dict):
-        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-        base.clear(value)
-        for name, item in before.items():
-            base.__setitem__(value, name, given_back(item, copies))
-    else:
-        base = next(base for base in (list, set, deque) if isinstance(value, base))
-        base.clear(value)
-        (base.update if base is set else base.extend)(value, [given_back(item, copies) for item in before])
+    """Give one of them what it contained before; a container by the methods of its base class."""
+    match sort_of(type(value)):
+        case "generator":
+            _set_state(value, before)
+        case "array":
+            value[...] = before
+        case "module":
+            parameters = value._parameters
+            for name in attributes_of(value).keys() - before.keys():
+                del value.__dict__[name]
+            for name, item in before.items():
+                if name not in parameters:
+                    value.__dict__[name] = _given_back(item, copies)
+        case _ if isinstance(value, dict):
+            base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+            base.clear(value)
+            for name, item in before.items():
+                base.__setitem__(value, name, _given_back(item, copies))
+        case _:
+            base = next(base for base in CONTAINERS if isinstance(value, base))
+            base.clear(value)
+            (base.update if base is set else base.extend)(value, [_given_back(item, copies) for item in before])
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return _Comparable(generator.bit_generator.state)
-    return _Comparable(generator.get_state(legacy=False))
-
-
-class _Comparable:
-    """A state of numpy's, a dict that may contain arrays."""
-
-    __slots__ = ("state", "words")
-
-    def __init__(self, state: Any) -> None:
-        self.state, self.words = (
-            state,
-            repr({**state, "state": {k: np.asarray(v).tolist() for k, v in state["state"].items()}}),
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Comparable) and self.words == other.words
-
-    __hash__ = None  # type: ignore[assignment]
+    """Its state, to compare."""
+    match generator:
+        case torch.Generator():
+            return generator.get_state().numpy().tobytes()
+        case random.Random():
+            return generator.getstate()
+        case np.random.Generator():
+            return pickle.dumps(generator.bit_generator.state)
+        case _:
+            return pickle.dumps(generator.get_state(legacy=False))
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state.state
-    else:
-        generator.set_state(state.state)
+    match generator:
+        case torch.Generator():
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        case random.Random():
+            generator.setstate(state)
+        case np.random.Generator():
+            generator.bit_generator.state = pickle.loads(state)
+        case _:
+            generator.set_state(pickle.loads(state))

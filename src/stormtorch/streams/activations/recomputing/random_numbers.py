@@ -31,24 +31,26 @@ _PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
 class RandomNumbers:
     """States of torch's and Python's generators, from which a second run draws the same numbers."""
 
-    __slots__ = ("_cuda", "_python", "_torch")
+    __slots__ = ("_device", "_python", "_torch")
 
     def __init__(self, device: torch.device) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
-        self._python = _python_state()
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        self._torch = [state.numpy().tobytes() for state in states]  # faster to compare than tensors
+        self._device, self._python = device, _python_state()
 
     def same(self, other: RandomNumbers) -> bool:
-        return (
-            self._python == other._python
-            and torch.equal(self._torch, other._torch)
-            and (self._cuda is None or other._cuda is None or torch.equal(self._cuda[1], other._cuda[1]))
-        )
+        return self._torch == other._torch and self._python == other._python
 
     def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda[1], self._cuda[0])
+        """Set these states, unless they are there."""
+        if self.same(RandomNumbers(self._device)):
+            return
+        host, *others = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self._torch)
+        torch.set_rng_state(host)
+        for state in others:
+            torch.cuda.set_rng_state(state, self._device)
         random.setstate(_as_given(self._python))
 
 
@@ -86,16 +88,16 @@ def numpy_replayed(before: bytes, after: bytes) -> Iterator[None]:
     """Draw again from the state ``before``, then restore the present one. Raises unless nothing was drawn, or what led
     to the state ``after``. It is not known whether numpy held back a normal number then: it holds none now."""
     state: Any = np.random.get_state(legacy=False)
+    refusal = StaleGraph(
+        'Cannot recompute a block that draws random numbers from numpy, for the first time. Set activations="offload".'
+    )
     if len(before) != _TWISTER_BYTES or state["bit_generator"] != "MT19937":
-        raise StaleGraph("Cannot recompute a block that draws random numbers from a generator given to numpy.")
+        raise refusal
     words, position = np.frombuffer(before, np.uint32, _WORDS), int(np.frombuffer(before, np.int32)[-1])
     np.random.set_state({**state, "state": {"key": words, "pos": position}, "has_gauss": 0, "gauss": 0.0})
     try:
         yield
         if numpy_state() not in (before, after):
-            raise StaleGraph(
-                "Cannot recompute a block that draws random numbers from numpy, for the first time. Set "
-                'activations="offload".'
-            )
+            raise refusal
     finally:
         np.random.set_state(state)

@@ -1,7 +1,9 @@
 """One call of a block in a forward, and how backward gets the tensors that autograd saved in it.
 
-Torch's own checkpointing decides before a block runs that it will run again. Here the decision comes afterwards, when
-it is known what the block has saved and whether a second run would go unnoticed. Each saved tensor (`Saved`) is one of:
+``torch.utils.checkpoint`` decides before a block runs that it will run again: blocks would have to be measured in a
+pass of their own, kept on the device or in RAM for that, and a block that begins to change its buffers would be an
+error. Here the decision comes afterwards, when it is known what the block has saved and whether a second run would go
+unnoticed. Each saved tensor (`Saved`) is one of:
 
     tensor is not None    on the device
     away is not None      in RAM, or on its way, or on the device because it is small
@@ -16,8 +18,13 @@ time; those that backward still needs are handed out as it asks for them. When t
 ends the run: the rest of the block is not computed. A second run that saves other tensors than the first one is an
 error, never a wrong gradient.
 
-The road not taken: ``torch.utils.checkpoint``. It drops before it knows, so that blocks had to be measured in a pass of
-their own, kept on the device or in RAM for that; and a block that began to change its buffers later was an error."""
+**Settled blocks.** Holding the saved tensors until the block has ended, and looking then whether it has changed
+anything, takes the host longer than all other work of recomputation. So once earlier passes have shown that a block
+repeats, and the plan recomputes it, its tensors are dropped while it runs. A settled block may begin to replace
+attributes, buffers or items of containers: the second run finds those of the first, as it does after changes by user
+code. If it begins to write to a tensor in place or to compute gradients, backward raises an error. If it begins to draw
+random numbers from numpy, the second run draws them again, and backward raises an error where it cannot repeat them.
+Writes to its result by user code are no error: gradients are those of the forward."""
 
 from __future__ import annotations
 
@@ -30,7 +37,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ....core.errors import StaleGraph
-from ....memory.cuda.stopwatch import Reading, timed
 from ...bridge.torch_private import (
     VersionProbe,
     at_end_of_backward,
@@ -39,13 +45,11 @@ from ...bridge.torch_private import (
     never_traced,
     sequence_number,
 )
-from ..offloading.held import Held, stale
-from ..offloading.offloaded import Note
+from ..offloading.offloaded import Held, Note, stale
 from ..offloading.stream import ActivationStream
-from ..plans.room import Surroundings
-from .blocks import Anatomy, filled, leaves_of, tensors_in
+from .blocks import replaced, tensors_in
 from .conditions import Conditions
-from .samples import results_differ, sample_of, saved_differ
+from .samples import RESULTS, SAVED, differ, sample_of
 
 
 class Saved:
@@ -61,7 +65,7 @@ class Saved:
         # A nested tensor may have no shape: the number of its tensors.
         self.shape = torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape
         self.dtype = tensor.dtype
-        self.tensor: torch.Tensor | None = None  # without its graph (held.py)
+        self.tensor: torch.Tensor | None = None  # without its graph (`Held`)
         self.version: int | None = None
         self.away: Held | Note | None = None
         self.probe: VersionProbe | None = None  # of a dropped tensor that user code may still write to
@@ -84,41 +88,38 @@ class BlockRun:
     def __init__(
         self,
         block: nn.Module,
-        anatomy: Anatomy,
+        kind: Any,
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        conditions: Conditions | None,
         *,
-        trained: tuple[bool, ...],
         stream: ActivationStream,
-        around: Surroundings,
         sends: bool,
-        may_drop: bool,
+        settled: bool,
         compares: int,
         is_certain: Callable[[torch.Tensor], bool],
         unpack: Callable[[Any], torch.Tensor],
     ) -> None:
-        """``trained``: which parameters are. ``sends``: whether saved tensors are offloaded at once. ``may_drop``:
-        whether ``drop`` may be called. ``compares``: how many of the tensors that it saves last are compared with those
-        of the second run. ``is_certain`` is given whether they differ, as a tensor; True: act on it now. ``unpack``:
-        the hook of the pass."""
-        self._block, self._original, self._stream, self._device = block, original, stream, around.device
+        """``conditions``: None if ``drop`` may not be called. ``sends``: whether saved tensors are offloaded at once.
+        ``compares``: how many of the tensors that it saves last are compared with those of the second run.
+        ``is_certain`` is given whether they differ, as a tensor; True: act on it now. ``unpack``: the hook of the
+        pass."""
+        self._block, self.kind, self._original, self._stream = block, kind, original, stream
+        around = stream.around
         self._is_streamed, self._note_of, self._weights = around.is_streamed, around.note_of, around.weights
-        self.sends, self.repeats, self._compares, self._is_certain = sends, False, compares, is_certain
-        self._count, self._names = len(args), list(kwargs)
-        given = (*args, *kwargs.values())
-        self._inputs: list[Any] = leaves_of(given)  # as given; after `drop`, in the forms of `_Input`
-        self._form = filled(given, iter([None] * len(self._inputs)))
-        self._conditions = Conditions(anatomy, trained, around.device) if may_drop else None
-        watched = tensors_in(args, kwargs) if may_drop else ()
+        self._sends, self.is_settled, self._compares, self._is_certain = sends, settled, compares, is_certain
+        self._names, self._conditions, self._unpack = list(kwargs), conditions, unpack
+        self._given: tuple[Any, ...] = args, tuple(kwargs.values())  # after `drop`, tensors in the form of `_Input`
+        watched = tensors_in(self._given) if conditions is not None else ()
         self._versions = [(weakref.ref(t), t._version) for t in watched if not t.is_inference()]
         self._saved: list[weakref.ref[Saved]] = []
         self._outputs: list[tuple[int, int]] = []  # the memory of each: its first and last address
         self._results: list[torch.Tensor | None] = []  # samples of what the block has returned
         # By number: made by a second run, not asked for yet; with their versions, unless they have none.
         self._again: dict[int, tuple[torch.Tensor, int | None]] = {}
-        self.tell_time: Callable[[Reading], None] | None = None  # is given the time of the second run
-        self._unpack = unpack
+        self.repeats = settled  # whether a second run would give the same
+        self.inputs_away = False  # whether `drop` offloads its inputs
         self._refusal = ""  # why there can be no second run, if that is known
         self._has_ended = self._is_asked_early = False  # it has returned; autograd wanted a tensor before that
 
@@ -135,42 +136,55 @@ class BlockRun:
         if low <= address < high and (note := self._note_of(tensor)) is not None:
             return note
         saved = Saved(self, len(self._saved), tensor, address)
-        if self.sends:
+        if self._sends:
             saved.away = self._stream.pack(tensor)
-        else:
+        elif not self.is_settled:
             saved.tensor = tensor.detach()
             saved.version = None if tensor.is_inference() else tensor._version
         self._saved.append(weakref.ref(saved))
         return saved
 
     def end(self, result: Any, *, look_inside: bool) -> bool:
-        """Note that the block has run and returned ``result``. Returns whether a second run would give the same;
+        """Note that the block has run and returned ``result``. Returns whether it may run again in later passes.
         ``look_inside``: see contents.py."""
-        self._has_ended = True
+        self._has_ended, conditions = True, self._conditions
+        if self.is_settled:
+            return self._end_settled()
         self.repeats = (
-            not self._is_asked_early  # it computes gradients, and would again
+            conditions is not None
+            and not self._is_asked_early  # it computes gradients, and would again
             and self.has_its_inputs()
-            and self._conditions is not None
-            and self._conditions.can_be_set_again(look_inside=look_inside)
+            and conditions.contents.unchanged(look_inside=look_inside)
+            and not conditions.has_drawn()
         )
-        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)]
+        tensors = _tensors_in(result)
         if self._compares and self.repeats:
             self._results = [sample_of(tensor) for tensor in tensors]
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._outputs = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return self.repeats
 
+    def _end_settled(self) -> bool:
+        assert self._conditions is not None
+        if self._conditions.contents.written() or self._inputs_changed():
+            self._refusal = "it wrote to one of its tensors or arguments in place, for the first time"
+        return not (self._refusal or self._conditions.has_drawn())
+
     def has_its_inputs(self) -> bool:
         """Whether the block's arguments, buffers and other tensors are unchanged since the call."""
-        return self._conditions is not None and not self._conditions.written_to() and not self._inputs_changed()
+        return self._conditions is not None and not (self._conditions.contents.written_to() or self._inputs_changed())
 
     def _inputs_changed(self) -> bool:
         return any((tensor := reference()) is not None and tensor._version != at for reference, at in self._versions)
 
+    def _alive(self) -> list[Saved]:
+        """The saved tensors that autograd still keeps."""
+        return [saved for reference in self._saved if (saved := reference()) is not None]
+
     def saved_bytes(self) -> int:
         """Bytes of all saved tensors, each storage once, without weights that are permanently on the device."""
         sizes: dict[Any, int] = {}
-        for saved in filter(None, (reference() for reference in self._saved)):
+        for saved in self._alive():
             if isinstance(saved.away, Note):
                 sizes[saved.away.offloaded] = saved.away.offloaded.size
                 continue
@@ -180,40 +194,28 @@ class BlockRun:
                 sizes[storage._cdata] = storage.nbytes()
         return sum(sizes.values())
 
-    def drop(self, *, inputs_away: bool) -> None:
+    def drop(self) -> None:
         """Release the saved tensors; backward will run the block again. Its inputs remain, or are offloaded."""
         if self._compares:
             self._take_samples()
-        outputs = self._outputs
-        for reference in self._saved:
-            saved = reference()
-            if saved is None:
-                continue
+        for saved in () if self.is_settled else self._alive():
             tensor = saved.tensor
             if tensor is None and isinstance(saved.away, Held):
                 tensor, saved.version, saved.away = saved.away.tensor, saved.away.version, None
                 saved.tensor = tensor
             if tensor is not None:
-                if saved.version is not None and tensor._version != saved.version:
+                if saved.changed:
                     continue  # overwritten since: backward must raise
-                for first, end in outputs:
-                    if first <= saved.address < end:
-                        saved.probe = VersionProbe(tensor)
+                if any(first <= saved.address < end for first, end in self._outputs):
+                    saved.probe = VersionProbe(tensor)
             saved.tensor = saved.away = None
-        self._keep_inputs(away=inputs_away)
-
-    def _keep_inputs(self, *, away: bool) -> None:
-        kept: dict[int, Any] = {}  # an argument that is given twice is kept once
-        for leaf in self._inputs:
-            if id(leaf) not in kept:
-                kept[id(leaf)] = _Input(leaf, self._stream, away) if type(leaf) is torch.Tensor else leaf
-        self._inputs = [kept[id(leaf)] for leaf in self._inputs]
+        away, stream = self.inputs_away, self._stream
+        self._given = replaced(self._given, torch.Tensor, lambda tensor: _Input(tensor, stream, away))
 
     def _take_samples(self) -> None:
         left = self._compares
-        for reference in reversed(self._saved):
-            saved = reference()
-            if saved is None or saved.tensor is None or saved.changed or not has_plain_storage(saved.tensor):
+        for saved in reversed(self._alive()):
+            if saved.tensor is None or saved.changed or not has_plain_storage(saved.tensor):
                 continue
             saved.sample = None if self._stream.is_weight(saved.tensor) else sample_of(saved.tensor)
             left -= saved.sample is not None
@@ -222,11 +224,12 @@ class BlockRun:
 
     def stay(self) -> None:
         """Drop nothing: release what a second run would need."""
-        self._inputs, self._versions, self._conditions = [], [], None
+        self._given, self._versions, self._conditions = (), [], None
 
     def send(self) -> None:
-        """Offload saved tensors that are on the device, as far as there is room."""
-        for saved in filter(None, (reference() for reference in self._saved)):
+        """The same, but offload saved tensors that are on the device, as far as there is room."""
+        self.stay()
+        for saved in self._alive():
             if saved.tensor is not None and not saved.changed:
                 saved.away, saved.tensor = self._stream.pack(saved.tensor, made=True), None
 
@@ -264,7 +267,7 @@ class BlockRun:
             self._again.clear()
         if saved.sample is None:
             return made
-        if self._is_certain(saved_differ(saved.sample, sample_of(made))) and self._returns_others():
+        if self._is_certain(differ(saved.sample, sample_of(made), SAVED)) and self._returns_others():
             raise self._other(
                 f"tensor {saved.number} that it saves has other values than in forward. Its modules use something that "
                 "changes from call to call, where STORM does not find it"
@@ -281,35 +284,35 @@ class BlockRun:
         """Run the block once more, to its end, and compare what it returns. A tensor that it saves may differ without
         effect: torch saves memory that it has not filled, and never reads it. True if nothing can be compared."""
         assert self._conditions is not None
-        for saved in filter(None, (reference() for reference in self._saved)):
+        for saved in self._alive():
             saved.sample = None  # one answer is enough
         args, kwargs = self._arguments()
         with self._conditions.again(), torch.no_grad():
             result = self._original(*args, **kwargs)
-            tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor) and has_plain_storage(leaf)]
-            samples = [sample_of(tensor) for tensor in tensors]
-        if len(samples) != len(self._results) or not any(sample is not None for sample in samples):
+            samples = [sample_of(tensor) for tensor in _tensors_in(result)]
+        if len(samples) != len(self._results) or all(sample is None for sample in samples):
             return True
-        return any(map(results_differ, self._results, samples))
+        pairs = zip(self._results, samples, strict=True)
+        return any(
+            bool(differ(first, second, RESULTS)) if first is not None else second is not None for first, second in pairs
+        )
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, without their graphs."""
-        made: dict[int, Any] = {}
-        for leaf in self._inputs:
-            if id(leaf) not in made:
-                made[id(leaf)] = leaf.get() if isinstance(leaf, _Input) else leaf
-        values = filled(self._form, iter([made[id(leaf)] for leaf in self._inputs]))
-        return values[: self._count], dict(zip(self._names, values[self._count :], strict=True))
+        args, values = replaced(self._given, _Input, _Input.get)
+        return args, dict(zip(self._names, values, strict=True))
 
     def _run_again(self) -> None:
         assert self._conditions is not None
+        if not self._has_ended:  # and is settled: else no tensor is dropped yet
+            raise self._other("it computed gradients in its forward, for the first time")
         if self._refusal:
             raise self._other(self._refusal)
-        if self._conditions.written_to():
+        if self._conditions.contents.written_to():
             raise self._other("one of its parameters, buffers or other tensors was written to since its forward")
         if self._conditions.is_hooked():
             raise self._other("a hook was registered on one of its modules since its forward")
-        wanted = {s.number: s for r in self._saved if (s := r()) is not None and s.tensor is None and s.away is None}
+        wanted = {s.number: s for s in self._alive() if s.tensor is None and s.away is None}
         last, count, has_all, unmade = max(wanted), 0, False, -1
 
         @never_traced
@@ -348,21 +351,13 @@ class BlockRun:
             at_end_of_backward(self._again.clear)  # tensors that backward has not asked for by its end are not needed
         args, names = self._arguments()
 
-        def call() -> bool:
+        # The graph of this run is never used, but a block that computes gradients itself needs its tensors.
+        with saved_tensors_hooks(pack, lambda tensor: tensor), self._conditions.again():
             try:
                 self._original(*args, **names)
             except _Enough:
-                return True
-            return has_all
-
-        # The graph of this run is never used, but a block that computes gradients itself needs its tensors.
-        with saved_tensors_hooks(pack, lambda tensor: tensor), self._conditions.again():
-            if self.tell_time is None:
-                is_enough = call()
-            else:
-                is_enough, reading = timed(self._device, call)
-                self.tell_time(reading)
-        if not is_enough:
+                has_all = True
+        if not has_all:
             raise self._other(f"it saves {count} tensors; in forward there were {last + 1} or more")
 
     def _other(self, what: str) -> StaleGraph:
@@ -371,6 +366,11 @@ class BlockRun:
             f"Cannot recompute a {type(self._block).__name__}: {what}. It must run the same way both times. Change it, "
             'or set activations="offload".'
         )
+
+
+def _tensors_in(result: Any) -> list[torch.Tensor]:
+    """The tensors that a block has returned, those with plain storage."""
+    return [leaf for leaf in tensors_in(result) if has_plain_storage(leaf)]
 
 
 class _Input:

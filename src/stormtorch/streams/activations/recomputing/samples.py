@@ -20,7 +20,8 @@ from ....memory.cuda.answers import Answers
 
 _VALUES = 64
 _NOTED = 64  # differences that the host has not looked at
-_SAVED, _RESULTS = (1e-3, 4.0), (1e-4, 1.0)  # differences that may be noise: of the mean size of values, and in ulps
+# Differences that may be noise, of tensors that a block saves and of its results: of the mean size of values; in ulps.
+SAVED, RESULTS = (1e-3, 4.0), (1e-4, 1.0)
 _MANY = 0.1  # of the values
 _LEAST_WHOLE = 8  # a few whole numbers are seeds and counters of torch's own kernels
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -74,17 +75,9 @@ class Doubts:
                 self.suspects.add(block)
 
 
-def saved_differ(first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
-    """Whether two samples come from tensors that a block saves in different states; on their device."""
-    return _differ(first, second, *_SAVED)
-
-
-def results_differ(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    """The same for results of a block. The host waits."""
-    return (first is None) != (second is None) if first is None else bool(_differ(first, second, *_RESULTS))
-
-
-def _differ(first: torch.Tensor, second: torch.Tensor | None, least: float, ulps: float) -> torch.Tensor:
+def differ(first: torch.Tensor, second: torch.Tensor | None, noise: tuple[float, float]) -> torch.Tensor:
+    """Whether two samples come from tensors made in different states; on their device."""
+    least, ulps = noise
     if second is None or first.shape != second.shape:
         return torch.ones((), dtype=torch.bool, device=first.device)
     with torch.no_grad():
