@@ -65,8 +65,8 @@ def world(ledger: Ledger) -> Iterator[World]:
     weights = ParameterStream(residency, lanes=lanes, sink=lambda _span: None, serial=True)
     yield World(lanes, pool, residency, weights, enlarged)
     residency.forget()
+    pool.close()  # asks the lanes when pieces that were dropped are free
     lanes.close()
-    pool.close()
 
 
 def test_the_farthest_next_use_is_evicted(world: World) -> None:
