@@ -189,7 +189,7 @@ class Schedule:
             self.updater.prepare_early()  # for the step that follows
 
     def _load_units_ahead(self) -> None:
-        if self.updater.is_idle() and all(residence.is_current() for residence in self._residences):
+        if all(map(Residence.is_current, self._residences)) and self.updater.is_idle():
             return  # the loop below would do nothing: worth asking, because every use of a unit comes here
         order = self.residency.order
         for index, distance, in_pass in order.upcoming():
