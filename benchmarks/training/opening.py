@@ -36,7 +36,7 @@ _TIMED: tuple[tuple[str, str, str, int | None], ...] = (
     ("stormtorch.session.resources", "Flags", "flags", None),
     ("stormtorch.memory.pools.pool", "DevicePool.grow", "pool", 1),
     ("stormtorch.streams.model.attach", "Attachment.attach", "copy weights", None),
-    ("stormtorch.session.build", "_own_grads", "gradients' memory", None),
+    ("stormtorch.session.build", "_grads", "gradients' memory", None),
     ("stormtorch.session.build", "_open_adam", "states' memory", None),
     ("stormtorch.session.build", "open_worker", "worker", None),
 )

@@ -1363,6 +1363,30 @@ def test_a_parameter_that_is_removed_later() -> None:
     assert len(list(train_alike(Part, before=remove))) == STEPS
 
 
+@pytest.mark.parametrize("later", ["attribute", "parameter"])
+def test_a_name_that_changes_between_parameter_and_attribute(later: str) -> None:
+    torch.manual_seed(0)
+    plain = of_parts(*[Part] * 3)()
+    model = copy.deepcopy(plain)
+    x = torch.randn(8, WIDTH)
+    with contextlib.closing(opened(model, torch.device("cpu"), "away")) as activations:
+        for side, context in ((plain, contextlib.nullcontext()), (model, activations)):
+            wide = next(module for module in side.modules() if isinstance(module, Part)).wide
+            bias: Any = wide.bias
+            values = bias.detach().clone()
+            if later == "parameter":
+                del wide.bias
+                wide.bias = values
+            with context:
+                loss = side(x).square().mean()
+            del wide.bias  # between forward and backward, as `prune` and `weight_norm` do
+            wide.bias = values if later == "attribute" else bias
+            loss.backward()
+            assert wide.bias is (values if later == "attribute" else bias)
+            assert ("bias" in wide._parameters) == (later == "parameter")
+    same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], later)
+
+
 def test_a_child_that_is_added_later() -> None:
     def add(side: nn.Module, step: int) -> None:
         for module in list(side.modules()):

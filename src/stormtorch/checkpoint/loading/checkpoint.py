@@ -189,6 +189,8 @@ def _states(
     unknown = [name for name in {**saved["numbers"], **forms} if name not in parameters]
     if unknown:
         raise WrongModel(f"{directory} has states of {unknown[0]!r}, which the optimizer here does not hold.")
+    if lost := forms.keys() - saved["numbers"].keys():
+        raise CheckpointError(f"{directory / STATE} knows no states of {min(lost)!r}. Use another checkpoint.")
     for name, numbers in saved["numbers"].items():
         parameter = parameters[name]
         if not _is_count(numbers.get("step", 0)):

@@ -104,10 +104,12 @@ def check_one_device(device: object) -> None:
         )
 
 
-def usable_device(device: torch.device | str) -> torch.device:
+def usable_device(device: torch.device | str | int) -> torch.device:
     """``device`` with its index, if STORM can use it; else raises SettingError with the list of usable ones. "auto" is
-    the GPU that torch uses now, or the CPU."""
+    the GPU that torch uses now, or the CPU; a number is a GPU, as for torch."""
     check_one_device(device)
+    if type(device) is int:
+        device = f"cuda:{device}"
     accepted = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
     if name == "cuda" and len(accepted) > 1:

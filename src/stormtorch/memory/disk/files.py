@@ -98,9 +98,12 @@ class Transfer:
         """
         if self._file is not None:
             self._finish(self._file)
-        if self._error is not None:
-            raise self._error
-        return self.size
+        try:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            return self.size
+        finally:
+            del self  # the error's frames would keep the buffer, and the request the error
 
     def result_or_drop(self) -> int:
         """`result`; if that is interrupted, blocks that no thread has begun are not moved."""
@@ -109,6 +112,7 @@ class Transfer:
         finally:
             if self._file is not None:
                 self._file.pool.drop(self.job)
+            del self  # see `result`
 
     def _finish(self, file: File) -> None:
         job = self.job
@@ -172,7 +176,8 @@ class Transfers(ABC):
         return self._start(bytes_of(buffer, writable=True), offset, write=False)
 
     def pwrite(self, buffer: Buffer, offset: int = 0) -> Transfer:
-        """Start to write ``buffer`` at ``offset``, inside the size; does not block. Otherwise like ``pread``."""
+        """Start to write ``buffer`` at ``offset``, inside the size. Otherwise like ``pread``. Does not block, unless
+        direct I/O has to read the last block first, because other bytes in it must stay."""
         return self._start(bytes_of(buffer), offset, write=True)
 
     def read(self, buffer: Buffer, offset: int = 0) -> int:

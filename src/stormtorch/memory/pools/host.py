@@ -53,8 +53,7 @@ class HostPool(Pool):
             piece, last_uses = same.pop()
             for event in last_uses:
                 lane.wait(event)
-            piece.is_out = True
-            return piece
+            return Piece(piece.block, piece.offset, piece.size)  # the old one's finalizers may still return it
         found = self.take(size, lane)
         if found is None:
             self._close_empty()

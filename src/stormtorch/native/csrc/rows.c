@@ -425,6 +425,7 @@ int32_t storm_rows_submit(storm_rows *rows, const storm_rows_piece *pieces, int6
     outcome->state = STORM_ROWS_PENDING;
     rows->pending++;
     if (count == 0) {
+        outcome->begin_ns = storm_now_ns();
         end_job(rows, added);
     } else {
         *rows->last = added;

@@ -27,8 +27,8 @@ def _in_c(move: Move) -> Any:
     def call(fd: int, address: int, size: int, offset: int) -> int:
         try:
             return move(fd, memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B"), offset)
-        except OSError as error:
-            ctypes.set_errno(error.errno or errno.EIO)
+        except BaseException as error:  # C must not take what a failed call returns for a count
+            ctypes.set_errno(getattr(error, "errno", None) or errno.EIO)
             return -1
 
     return _CALL(call)

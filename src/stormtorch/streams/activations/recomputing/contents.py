@@ -178,12 +178,14 @@ class Contents:
         return self._layout.is_there(self._entries) and _are_kept(self._layout.remaining(), self._remaining)
 
     def _of_modules(self) -> list[tuple[Any, Any]]:
-        """The modules with their attributes, and their tables with what they contained."""
+        """The modules with their attributes, and their tables with what they contained. Modules come twice: while a
+        parameter has a name, no attribute of that name is set, and the tables may be about to free it."""
         layout = self._layout
         attributes = list(map(dict, layout.fixed))
         for (number, name), value in zip(layout.rest, self._remaining, strict=True):
             attributes[number][name] = value
-        return [*zip(layout.modules, attributes, strict=True), *layout.filled(self._entries)]
+        modules = list(zip(layout.modules, attributes, strict=True))
+        return [*modules, *layout.filled(self._entries), *modules]
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
