@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any, Literal
@@ -143,7 +143,7 @@ class DataLoader(Closing):
         self._place = self._run_begin = epoch * self._per_epoch
         self._resumed = True
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         self._end_run()
         if not self._resumed:
             self._place = self._run_begin = round_up(self._place, self._per_epoch)
@@ -151,7 +151,7 @@ class DataLoader(Closing):
         self._turn += 1
         return self._batches(self._turn)
 
-    def _batches(self, turn: int) -> Iterator[Any]:
+    def _batches(self, turn: int) -> Generator[Any, None, None]:
         end = self._run_begin + len(self)
         last = perf_counter()
         if turn == self._turn:

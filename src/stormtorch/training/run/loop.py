@@ -10,6 +10,7 @@ run resumes from it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,8 +68,11 @@ class Loop:
 
     def run(self) -> bool:
         """Train; returns whether the last step is saved. Raises NotFinite. A signal ends it after the current step."""
-        batches: Iterator[Batch] = iter(self.loader)
-        with Readings(self.session.device, self.session.ledger) as self._readings:
+        # Closed here: Python ignores a Ctrl-C that comes while it drops a generator.
+        with (
+            contextlib.closing(iter(self.loader)) as batches,
+            Readings(self.session.device, self.session.ledger) as self._readings,
+        ):
             while self.done < self.total and self.stopping.signal is None:
                 self._step(self.done + 1, batches)
                 self.done += 1
