@@ -20,6 +20,7 @@ from stormtorch.memory.books.ledger import Ledger
 from stormtorch.memory.lanes.build import Lanes, open_lanes
 from stormtorch.memory.lanes.lane import Delay
 from stormtorch.memory.lanes.thread import CpuEvent, Failure
+from stormtorch.memory.pools.host import HostPool
 from stormtorch.memory.pools.pool import DevicePool, Piece
 
 
@@ -289,5 +290,20 @@ def test_the_host_may_run_ahead_but_the_bytes_do_not_grow(device: torch.device, 
     if device.type == "cuda":
         assert torch.cuda.max_memory_allocated() == start_bytes
     lanes.synchronize()
+    pool.close()
+    lanes.close()
+
+
+def test_host_memory_that_is_returned_twice_has_one_owner(ledger: Ledger) -> None:
+    lanes = open_lanes("cpu", ledger=ledger)
+    pool = HostPool(ledger=ledger, tag=Tag.ACTIVATIONS, lanes=lanes, page_lock=None)
+    first = pool.room(4096, lanes.store)
+    pool._returned.append((first, None))  # as its finalizer does, and then that of its holder
+    pool.give(first)
+    later = pool._returned.pop()  # on another thread, after the next owner has begun
+    second = pool.room(4096, lanes.store)
+    pool._returned.append(later)
+    third = pool.room(4096, lanes.store)
+    assert second.bytes.data_ptr() != third.bytes.data_ptr()
     pool.close()
     lanes.close()

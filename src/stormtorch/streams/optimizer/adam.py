@@ -7,7 +7,9 @@ most urgent.
 
 Where a unit is updated on the device (device_states.py), the same arithmetic updates weights and states there, and the
 weights are stored home; they are already on the device for their next use. With step="forward" that happens just before
-the next forward uses the unit; with step="backward" as soon as its gradients exist."""
+the next forward uses the unit; with step="backward" as soon as its gradients exist.
+
+One file of more than 400 lines: both ways share the jobs, flags and factors of a run, and must give the same bits."""
 
 from __future__ import annotations
 
