@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--vram", nargs="+", default=list(_BUDGETS))
     parser.add_argument("--warm", type=int, default=_WARM, help="steps before the measured ones, at least")
     parser.add_argument("--steps", type=int, default=5, help="of a turn; the first of them is not counted")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each way; 0: only the busy time")
     parser.add_argument("--limit", type=float, default=600, help="seconds that one model may take")
     parser.add_argument("--commit", help="what to write down as the commit where there is no git (default: git's)")
     parser.add_argument("--out", type=Path, metavar="NAME", help="also write NAME.md, and NAME.json with every step")
@@ -68,7 +68,7 @@ def main() -> int:
             options.out.with_suffix(".md").write_text(text)
             options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1))
     print(text)
-    return int(any(row["auto s"].startswith("FAILED") for row in rows))
+    return int(any(row.get("auto s", "").startswith("FAILED") for row in rows))
 
 
 def _rows(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -173,9 +173,10 @@ def _cell(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     for way in ("recompute", "checkpoint"):
         if way in ways.turns_s:
             row[f"auto / {way}"] = ratio(ways.turns_s["auto"], ways.turns_s[way])
-    row.setdefault("auto / recompute", "the same plan")
-    best = min(quickest(turns) for way, turns in ways.turns_s.items() if way != "auto")
-    row["fastest quarter"] = f"{quickest(ways.turns_s['auto']) / best:.3f}"
+    if ways.turns_s:
+        row.setdefault("auto / recompute", "the same plan")
+        best = min(quickest(turns) for way, turns in ways.turns_s.items() if way != "auto")
+        row["fastest quarter"] = f"{quickest(ways.turns_s['auto']) / best:.3f}"
     row["turns"], row["host"], row["meter"] = ways.turns_s, ways.host, ways.counts
     row["collecting; driver allocated/freed/retried"] = "; ".join(
         f"{way} {_host(turns)}" for way, turns in ways.host.items()

@@ -48,9 +48,9 @@ def look(session: Any, meter: Any) -> Mark | None:
         return None
     ground = session._parts.ground
     ground.waits.emit()
-    asked, idle = meter.read()
+    looked_s, idle_s = meter.read()
     waited_s = sum(ground.recorder.snapshot().waits_s.values())
-    return Mark(at_s=time.perf_counter(), waited_s=waited_s, asked=asked, idle=idle)
+    return Mark(at_s=time.perf_counter(), waited_s=waited_s, looked_s=looked_s, idle_s=idle_s)
 
 
 def _now() -> float:

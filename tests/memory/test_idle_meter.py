@@ -29,43 +29,42 @@ class _Counted:
 def test_answers_count_as_they_are() -> None:
     native = _Counted()
     meter = IdleMeter(native, 1)  # type: ignore[arg-type]
-    native.counts = {"asked": 100, "yes": 25}
-    assert meter.read() == (100, 25.0)
-    native.counts = {"asked": 300, "yes": 75}
-    assert meter.read() == (300, 75.0)
+    native.counts = {"counted_ns": 10**9, "idle_ns": 25 * 10**7}
+    assert meter.read() == (1.0, 0.25)
+    native.counts = {"counted_ns": 3 * 10**9, "idle_ns": 75 * 10**7}
+    assert meter.read() == (3.0, 0.75)
 
 
 def test_a_question_that_waited_for_a_launch_counts_as_launches_mostly_find_the_gpu() -> None:
     native = _Counted()
     meter = IdleMeter(native, 1)  # type: ignore[arg-type]
-    native.counts = {"asked": 100, "yes": 20, "blocked": 10, "launches": 40, "launches_after_yes": 30}
-    asked, idle = meter.read()
-    assert asked == 100
-    assert idle == pytest.approx(20 + 10 * 0.75)
+    native.counts = {"counted_ns": 10**9, "idle_ns": 2 * 10**8, "blocked_ns": 10**8, "launches": 40}
+    native.counts |= {"launches_after_yes": 30}
+    assert meter.read() == pytest.approx((1.0, 0.2 + 0.1 * 0.75))
 
 
 def test_each_launch_takes_its_moment() -> None:
     native = _Counted()
     meter = IdleMeter(native, 1)  # type: ignore[arg-type]
-    native.counts = {"asked": 1000, "yes": 0, "launches": 10, "watched_ns": 1_000_000}  # 10 in a millisecond
-    asked, idle = meter.read()
-    assert asked == 1000
-    assert idle == pytest.approx(1000 * 10 * 1.4e-3)
-    native.counts = {"asked": 1100, "yes": 100, "launches": 10**6, "watched_ns": 1_000_000}
-    assert meter.read()[1] <= idle + 100  # never idle more often than it was asked
+    native.counts = {"counted_ns": 10**9, "launches": 10, "watched_ns": 1_000_000}  # 10 in a millisecond
+    counted_s, idle_s = meter.read()
+    assert counted_s == 1.0
+    assert idle_s == pytest.approx(10 * 2.3e-3)
+    native.counts = {"counted_ns": 11 * 10**8, "idle_ns": 10**8, "launches": 10**6, "watched_ns": 1_000_000}
+    assert meter.read()[1] <= idle_s + 0.1 + 1e-9  # never idle for longer than it was looked at
 
 
 def test_the_end_of_a_launch_counts_as_launches_mostly_find_the_gpu() -> None:
     native = _Counted()
     meter = IdleMeter(native, 1)  # type: ignore[arg-type]
-    native.counts = {"asked": 1000, "launches": 10, "launches_after_yes": 4, "watched_ns": 1_000_000}
-    assert meter.read()[1] == pytest.approx(1000 * 10 * (1.4e-3 + 0.4 * 2.5e-3))
+    native.counts = {"counted_ns": 10**9, "launches": 10, "launches_after_yes": 4, "watched_ns": 1_000_000}
+    assert meter.read()[1] == pytest.approx(10 * (2.3e-3 + 0.4 * 2.5e-3))
 
 
 def test_a_closed_meter_says_nothing() -> None:
     meter = IdleMeter(_Counted(), 1)  # type: ignore[arg-type]
     meter.close()
-    assert meter.read() == (0, 0.0)
+    assert meter.read() == (0.0, 0.0)
 
 
 @pytest.mark.gpu

@@ -9,12 +9,12 @@ from stormtorch.observe.recorder import Mark, Recorder
 from stormtorch.observe.report import gpu_time
 
 
-def mark(at_s: float, waited_s: float, asked: int, idle: int) -> Mark:
-    return Mark(at_s=at_s, waited_s=waited_s, asked=asked, idle=idle)
+def mark(at_s: float, waited_s: float, looked_s: float, idle_s: float) -> Mark:
+    return Mark(at_s=at_s, waited_s=waited_s, looked_s=looked_s, idle_s=idle_s)
 
 
 def test_shares_add_up() -> None:
-    gpu = gpu_time([mark(10.0, 1.0, 100, 50), mark(14.0, 2.0, 500, 150)])
+    gpu = gpu_time([mark(10.0, 1.0, 1.0, 0.5), mark(14.0, 2.0, 5.0, 1.5)])
     assert gpu is not None
     assert (gpu.busy, gpu.waits_for_host, gpu.waits_for_lanes) == pytest.approx((0.5, 0.25, 0.25))
     assert str(gpu) == "busy 50%, waits for the host 25%, waits for lanes 25%"
@@ -28,12 +28,13 @@ def test_nothing_is_said_where_nothing_was_seen() -> None:
 def test_the_recorder_marks_the_last_steps() -> None:
     recorder = Recorder()
     for step in range(50):
-        recorder(Span(What.GPU_IDLE, step, step + 1, times=100 if step else 0, share=0.1))
+        if step:
+            recorder(Span(What.GPU_IDLE, step, step + 1, share=0.1))
         recorder(Span(What.WAIT, 0.0, 0.01, "weights"))
         recorder.step()
     marks = recorder.snapshot().marks
     assert len(marks) == 33
-    assert (marks[-1].asked, marks[-1].idle) == (4900, 490)
+    assert (marks[-1].looked_s, marks[-1].idle_s) == pytest.approx((49, 4.9))
     gpu = gpu_time(marks)
     assert gpu is not None
     assert gpu.waits_for_host == pytest.approx(0.1)

@@ -25,7 +25,7 @@ class What(enum.Enum):
     LOAD = "load"  # a unit's weights were requested; their COPY follows
     MISS = "miss"  # a unit was used that was neither present nor on its way
     UPDATE = "update"  # the worker updated for ``share`` of the time, on average over its threads
-    GPU_IDLE = "gpu idle"  # the GPU was checked ``times``, and idle in ``share`` of them; that is partly an estimate
+    GPU_IDLE = "gpu idle"  # the GPU was, for ``share`` of the time; that is partly an estimate
     POOL = "pool"  # the device's pool grew or shrank to ``bytes``
     STEP = "step"  # an optimizer step was called; starts where the last one ended
     BATCH = "batch"  # the loader gave a batch of ``times`` samples; starts where the last one ended

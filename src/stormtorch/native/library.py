@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 9  # STORM_ABI in csrc/storm.h
+ABI = 10  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -50,7 +50,7 @@ class PoolStats(ctypes.Structure):
 class SamplerCounts(ctypes.Structure):
     """``storm_sampler_counts`` of csrc/storm.h."""
 
-    _fields_ = _all(ctypes.c_int64, "asked yes blocked launches launches_after_yes watched_ns")
+    _fields_ = _all(ctypes.c_int64, "asked counted_ns idle_ns blocked_ns launches launches_after_yes watched_ns")
 
 
 class RowsOutcome(ctypes.Structure):

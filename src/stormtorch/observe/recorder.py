@@ -18,13 +18,13 @@ _LATEST = 4096  # some steps; about 1 MB
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """The sums at the end of a step: when, all waits of compute, and how often the GPU was checked and was idle.
-    ``asked`` is 0 if it cannot be checked."""
+    """The sums at the end of a step: when, all waits of compute, and how long the GPU was looked at and was idle.
+    ``looked_s`` is 0 if it cannot be looked at."""
 
     at_s: float
     waited_s: float
-    asked: int
-    idle: float
+    looked_s: float
+    idle_s: float
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may ask for a report inside any call below
         self._totals, self._latest = Totals(), deque[Span](maxlen=_LATEST)
-        self._idle = 0.0  # how often, of the times when the GPU was checked
+        self._looked_s = 0.0  # in which the GPU was looked at
         self._step_start_s = time.perf_counter()
 
     def __call__(self, span: Span) -> None:
@@ -84,13 +84,13 @@ class Recorder:
             totals.times[what] = totals.times.get(what, 0) + span.times
             totals.seconds[what] = totals.seconds.get(what, 0.0) + seconds
             if what is What.GPU_IDLE:
-                self._idle += span.share * span.times
+                self._looked_s += span.end_s - span.start_s
             elif what is What.POOL:
                 totals.pool_bytes = span.bytes
             elif what is What.STEP:
                 totals.step_ends_s.append(span.end_s)
-                waited_s, asked = sum(totals.waits_s.values()), totals.times.get(What.GPU_IDLE, 0)
-                totals.marks.append(Mark(at_s=span.end_s, waited_s=waited_s, asked=asked, idle=self._idle))
+                waited_s, idle_s = sum(totals.waits_s.values()), totals.seconds.get(What.GPU_IDLE, 0.0)
+                totals.marks.append(Mark(at_s=span.end_s, waited_s=waited_s, looked_s=self._looked_s, idle_s=idle_s))
 
     def step(self) -> None:
         """Note that an optimizer step was called."""

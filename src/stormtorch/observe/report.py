@@ -35,10 +35,10 @@ class GpuTime:
 
 def gpu_time(marks: Sequence[Mark]) -> GpuTime | None:
     """How the GPU has spent the time between the first mark and the last."""
-    if len(marks) < 2 or marks[-1].asked == marks[0].asked:
+    if len(marks) < 2 or marks[-1].looked_s == marks[0].looked_s:
         return None
     first, last = marks[0], marks[-1]
-    idle = (last.idle - first.idle) / (last.asked - first.asked)
+    idle = (last.idle_s - first.idle_s) / (last.looked_s - first.looked_s)
     lanes = min(1 - idle, (last.waited_s - first.waited_s) / (last.at_s - first.at_s))
     return GpuTime(busy=1 - idle - lanes, waits_for_host=idle, waits_for_lanes=lanes)
 

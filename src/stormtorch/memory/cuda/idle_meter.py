@@ -24,7 +24,7 @@ from .driver import device_index, driver
 
 _PERIOD_NS = 3_000_000
 _LAUNCH_NS = 16_000  # no launch takes longer, unless the queue of the GPU is full; most take 3 to 10 µs
-_START_NS = 1_400  # without a running kernel, for each launch; between 1.3 and 2.1 µs on an H200
+_START_NS = 2_300  # without a running kernel, for each launch; between 2.0 and 2.6 µs on an H200, in four models
 _UNNOTICED_NS = 2_500  # the end of each launch, in which a question waits less than BLOCKED_NS of csrc/sampler.c says
 _FADES = 0.9  # weight of earlier launches, from one reading to the next
 
@@ -36,10 +36,10 @@ class IdleMeter:
         self._c, self._handle = native.c, handle
         self._stream = 0
         self._last = SamplerCounts()
-        self._idle = 0.0
+        self._idle_s = 0.0
         self._launches = self._onto_idle = 0.0  # launches seen lately, and those of them onto an idle GPU
         self._watched_ns = 0.0  # the time in which they were seen
-        self._emitted = time.perf_counter(), 0, 0.0  # when, and the readings
+        self._emitted = time.perf_counter(), 0.0, 0.0  # when, and the readings
         # Also at exit, before the driver ends: the thread must not call it then.
         self._end = weakref.finalize(self, _close, native, handle, os.getpid())
 
@@ -49,10 +49,10 @@ class IdleMeter:
             self._stream = stream
             self._c.storm_sampler_watch(self._handle, stream)
 
-    def read(self) -> tuple[int, float]:
-        """How often the stream was checked so far, and how often it had finished."""
+    def read(self) -> tuple[float, float]:
+        """The seconds that samples stand for so far, and those of them in which the stream had finished."""
         if not self._end.alive:
-            return 0, 0.0
+            return 0.0, 0.0
         now, last = SamplerCounts(), self._last
         self._c.storm_sampler_read(self._handle, ctypes.byref(now))
         self._last = now
@@ -61,18 +61,19 @@ class IdleMeter:
         self._watched_ns = self._watched_ns * _FADES + now.watched_ns - last.watched_ns
         onto_idle = self._onto_idle / self._launches if self._launches else 0.0
         per_ns = self._launches / self._watched_ns if self._watched_ns else 0.0
-        asked, idle = now.asked - last.asked, now.yes - last.yes + onto_idle * (now.blocked - last.blocked)
-        self._idle += min(asked, idle + per_ns * (_START_NS + onto_idle * _UNNOTICED_NS) * asked)
-        return now.asked, self._idle
+        counted_ns = now.counted_ns - last.counted_ns
+        idle_ns = now.idle_ns - last.idle_ns + onto_idle * (now.blocked_ns - last.blocked_ns)
+        idle_ns += per_ns * (_START_NS + onto_idle * _UNNOTICED_NS) * counted_ns
+        self._idle_s += min(float(counted_ns), idle_ns) / 1e9
+        return now.counted_ns / 1e9, self._idle_s
 
     def emit(self, sink: Sink) -> None:
         """Tell ``sink`` what was counted since the last call."""
-        (before_s, asked_before, idle_before), (asked, idle) = self._emitted, self.read()
-        if asked > asked_before:
-            self._emitted = time.perf_counter(), asked, idle
-            times = asked - asked_before
-            share = (idle - idle_before) / times
-            sink(Span(What.GPU_IDLE, before_s, self._emitted[0], times=times, share=share))
+        (before_s, counted_before_s, idle_before_s), (counted_s, idle_s) = self._emitted, self.read()
+        if counted_s > counted_before_s:
+            self._emitted = time.perf_counter(), counted_s, idle_s
+            share = (idle_s - idle_before_s) / (counted_s - counted_before_s)
+            sink(Span(What.GPU_IDLE, before_s, self._emitted[0], share=share))
 
     def close(self) -> None:
         self._end()

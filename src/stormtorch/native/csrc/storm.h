@@ -12,7 +12,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 9u
+#define STORM_ABI 10u
 
 typedef struct storm_pool storm_pool;
 
@@ -66,9 +66,10 @@ STORM_API int32_t storm_touch(void *address, size_t bytes, int32_t threads);
    `relax` first; both may be null. No launch takes `launch_ns`. */
 typedef struct storm_sampler storm_sampler;
 typedef struct {
-    int64_t asked;
-    int64_t yes;
-    int64_t blocked;            /* answered "no", behind a launch: what was the case when asked is not known */
+    int64_t asked;              /* samples */
+    int64_t counted_ns;         /* the time that they stand for: */
+    int64_t idle_ns;            /* of that, answered "yes" */
+    int64_t blocked_ns;         /* answered "no", behind a launch: what was the case when asked is not known */
     int64_t launches;           /* seen to begin just after an answer */
     int64_t launches_after_yes; /* of those, just after a "yes" */
     int64_t watched_ns;         /* in which they would have been seen */
