@@ -19,7 +19,7 @@ import torch
 
 from ...core.errors import StormError
 
-_PART = 64 << 20  # bytes: 1.2 ms on a link of 55 GB/s, and less than 0.2 % of its rate lost between parts
+_PART = 64 << 20  # bytes: 1.2 ms on a link of 55 GB/s
 _REGISTER_FLAGS = 0x1 | 0x2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 _MEMORY_TYPE = ctypes.c_int(2)  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _HOST = 0x1  # CU_MEMORYTYPE_HOST
@@ -27,6 +27,7 @@ _HOST = 0x1  # CU_MEMORYTYPE_HOST
 # requires both without a check
 _MAPPING = (ctypes.c_int(102), ctypes.c_int(103))
 _NON_BLOCKING = 0x1  # CU_STREAM_NON_BLOCKING
+_NO_TIMING = 0x2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _WAIT_GEQ = 0x0  # CU_STREAM_WAIT_VALUE_GEQ: (int32)(word - value) >= 0, so that counters may wrap
 _WRITE_DEFAULT = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier writes of the stream are visible before the value is
@@ -63,6 +64,7 @@ class Driver:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._contexts: dict[int, int] = {}
+        self._others: dict[tuple[int, int], tuple[int, int]] = {}  # see ``_other``
 
     def register(self, device: int, address: int, size: int) -> None:
         """Page-lock ``[address, address + size)`` for copies by any device. Blocks; raises DriverError, and leaves no
@@ -121,20 +123,46 @@ class Driver:
 
         Costs the host a fraction of ``Tensor.copy_`` on another stream: about 3 µs instead of 22.
 
-        Large copies go in parts. A copy engine serves other streams between two copies, not within one: user code's
-        ``loss.item()`` stood still for the 4.5 ms of an embedding that was on its way."""
+        Large copies go in parts, so that user code's ``loss.item()`` need not wait for all of an embedding that is on
+        its way. A copy engine stays with a stream that has more for it: behind parts on one stream, a copy of four
+        bytes waited for 3.7 of 4.5 ms, as behind a single copy. So each part goes to another stream than the one before
+        it, and waits for it there: 0.45 ms, for 0.3 % of the rate."""
         with self._on(device):
             if not all(map(self._is_page_locked, host)):
                 return False
+            here = stream
             for first in range(0, size, _PART):
+                if first:
+                    here = self._hand_over(device, stream, here)
                 self._call(
                     "cuMemcpyAsync",
                     ctypes.c_uint64(target + first),
                     ctypes.c_uint64(source + first),
                     ctypes.c_size_t(min(_PART, size - first)),
-                    _pointer(stream),
+                    _pointer(here),
                 )
+            if here != stream:
+                self._hand_over(device, stream, here)
         return True
+
+    def _hand_over(self, device: int, stream: int, here: int) -> int:
+        """Let ``stream`` or its other one, whichever is not ``here``, go on where ``here`` is; returns it."""
+        other, event = self._other(device, stream)
+        there = stream if here == other else other
+        self._call("cuEventRecord", _pointer(event), _pointer(here))
+        self._call("cuStreamWaitEvent", _pointer(there), _pointer(event), ctypes.c_uint(0))
+        return there
+
+    def _other(self, device: int, stream: int) -> tuple[int, int]:
+        """The stream that takes every other part of ``stream``'s large copies, and the event of their order. It has
+        nothing else to do, and ends with the process, like all streams of ours (streams.py)."""
+        known = self._others.get((device, stream))
+        if known is None:
+            event = ctypes.c_void_p()
+            self._call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(_NO_TIMING))
+            assert event.value is not None
+            known = self._others.setdefault((device, stream), (self.create_stream(device), event.value))
+        return known
 
     def write_value(self, device: int, stream: int, device_address: int, value: int) -> None:
         """Enqueue: once all earlier work of ``stream`` is done, store ``value`` in the 32-bit word."""
